@@ -88,8 +88,9 @@ class Bench:
 
     def used_share(self) -> float:
         """The share of the device's memory that is in use; 0 on a CPU."""
-        whole = torch.cuda.get_device_properties(self.device).total_memory if self.on_gpu else 1
-        return torch.cuda.memory_allocated(self.device) / whole if self.on_gpu else 0.0
+        if not self.on_gpu:
+            return 0.0
+        return torch.cuda.memory_allocated(self.device) / torch.cuda.get_device_properties(self.device).total_memory
 
     def run(self, case: Row, report: Callable[..., None]) -> None:
         """Measure one case; every figure goes through `report(part, **figures)`."""
@@ -169,11 +170,9 @@ class Bench:
         config = config_of(case, self.ranks.world, self.tiny)
         if config.train.precision == "fp8":
             import_module("torchao.float8")  # where it is absent, the row says "missing", not "failed"
-        model, length, step = config.model, config.train.sequence_length, None
-        if "library" in case:
-            step = transformers_step(config, self.device, case.get("compiled", False))
-        else:
-            step = OurStep(self, config, case.get("documents", True), case.get("across", False))
+        model, length = config.model, config.train.sequence_length
+        step = transformers_step(config, self.device, case.get("compiled", False)) if "library" in case else \
+            OurStep(self, config, case.get("documents", True), case.get("across", False))
         return step, {"gpus": self.ranks.world, "layers": model.layers, "parameters": model.parameter_count,
                       "tokens": config.train.batch_tokens, "precision": config.train.precision,
                       "flops_causal": model.flops_per_token(length, causal=True),

@@ -17,17 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import (
-    RATES,
-    Record,
-    Row,
-    Taken,
-    alternated,
-    command,
-    compared,
-    positive,
-)
-from drover.pipeline.contract.manifest import Manifest, read_manifest
+from benchmarks.measuring import RATES, Record, Row, Taken, alternated, command, compared
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.command_line import refuse_low
 from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import read_json
 
@@ -52,12 +44,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
     add("--mb", type=float, default=12.0, help="MB of text, of the standard library (%(default)s)")
-    add("--vocab", type=positive, default=16384, help="ids of the vocabulary (%(default)s)")
+    add("--vocab", type=int, default=16384, help="ids of the vocabulary (%(default)s)")
     add("--only", default=",".join(SECTIONS), help="sections, by comma (%(default)s)")
 
 
 def run(options: argparse.Namespace, record: Record) -> None:
     """Measure each section."""
+    refuse_low(options, "rounds", "mb", "vocab")
     names = options.only.split(",")
     if unknown := sorted(set(names) - set(SECTIONS)):
         raise UserError(f"--only does not know {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}.")
@@ -97,7 +90,9 @@ def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace
         contenders["datatrove"] = partial(_tokenize, place)
     rows = compared(alternated(contenders, options.rounds), mb, "MB", "datatrove")
     if "datatrove" in contenders:
-        total = _manifest(place / "json/encode").counts["total"]
+        made = read_manifest(place / "json/encode")
+        assert made is not None, "the stage has succeeded"
+        total = made.counts["total"]
         rows[-1] |= {"tokens": sum(path.stat().st_size for path in (place / "theirs").glob("*.ds")) // 2,
                      "our_tokens": total["tokens"] - total["docs"]}  # ours have BOS as well
         print(f"tokens with EOS alone: ours {rows[-1]['our_tokens']:,}, datatrove {rows[-1]['tokens']:,}")
@@ -126,12 +121,6 @@ def _stage(stage: str, texts: list[str], place: Path, run: str, *settings: str) 
     return [sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(config), *settings]
 
 
-def _manifest(folder: Path) -> Manifest:
-    found = read_manifest(folder)
-    assert found is not None, f"{folder} has no manifest, though the stage succeeded"
-    return found
-
-
 def _tokenize(place: Path) -> Any:
     """Run datatrove with as many processes, and new logs each time: it would skip finished tasks."""
     tokenizer = place / "ranks/tokenizer/hf/tokenizer.json"
@@ -143,5 +132,4 @@ def _tokenize(place: Path) -> Any:
         return command([sys.executable, str(script)])
 
 
-SECTIONS: dict[str, Callable[..., list[Row]]] = {
-    "encode": encode, "shard": shard}
+SECTIONS = {"encode": encode, "shard": shard}
