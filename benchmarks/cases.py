@@ -4,9 +4,7 @@ ranks, and those of transformers at the same shape."""
 from __future__ import annotations
 
 import gc
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import Row
 from benchmarks.suite import config_of
+from drover.launch.devices import smi
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
@@ -78,13 +77,10 @@ class Bench:
         return found
 
     def smi(self, *fields: str) -> dict[str, str]:
-        """Ask nvidia-smi. Empty where the program is missing or fails."""
-        if not self.on_gpu or shutil.which("nvidia-smi") is None:
-            return {}
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0"],
-                              text=True, capture_output=True, timeout=60, check=False)
+        """Ask nvidia-smi about the first GPU, in MHz and W. Empty where the program is missing or fails."""
+        rows = smi(f"--query-gpu={','.join(fields)}") if self.on_gpu else None
         names = [field.replace(".", "_") for field in fields]
-        return dict(zip(names, done.stdout.strip().split(", "), strict=False))
+        return dict(zip(names, (rows or [[]])[0], strict=False))
 
     def used_share(self) -> float:
         """The share of the device's memory that is in use; 0 on a CPU."""

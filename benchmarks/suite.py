@@ -54,7 +54,7 @@ SECTIONS = {
         "MFU causal": "{mfu_causal:.1%}", "of the measured peak": "{of_peak_full:.1%}",
         "step ms, median (min - max)": "{median_ms:.1f} ({min_ms:.1f} - {max_ms:.1f})", "peak GB": "{memory_gb:.1f}",
         "first step, extra s": "{compile_s:.1f}", "compiled": "{compiled:.0%}", "exposed": "{exposed:.1%}",
-        "clock": "{clocks_sm}", "power": "{power_draw}"}),
+        "clock, MHz": "{clocks_sm}", "power, W": "{power_draw}"}),
     "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}"})}
 """By kind of case: a title, and columns."""
 COMPARED = {**RATES, "TFLOP/s": "{tflops:.3f}", "peak memory GB": "{memory_gb:.3f}"}
