@@ -72,8 +72,9 @@ class Found:
         return "; ".join(f"{host}: {problem}" for host, problem in self.problems.items())
 
 
-def look_at(hosts: Sequence[str], launch: LaunchConfig, run_folder: Path) -> Found:
+def look_at(launch: LaunchConfig, run_folder: Path) -> Found:
     """Look which hosts can be reached, start Python, and share the run folder with this machine."""
+    hosts = launch.hosts
     token = run_folder / "launch" / f"{token_hex(4)}.host"
 
     def ask(number: int) -> tuple[tuple[str, list[int]] | None, str]:
@@ -146,7 +147,7 @@ def run_on_hosts(config: Config, jobs: list[Job], options: Options) -> int:
     launch, run = config.launch, Run(config)
     held = lock(run.folder, LAUNCHER, "launcher on hosts")
     (run.folder / CANCEL).unlink(missing_ok=True)
-    found = look_at(launch.hosts, launch, run.folder)
+    found = look_at(launch, run.folder)
     if not all(job.on(len(found.there)) for job in jobs if job.to_run):
         raise UserError(
             f"{len(found.problems)} of {len(launch.hosts)} hosts cannot be used. {found}. Every host must let you in "
@@ -198,7 +199,7 @@ class SshHost(LocalHost):
         """Wait until enough hosts answer; the stage as it runs on those."""
         launch, planned, run = self.config.launch, self.planned, Path(self.planned.run)
         while not self.asked:
-            found = look_at(launch.hosts, launch, run)
+            found = look_at(launch, run)
             there = [host for host in self._candidates() if host in found.there]
             if ready := planned.on(len(there)):
                 count = ready.nodes
@@ -307,7 +308,7 @@ class SshHost(LocalHost):
                     return
             elif look is None and time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                look = pool.submit(look_at, self.config.launch.hosts, self.config.launch, Path(self.planned.run))
+                look = pool.submit(look_at, self.config.launch, Path(self.planned.run))
             yield False
 
     def _candidates(self) -> list[str]:

@@ -255,7 +255,7 @@ class Scheduler:
     def node_address(self, name: str) -> str:
         """The address of a node; its name if Slurm does not answer."""
         answer = self._ask("scontrol", "--oneliner", "show", "node", name)
-        return _fields(answer.out).get("NodeAddr", name) if answer.status == 0 else name
+        return _fields(answer.out).get("NodeAddr", name)
 
     def _queue(self, *which: str) -> dict[str, JobInfo] | None:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)

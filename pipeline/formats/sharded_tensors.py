@@ -35,6 +35,7 @@ from drover.pipeline.formats.tensor_file import (
     DamagedFileError,
     Dims,
     Layout,
+    MaybeDims,
     Rectangle,
     TensorFile,
     overlap,
@@ -188,7 +189,7 @@ class CheckpointReader:
         """The stored element type."""
         return DTYPES[self._tensors[name].dtype]
 
-    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+    def read(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None) -> Tensor:
         """The rectangle of tensor `name` that starts at `offset` (default: the beginning) and has `shape` (default: up
         to the tensor's end), on the host. Raises ValueError if it is not inside the tensor."""
         offset, size = rectangle_in(self.shape(name), offset, shape)

@@ -37,6 +37,8 @@ Dims = tuple[int, ...]
 """A number for each dimension of a tensor: its shape, or the offset or size of a rectangle in it."""
 Rectangle = tuple[Dims, Dims]
 """Offset and size."""
+MaybeDims = Sequence[int] | None
+"""Offset or size of a rectangle; None: the beginning, or up to the end."""
 
 _CHUNK = 1 << 20
 """Bytes to hash and write at a time, so few that they are still in the cache when they are written."""
@@ -71,8 +73,7 @@ class Layout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
-                 size: Sequence[int] | None) -> Rectangle:
+def rectangle_in(whole: Sequence[int], offset: MaybeDims, size: MaybeDims) -> Rectangle:
     """A rectangle of a tensor: offset (default: the beginning) and size (default: up to the end). ValueError if it is
     not inside."""
     start = tuple(offset or (0,) * len(whole))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,10 +87,6 @@ class Findings:
         self.bytes += found.bytes
         for note, files in found.notes.items():
             self.note(note, *files)
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
 
     def compare(self, file: Recorded, *, hashed: bool = True) -> str:
         """Compare a file's size, and its hash, with its record. Returns "" if they match, else "size" or "content"."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.provenance import readings
 from drover.pipeline.data.text_shards import SPLITS, SUFFIX
 from drover.pipeline.data.token_shards import TokenShard
@@ -154,9 +155,9 @@ def _nothing(options: argparse.Namespace, corpus: Corpus) -> str:
     what = f"whose key begins with {options.document}" if options.document is not None else \
         f"with the id {options.id}" if options.id is not None else f"that holds {options.find!r}"
     where = f" in the source {options.source}" if options.source else ""
-    aside = "" if any(record.get("split") == DROPPED for record in corpus.manifest.outputs) else \
-        " (documents that filters dropped were not kept: shard.keep_dropped)"
-    copies = "" if corpus.names_duplicates else "; dropped duplicates were not recorded (shard.keep_dropped)"
+    splits = {record.get("split") for record in corpus.manifest.outputs}
+    aside = "" if DROPPED in splits else " (documents that filters dropped were not kept: shard.keep_dropped)"
+    copies = "" if DUPLICATES in splits else "; dropped duplicates were not recorded (shard.keep_dropped)"
     unknown = f" There is no such source; there are {', '.join(corpus.sources)}." \
         if options.source not in (None, "", *corpus.sources) else ""
     return f"No document {what}{where} is in the shards of {corpus.folder}{aside}{copies}.{unknown}"

@@ -55,11 +55,6 @@ class Corpus:
         characters = f", characters {cut[1] or 0}..{cut[2]}" if cut else ""
         return {"origin": f"{path or file}{place}{characters}", "file": file, "path": path, "record": record}
 
-    @property
-    def names_duplicates(self) -> bool:
-        """Whether duplicates were recorded with the documents that were kept in their place."""
-        return any(record.get("split") == DUPLICATES for record in self.manifest.outputs)
-
     def duplicates(self, *, of: set[tuple[str, str]] | None = None,
                    ids: frozenset[tuple[str, str]] = frozenset()) -> Iterator[dict[str, str]]:
         """Rows of `duplicates/*.parquet` whose kept document (source, id) is in `of`, or whose own (source, id) is in
