@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.records.metrics import standing_lines
 from drover.pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table
 
-Line = dict[str, Any]
+Line = Record
 """Of metrics.jsonl: a step."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 from pydantic import TypeAdapter
@@ -28,7 +28,7 @@ from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STOP, Progress, StageState, read_attempts, read_state
 from drover.pipeline.contract.tasks import marked_parts
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_lines, read_sealed
+from drover.pipeline.core.files import Record, read_lines, read_sealed
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 
@@ -55,7 +55,7 @@ class StageFiles:
     begun: bool
     alive: bool | None
     shares: dict[str, set[int]]
-    ended: dict[str, Any]
+    ended: Record
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_run(folder: Path) -> RunFiles:
     """Read the files of a run."""
     run, chain = _quietly(lambda: _run(folder), None), _quietly(lambda: read_chain(folder), None)
     jobs, nodes = chain.jobs if chain else (), run.config.launch.train.nodes if run else 1
-    events: list[dict[str, Any]] = _quietly(lambda: read_attempts(folder), [])
+    events: list[Record] = _quietly(lambda: read_attempts(folder), [])
     newest = chain.id if chain else events[-1].get("chain") if events else None
     ended = {event["stage"]: event for event in events if event["event"] == "ended" and event.get("chain") == newest}
     # Plugins are not imported: the stages that they add are known by their start records and jobs.
@@ -115,7 +115,7 @@ def _run(folder: Path) -> Run:
     return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
 
 
-def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: dict[str, Any]) -> StageFiles:
+def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: Record) -> StageFiles:
     place, manifest, damaged = own, None, ""
     try:
         if run is not None and own.name in STAGES:

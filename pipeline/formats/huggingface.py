@@ -16,6 +16,7 @@ from torch import Tensor
 from drover.model.config import ModelConfig, YarnScaling
 from drover.model.names import parameter_shapes, to_huggingface
 from drover.pipeline.config.shapes import CLASSES, FULL, SLIDING, export_problem
+from drover.pipeline.core.files import Record
 from drover.pipeline.formats.tensor_file import Layout, MaybeDims, write_tensors
 
 
@@ -112,7 +113,7 @@ def write_folder(folder: Path, files: list[OutputFile]) -> None:
         file.write(folder / file.name)
 
 
-def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def config_to_json(config: ModelConfig, dtype: torch.dtype) -> Record:
     """The content of config.json without token ids. Raises ValueError if transformers has no such network."""
     if problem := export_problem(config):
         raise ValueError(problem)
@@ -147,7 +148,7 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _family(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+def _family(config: ModelConfig) -> tuple[str, Record]:
     """transformers' name for the network, and settings that depend on it.
 
     A Llama becomes a LlamaForCausalLM. With normed queries and keys, or with layers that have a sliding window or no

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.core.files import Count
+from drover.pipeline.core.files import Count, Record
 from drover.pipeline.formats.tensor_file import DTYPES, Dims, Rectangle
 
 Cut = NDArray[np.int64]
@@ -41,12 +41,12 @@ class Entry:
 class Index:
     """The content of some files. files: their records (path, bytes, sha256). tensors: by name."""
 
-    files: tuple[dict[str, Any], ...]
+    files: tuple[Record, ...]
     tensors: dict[str, Entry]
     cuts: tuple[Cut, ...]
 
     @classmethod
-    def of(cls, file: dict[str, Any], tensors: Mapping[str, tuple[str, Dims, Sequence[Rectangle]]]) -> Index:
+    def of(cls, file: Record, tensors: Mapping[str, tuple[str, Dims, Sequence[Rectangle]]]) -> Index:
         """The index of one file. tensors: element type, shape and rectangles of each."""
         cuts, entries = dict[tuple[Rectangle, ...], int](), dict[str, Entry]()
         for name, (dtype, shape, pieces) in tensors.items():
@@ -61,7 +61,7 @@ class Index:
         Raises:
             ValueError: the parts disagree on what a tensor is.
         """
-        files, moved = list[dict[str, Any]](), list[list[Cut]]()
+        files, moved = list[Record](), list[list[Cut]]()
         found: dict[str, tuple[str, Dims, list[tuple[int, int]]]] = {}
         for number, part in enumerate(parts):
             for name, entry in part.tensors.items():

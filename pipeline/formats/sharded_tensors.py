@@ -20,14 +20,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, Inside, atomic_file, parsed_json, typed
+from drover.pipeline.core.files import Count, Inside, Record, atomic_file, parsed_json, typed
 from drover.pipeline.formats.shard_index import Cut, Entry, Index, corners, overlapping
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
@@ -97,7 +97,7 @@ def _entry(name: str, pieces: Sequence[TensorShard]) -> tuple[str, Dims, list[Re
     return DTYPE_NAMES[dtype], shape, [(tuple(piece.offset), tuple(piece.tensor.shape)) for piece in pieces]
 
 
-def write_index(folder: Path, index: Index) -> dict[str, Any]:
+def write_index(folder: Path, index: Index) -> Record:
     """Write index.json over all files, atomically; returns its record (path, bytes, sha256).
 
     Raises:

@@ -19,12 +19,12 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from drover.pipeline.core.files import Count, flush, parsed_json, typed
+from drover.pipeline.core.files import Count, Record, flush, parsed_json, typed
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -97,7 +97,7 @@ def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
     return tuple(place), tuple(inside)
 
 
-def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Record:
     """Write a safetensors file. Returns its record: path (the name alone), bytes, sha256.
 
     `tensors` yields the contents in the order of `layouts`, contiguous and in host memory. They are taken one at a
@@ -123,7 +123,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
 
 def _contents(layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes of a file, in order: the header, then the tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Record = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, layout in layouts.items():
         header[name] = {"dtype": DTYPE_NAMES[layout.dtype], "shape": layout.shape,

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drover.model.generation.writer import Piece
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.evaluation.open_model import run_of
 from drover.tools.serving.asked import KEYS, Asked, Reader
 from drover.tools.serving.worker import Job, RefusedError, Worker
@@ -130,7 +130,7 @@ class Answer:
         worker.submit(self._job)
         self.close = lambda: worker.cancel(self._job)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Record:
         """The answer to a request without `stream`."""
         texts, ends = [""] * len(self._counts), [""] * len(self._counts)
         told = [{key: list[Any]() for key in KEYS} if choice.telling else None for choice in self._asked.choices]

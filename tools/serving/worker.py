@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.writer import Piece, Writer
 from drover.model.llama import Llama
+from drover.pipeline.core.files import Record
 
 
 class RefusedError(Exception):
@@ -26,7 +26,7 @@ class RefusedError(Exception):
         super().__init__(message)
         self.status, self.kind, self.code, self.param, self.headers = status, kind, code, param, headers
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Record:
         """The error in OpenAI's form."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 

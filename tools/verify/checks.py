@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import problem_of, read_json, seal_of, sealing
+from drover.pipeline.core.files import Record, problem_of, read_json, seal_of, sealing
 from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.text_shards import read_shard
 from drover.pipeline.data.token_shards import TokenShard, column_offsets, read_batch
@@ -29,7 +29,6 @@ WENT = "removed while the run was verified"
 GONE = "input files that no longer exist; no problem, since their outputs are checked"
 CHUNK = 1 << 22
 """Tokens or keys in memory at once."""
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)

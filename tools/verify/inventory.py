@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from drover.pipeline.contract.external_inputs import HASHES
 from drover.pipeline.contract.locks import LOCKS
@@ -20,7 +19,7 @@ from drover.pipeline.contract.state import EVALUATIONS, PROGRESS
 from drover.pipeline.contract.tasks import UNITS
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import seal_of
+from drover.pipeline.core.files import Record, seal_of
 from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
 from drover.pipeline.records.generation_settings import FILE as GENERATION
@@ -116,7 +115,7 @@ class Inventory(Findings):
         """Check a file that a run that is working may remove."""
         self.checks.append(Check(function, (path, *given), passing=True))
 
-    def _file(self, folder: Path, record: dict[str, Any], do: str, *, passing: bool = False) -> None:
+    def _file(self, folder: Path, record: Record, do: str, *, passing: bool = False) -> None:
         file = Recorded(folder, record, do)
         self.recorded.add(file.path)
         self.checks.append(Check(check_file, (file,), passing))
@@ -241,7 +240,7 @@ class Inventory(Findings):
             self.problem(tokens[0] / MANIFEST, f"it lists {len(of_text):,} token shards for {len(records):,} text "
                                                f"shards", "Run --stage encode --force")
 
-    def _vocabulary(self) -> dict[str, Any] | None:
+    def _vocabulary(self) -> Record | None:
         if (made := self.manifests.get("tokenizer")) is None:
             return None
         try:
@@ -285,7 +284,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in sorted(names))
 
 
-def _is_shard(stage: str, record: dict[str, Any]) -> bool:
+def _is_shard(stage: str, record: Record) -> bool:
     return stage in ("shard", "encode") and record.get("split") in SPLITS
 
 

@@ -7,11 +7,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.provenance import readings
 from drover.pipeline.data.text_shards import SPLITS, SUFFIX
@@ -23,8 +23,6 @@ from drover.tools.where.steps import Steps
 
 TOKEN_SHARD, TEXT_SHARD = ".arrow", ".tar"
 SHORTEST_KEY = 4
-Record = dict[str, Any]
-"""A document that was found, and the samples that read it, as JSON."""
 
 
 def trace(steps: Steps, options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.text_shards import read_shard
 from drover.tools.where.search import named
@@ -34,7 +35,7 @@ class Corpus:
             return None
         return next(read_shard(self.folder, self.shards[shard], only=[number]))
 
-    def placed(self, source: str, name: str) -> dict[str, Any]:
+    def placed(self, source: str, name: str) -> Record:
         """Where a document was read from, given its place, or else its id: `file:7`, `file@1234` or `file:7[0:100]`.
 
         Returns:

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.documents import digest, document_key, place_in
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.text_shards import SPLITS, read_documents
@@ -108,7 +107,7 @@ def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | No
     return found, False
 
 
-def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int]) -> list[Hit]:
+def _hits_in(job: tuple[Path, Record, Wanted, int]) -> list[Hit]:
     """The matches in a file: at most one more than the limit."""
     folder, record, wanted, limit = job
     found: list[Hit] = []
@@ -121,7 +120,7 @@ def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int]) -> list[Hit]:
     return found
 
 
-def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Hit, str]]:
+def _texts(folder: Path, record: Record) -> Iterator[tuple[Hit, str]]:
     """Each document of a file, and its text."""
     path = folder / record["path"]
     if record["split"] != DROPPED:
@@ -155,7 +154,7 @@ def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, proc
     return found
 
 
-def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int, str]]:
+def _keys_in(job: tuple[Path, int, Record, str]) -> list[tuple[int, int, str]]:
     """The row, number and key of each document of a shard whose key begins with the prefix."""
     folder, row, record, prefix = job
     shard, found = TokenShard(folder / record["path"], record), []
@@ -167,7 +166,7 @@ def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int,
     return found
 
 
-def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[Record]:
     """The lines of rejected.jsonl whose records have one of these ids."""
     for line in read_lines(folder / "rejected.jsonl"):
         if named(ids, line["source"], place_in(line["file"], line["record"])):

@@ -51,6 +51,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
@@ -409,7 +410,7 @@ class Runner:
         return [job for job in chain.jobs if job.stage == self.spec.stage] \
             if chain is not None and chain.id == self.spec.chain else []
 
-    def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
+    def _events(self, *, own: bool = False) -> list[Record]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
         alike = ("stage", "chain", "job") if own or self.part else ("stage", "chain")
@@ -417,7 +418,7 @@ class Runner:
         return [event for event in read_attempts(self.run_folder)
                 if all(event.get(name) == names[name] for name in alike)]
 
-    def _names(self) -> dict[str, Any]:
+    def _names(self) -> Record:
         """What a record says of which start it is."""
         return {"stage": self.spec.stage, "job": self.here.name, "restart": self.here.restart, "start": self.number,
                 "chain": self.spec.chain}
