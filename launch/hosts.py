@@ -60,12 +60,15 @@ LOOK_S = 60.0
 """Between two looks, while training runs on fewer hosts, whether another one answers."""
 
 
+Meeting = tuple[str, list[int]]
+"""An address of a host, at which ranks can meet, and free ports there."""
+
+
 @dataclass(frozen=True)
 class Found:
-    """What a look at the hosts found. there: those that can be used, with the address and free ports of each.
-    problems: why the others cannot."""
+    """What a look at the hosts found. there: those that can be used. problems: why the others cannot."""
 
-    there: Mapping[str, tuple[str, list[int]]]
+    there: Mapping[str, Meeting]
     problems: Mapping[str, str]
 
     def __str__(self) -> str:
@@ -77,7 +80,7 @@ def look_at(launch: LaunchConfig, run_folder: Path) -> Found:
     hosts = launch.hosts
     token = run_folder / "launch" / f"{token_hex(4)}.host"
 
-    def ask(number: int) -> tuple[tuple[str, list[int]] | None, str]:
+    def ask(number: int) -> tuple[Meeting | None, str]:
         host, mark = hosts[number], token.with_suffix(f".{number}")
         try:
             status, _, said = answer_of(ssh_command(host, launch), os.environ, PROBE_S,
@@ -191,7 +194,7 @@ class SshHost(LocalHost):
     planned: JobSpec
     config: Config
     in_place = True
-    _meeting: tuple[str, list[int]] = ("", [])
+    _meeting: Meeting = ("", [])
     _said: str = ""
     _next: float = 0.0
 

@@ -10,7 +10,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.text_shards import read_shard
-from drover.tools.where.search import named
+from drover.tools.where.search import Ids, named
 
 _CUT = re.compile(r"\[(\d*):(\d*)\]$")
 
@@ -57,7 +57,7 @@ class Corpus:
         return {"origin": f"{path or file}{place}{characters}", "file": file, "path": path, "record": record}
 
     def duplicates(self, *, of: set[tuple[str, str]] | None = None,
-                   ids: frozenset[tuple[str, str]] = frozenset()) -> Iterator[dict[str, str]]:
+                   ids: Ids = frozenset()) -> Iterator[dict[str, str]]:
         """Rows of `duplicates/*.parquet` whose kept document (source, id) is in `of`, or whose own (source, id) is in
         `ids` (source "" means any)."""
         import pyarrow.compute as pc

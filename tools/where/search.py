@@ -32,6 +32,10 @@ DROPPED = "dropped"
 """The split, in the stage's manifest, of files with the documents that filters dropped."""
 
 
+Ids = frozenset[tuple[str, str]]
+"""Ids of documents, each as (source, id); source "" means any."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A search: one of text, ids and key.
@@ -39,13 +43,13 @@ class Wanted:
     Attributes:
         text: a part of a document's text.
         ignore_case: whether to ignore the case of the text.
-        ids: ids of documents, each as (source, id); source "" means any.
+        ids: of documents.
         key: first hexadecimal digits of a key.
     """
 
     text: str = ""
     ignore_case: bool = False
-    ids: frozenset[tuple[str, str]] = frozenset()
+    ids: Ids = frozenset()
     key: str = ""
 
     def place(self, source: str, names: tuple[str, ...], text: str) -> int | None:
@@ -166,7 +170,7 @@ def _keys_in(job: tuple[Path, int, Record, str]) -> list[tuple[int, int, str]]:
     return found
 
 
-def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[Record]:
+def rejections(folder: Path, ids: Ids) -> Iterator[Record]:
     """The lines of rejected.jsonl whose records have one of these ids."""
     for line in read_lines(folder / "rejected.jsonl"):
         if named(ids, line["source"], place_in(line["file"], line["record"])):
