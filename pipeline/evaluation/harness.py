@@ -22,7 +22,7 @@ from drover.model.generation.writer import stream
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.prompts import readable_bytes
-from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.parallel.ranks import ALONE, Ranks
 from drover.pipeline.tokenization.base import Tokenizer
 
 LOGITS_IN_MEMORY = 2**27
@@ -49,14 +49,14 @@ class HarnessModel(TemplateLM):
         tokenizer: its tokenizer.
         batch: most sequences in a forward pass.
         length: tokens per forward pass; None: the model's context.
-        ranks: share the work, each with the model; None: this process alone.
+        ranks: share the work, each with the model.
 
     Raises:
         UserError: the length is more than the model's context.
     """
 
     def __init__(self, placed: Placed, tokenizer: Tokenizer, *, batch: int, length: int | None = None,
-                 ranks: Ranks | None = None) -> None:
+                 ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.placed, self.model, self._tokenizer, self.batch = placed, placed.model, tokenizer, batch
         context = self.model.config.context_length
@@ -212,7 +212,7 @@ class HarnessModel(TemplateLM):
     def _dealt(self, work: list[Given], function: Callable[[Given], Result]) -> list[Result]:
         """Results of `function` in the order of `work`, each computed by one rank, on every rank. An error on one rank
         is raised on all, which would otherwise wait for it."""
-        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
+        rank, world = self.ranks.rank, self.ranks.world
         made: list[Result] = []
         problem: Exception | None = None
         try:
@@ -224,11 +224,7 @@ class HarnessModel(TemplateLM):
             problem = error if isinstance(error, UserError) else RuntimeError(
                 f"{type(error).__name__} on rank {rank}: {error}")
             problem.__cause__ = error.__cause__ if problem is error else error
-        parts = self.everywhere((made, problem))
+        parts = self.ranks.gather((made, problem))
         if failed := problem or next((told for _, told in parts if told is not None), None):
             raise failed
         return [parts[number % world][0][number // world] for number in range(len(work))]
-
-    def everywhere(self, value: Any) -> list[Any]:
-        """A value of every rank, in rank order, on every rank."""
-        return [value] if self.ranks is None else self.ranks.gather(value)

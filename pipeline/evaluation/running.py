@@ -37,7 +37,7 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
     Raises:
         UserError: the task cannot be loaded or scored; one sentence, on every rank. The traceback is in the log.
     """
-    result, reason, leads = None, None, model.ranks is None or model.ranks.leads
+    result, reason, leads = None, None, model.ranks.leads
     try:
         with _messages_in(log if leads else Path(os.devnull)):
             # The harness bootstraps in one process per core, so only one rank does it.
@@ -46,7 +46,7 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
         if model.placed.broken:
             raise
         reason = _reason(error)
-    outcomes = model.everywhere((result if leads else None, reason))
+    outcomes = model.ranks.gather((result if leads else None, reason))
     for _, reason in outcomes:
         if reason is not None:
             raise UserError(f"The task {task_file.name} ({task_file.path}) failed: {reason}")
