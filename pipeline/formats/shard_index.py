@@ -123,16 +123,16 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangl
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner  # whole rows
+
+    def of_row(row: int, begin: int, end: int) -> Iterator[Rectangle]:
+        return (((row, *offset), (1, *size)) for offset, size in rectangles(shape[1:], begin, end))
     if first > last:  # inside one row
-        first = last = stop // inner
-        yield from (((last, *offset), (1, *size)) for offset, size
-                    in rectangles(shape[1:], start - last * inner, stop - last * inner))
+        yield from of_row(last, start - last * inner, stop - last * inner)
         return
-    yield from (((first - 1, *offset), (1, *size)) for offset, size
-                in rectangles(shape[1:], start - (first - 1) * inner, inner) if start < first * inner)
+    yield from of_row(first - 1, start - (first - 1) * inner, inner)
     if first < last:
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from (((last, *offset), (1, *size)) for offset, size in rectangles(shape[1:], 0, stop - last * inner))
+    yield from of_row(last, 0, stop - last * inner)
 
 
 def overlapping(cut: Cut, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:

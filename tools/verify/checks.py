@@ -87,8 +87,11 @@ class Findings:
         for note, files in found.notes.items():
             self.note(note, *files)
 
-    def compare(self, file: Recorded, *, hashed: bool = True) -> str:
-        """Compare a file's size, and its hash, with its record. Returns "" if they match, else "size" or "content"."""
+    def compare(self, file: Recorded, hashed: bool = True) -> str:
+        """Compare a file's size, and its hash, with its record. Returns "" if they match, else "size" or "content".
+
+        hashed: False for a shard that the sample leaves out: only the size.
+        """
         if not (problem := problem_of(file.path, file.record, hashed=hashed)):
             return ""
         self.problem(file.path, f"it {problem.removeprefix(f'{file.path} ')}", file.do)
@@ -106,7 +109,7 @@ class Check:
         counted: whether the files are read, not only their sizes.
     """
 
-    function: Callable[..., None]
+    function: Callable[..., object]
     arguments: tuple[Any, ...]
     passing: bool = False
     counted: bool = True
@@ -133,11 +136,6 @@ class Check:
             found = Findings()
             found.note(WENT, *gone)
         return found
-
-
-def check_file(found: Findings, file: Recorded, hashed: bool = True) -> None:
-    """Compare a file with its record. hashed: False for a shard that the sample leaves out: only the size."""
-    found.compare(file, hashed=hashed)
 
 
 def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None, vocabulary: Record | None) -> None:

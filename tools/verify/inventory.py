@@ -30,7 +30,6 @@ from drover.tools.verify.checks import (
     Check,
     Findings,
     Recorded,
-    check_file,
     check_ledger,
     check_plan,
     check_seal,
@@ -118,7 +117,7 @@ class Inventory(Findings):
     def _file(self, folder: Path, record: Record, do: str, *, passing: bool = False) -> None:
         file = Recorded(folder, record, do)
         self.recorded.add(file.path)
-        self.checks.append(Check(check_file, (file,), passing))
+        self.checks.append(Check(Findings.compare, (file,), passing))
 
     def _stage(self, stage: str, folder: Path) -> None:
         """The manifest of a stage, the files that it and the markers of checkpoints list, and all others there."""
@@ -235,7 +234,7 @@ class Inventory(Findings):
                 self.shards_read += len(there)
                 self.checks.append(Check(check_shard, (text, token, vocabulary)))
             else:
-                self.checks += [Check(check_file, (side, False), counted=False) for side in there]
+                self.checks += [Check(Findings.compare, (side, False), counted=False) for side in there]
         if texts and tokens and len(of_text) != len(records):
             self.problem(tokens[0] / MANIFEST, f"it lists {len(of_text):,} token shards for {len(records):,} text "
                                                f"shards", "Run --stage encode --force")
