@@ -8,6 +8,7 @@ lets a rank without documents fail while others wait for it forever.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import Any, TypeVar
 
 import torch
@@ -94,9 +95,8 @@ class HarnessModel(TemplateLM):
             continuation_ids = self.tok_encode(blank + continuation)
         return [self.prefix_token_id, *context_ids], continuation_ids
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-probability in nats of each continuation, and whether greedy decoding would give it."""
-        return super().loglikelihood(requests, disable_tqdm=True)
+    loglikelihood = partialmethod(TemplateLM.loglikelihood, disable_tqdm=True)
+    """Log-probability in nats of each continuation, and whether greedy decoding would give it."""
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-probability in nats of each whole text, every token predicted once; long texts in windows."""

@@ -25,9 +25,10 @@ from drover.pipeline.core.files import atomic_file
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.clouds import Cloud
 from drover.pipeline.storage.folders import Folder
-from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
-
-__all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url", "preflight"]
+from drover.pipeline.storage.outcomes import Changed as Changed
+from drover.pipeline.storage.outcomes import Entry as Entry
+from drover.pipeline.storage.outcomes import Exists as Exists
+from drover.pipeline.storage.outcomes import Missing as Missing
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file")
 FOR_TESTS = "memory"
