@@ -76,10 +76,6 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
-    def join(self, path: str) -> Store:
-        """A store of a deeper prefix."""
-        return Store(self.url_of(path))
-
     def url_of(self, path: str) -> str:
         """The URL of an object."""
         key = self._key(path)
