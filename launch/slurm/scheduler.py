@@ -106,7 +106,7 @@ class _Answer:
         """Why it failed: its last line, without the program's name. None: it did not fail."""
         if self.status == 0:
             return None
-        lines = [line for line in (self.error or self.out).splitlines() if line.strip()]
+        lines = (self.error or self.out).strip().splitlines()
         return re.sub(r"^\w+: (error|fatal): ", "", lines[-1].strip()) if lines else f"exit status {self.status}"
 
 

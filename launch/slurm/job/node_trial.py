@@ -121,7 +121,7 @@ def failed(command: Sequence[str], limit_s: float) -> str:
         status, output, errors = answer_of(command, os.environ, limit_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"launch.health_check did not run: {error}"
-    lines = [line for line in (errors + output).splitlines() if line.strip()]
+    lines = (errors + output).strip().splitlines()
     return (lines[-1] if lines else f"launch.health_check failed with exit status {status}") if status else ""
 
 
