@@ -56,7 +56,7 @@ class Tracer:
         self.steps, self.data, self.table = steps, steps.ledger.data, steps.ledger.table
         self.tokens, _ = steps.ledger.work.input("encode")
         self.corpus = Corpus(steps.ledger.run)
-        self._rows = {self.table.paths[row]: row for row in range(len(self.table))}
+        self._rows = {path: row for row, path in enumerate(self.table.paths)}
 
     def documents(self, wanted: Wanted, source: str | None, processes: int, limit: int) -> tuple[list[Record], bool]:
         """The record of each document that was found, and whether there are more than `limit`."""
