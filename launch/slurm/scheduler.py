@@ -125,14 +125,13 @@ class Scheduler:
     """Slurm's programs, found on PATH.
 
     Args:
-        environment: of the programs; None: this process's.
+        environment: of the programs.
         timeout_s: how long each may take. Without a controller squeue itself would try for 18 s.
     """
 
-    def __init__(self, environment: Environment | None = None, timeout_s: float = 10) -> None:
-        own = os.environ if environment is None else environment
+    def __init__(self, environment: Environment = os.environ, timeout_s: float = 10) -> None:
         # A user's own formats, or another cluster, would change the output that is read here.
-        self._environment = {name: value for name, value in own.items() if name in OWN or not name.startswith(
+        self._environment = {name: value for name, value in environment.items() if name in OWN or not name.startswith(
             ("SLURM_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
         self._timeout_s = timeout_s
 
