@@ -64,7 +64,7 @@ class Tracer:
             return self._of_key(wanted, source, processes, limit)
         told: list[Record] = []
         if wanted.ids:
-            gone = list(self.corpus.duplicates(ids=wanted.ids))
+            gone = list(self.corpus.duplicates(wanted.ids))
             told = [{"split": "rejected", **{name: line[name] for name in ("source", "file", "record", "reason")}}
                     for line in rejections(self.corpus.folder, wanted.ids)]
             told += [{"split": row["kind"], **{name: row[name] for name in ("source", "id", "kept_source", "kept_id")}}
@@ -124,7 +124,7 @@ class Tracer:
         """The same, with the duplicates of each kept document, and the key of the kept one for each duplicate."""
         kept = {(record["source"], record["id"]): record for record in told
                 if record["split"] in SPLITS and "id" in record}
-        for row in self.corpus.duplicates(of=set(kept)) if kept else ():
+        for row in self.corpus.duplicates(frozenset(kept), "kept_") if kept else ():
             kept[row["kept_source"], row["kept_id"]].setdefault("duplicates", []).append(
                 {"source": row["source"], "id": row["id"], "kind": row["kind"]})
         for record in told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import Record
@@ -56,18 +56,15 @@ class Corpus:
         characters = f", characters {cut[1] or 0}..{cut[2]}" if cut else ""
         return {"origin": f"{path or file}{place}{characters}", "file": file, "path": path, "record": record}
 
-    def duplicates(self, *, of: set[tuple[str, str]] | None = None,
-                   ids: Ids = frozenset()) -> Iterator[dict[str, str]]:
-        """Rows of `duplicates/*.parquet` whose kept document (source, id) is in `of`, or whose own (source, id) is in
-        `ids` (source "" means any)."""
+    def duplicates(self, ids: Ids, whose: Literal["", "kept_"] = "") -> Iterator[dict[str, str]]:
+        """Rows of `duplicates/*.parquet` whose own id is in `ids`; with `kept_` that of the document that was kept."""
         import pyarrow.compute as pc
         from pyarrow import array, parquet, string
-        column, wanted = ("kept_id", of) if of is not None else ("id", ids)
-        own = array(sorted({name for _, name in wanted}), string())
+        column, wanted = f"{whose}id", array(sorted({name for _, name in ids}), string())
         for record in self.manifest.outputs:
             if record.get("split") != DUPLICATES:
                 continue
             for batch in parquet.ParquetFile(self.folder / record["path"]).iter_batches():
-                for row in batch.filter(pc.is_in(batch.column(column), value_set=own)).to_pylist():
-                    if named(wanted, row["kept_source" if of is not None else "source"], row[column]):
+                for row in batch.filter(pc.is_in(batch.column(column), value_set=wanted)).to_pylist():
+                    if named(ids, row[f"{whose}source"], row[column]):
                         yield row
