@@ -21,7 +21,7 @@ from benchmarks.measuring import RATES, Record, Row, Taken, alternated, command,
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.command_line import refuse_low
 from drover.pipeline.core.errors import UserError, installed_version
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import read_json, write_text
 
 FILES = 4
 """Files of the corpus: enough for two processes."""
@@ -57,8 +57,11 @@ def run(options: argparse.Namespace, record: Record) -> None:
     texts = corpus(options.mb)
     record.facts |= {"text_mb": sum(len(text.encode()) for text in texts) / 1e6, "documents": len(texts)}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
+        for number in range(FILES):
+            lines = "".join(f"{json.dumps({'text': text})}\n" for text in texts[number::FILES])
+            write_text(Path(place) / f"corpus/{number}.jsonl", lines)
         for name in names:
-            record.add(name, RATES, *SECTIONS[name](texts, record.facts["text_mb"], Path(place), options))
+            record.add(name, RATES, *SECTIONS[name](record.facts["text_mb"], Path(place), options))
 
 
 def corpus(most_mb: float) -> list[str]:
@@ -74,7 +77,7 @@ def corpus(most_mb: float) -> list[str]:
     return list(found)
 
 
-def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
+def encode(mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
     """The stage encode with each encoder, for tiktoken ranks and for the tokenizer.json that datatrove uses too."""
     bpe = ("tokenizer.kind=bpe", f"tokenizer.vocab_size={options.vocab}", f"tokenizer.train_mb={min(mb, 8)}")
     ready = ("tokenizer.kind=huggingface", f"tokenizer.path={place}/ranks/tokenizer/hf")
@@ -82,10 +85,10 @@ def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace
     contenders: dict[str, Callable[[], Taken]] = {}
     for name, (about, settings) in kinds.items():
         for stage in ("shard", "tokenizer"):
-            command(_stage(stage, texts, place, name, *settings))
+            command(_stage(stage, place, name, *settings))
         for encoder in ("reference", *(["fastokens"] if installed_version("fastokens") else [])):
             contenders[f"ours, {about}, {encoder}"] = partial(
-                command, _stage("encode", texts, place, name, *settings, "--force", f"encode.encoder={encoder}"))
+                command, _stage("encode", place, name, *settings, "--force", f"encode.encoder={encoder}"))
     if installed_version("datatrove"):
         contenders["datatrove"] = partial(_tokenize, place)
     rows = compared(alternated(contenders, options.rounds), mb, "MB", "datatrove")
@@ -99,22 +102,17 @@ def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace
     return rows
 
 
-def shard(texts: list[str], mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
+def shard(mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
     """The stage shard with one process and with two."""
-    contenders = {name: partial(command, _stage("shard", texts, place, "sharding", "--force",
+    contenders = {name: partial(command, _stage("shard", place, "sharding", "--force",
                                                 f"launch.processes={count}"))
                   for count, name in ((1, "1 process"), (2, "2 processes"))}
     return compared(alternated(contenders, options.rounds), mb, "MB", "1 process")
 
 
-def _stage(stage: str, texts: list[str], place: Path, run: str, *settings: str) -> list[str]:
-    """Write the corpus, and return the command of a stage."""
-    folder = place / "corpus"
-    folder.mkdir(exist_ok=True)
-    for number in range(FILES):
-        (folder / f"{number}.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n"
-                                                        for text in texts[number::FILES]), encoding="utf-8")
-    sources = [{"kind": "files", "name": "text", "paths": [f"{folder}/*.jsonl"]}]
+def _stage(stage: str, place: Path, run: str, *settings: str) -> list[str]:
+    """Write the configuration, and return the command of a stage."""
+    sources = [{"kind": "files", "name": "text", "paths": [f"{place}/corpus/*.jsonl"]}]
     config = place / f"{run}.yaml"
     config.write_text(json.dumps({"name": run, "runs_dir": str(place), "launch": {"processes": PROCESSES},
                                   "shard": {"shard_mb": 4, "sources": sources, "heldout_share": 0.05}}))
