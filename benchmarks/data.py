@@ -115,7 +115,7 @@ def _stage(stage: str, place: Path, run: str, *settings: str) -> list[str]:
     sources = [{"kind": "files", "name": "text", "paths": [f"{place}/corpus/*.jsonl"]}]
     config = place / f"{run}.yaml"
     config.write_text(json.dumps({"name": run, "runs_dir": str(place), "launch": {"processes": PROCESSES},
-                                  "shard": {"shard_mb": 4, "sources": sources, "heldout_share": 0.05}}))
+                                  "shard": {"shard_mb": 4, "sources": sources, "validation_share": 0.05}}))
     return [sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(config), *settings]
 
 
