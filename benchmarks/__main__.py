@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-from benchmarks.measuring import Record, positive
+from benchmarks import data, suite
+from benchmarks.measuring import Record
 from drover.pipeline.core.command_line import Parser, Program
 
-MODULES = {"train": "suite", "data": "data", "gpu": "suite", "layouts": "suite"}
+MODULES: dict[str, ModuleType] = {"train": suite, "data": data, "gpu": suite, "layouts": suite}
 ROUNDS = {"train": 5, "data": 5}
 """Default rounds of benchmarks whose contenders take turns; others are measured once."""
 
@@ -28,11 +29,10 @@ ROUNDS = {"train": 5, "data": 5}
 def add_options(parser: Parser) -> None:
     """The benchmarks and their options."""
     parsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, file in MODULES.items():
-        module = import_module(f"benchmarks.{file}")
+    for name, module in MODULES.items():
         one = parsers.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         one.add_argument("--out", type=Path, metavar="FOLDER", help="write results.json and results.md there")
-        one.add_argument("--rounds", type=positive, default=ROUNDS.get(name, 1),
+        one.add_argument("--rounds", type=int, default=ROUNDS.get(name, 1),
                          help="measurements of each (%(default)s)")
         module.add_options(one)
 
@@ -40,9 +40,9 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Measure; 1 if a case failed."""
     record = Record(options.name, options.out)
-    failed = import_module(f"benchmarks.{MODULES[options.name]}").run(options, record)
+    failed = MODULES[options.name].run(options, record)
     record.save()
-    return int(bool(failed))
+    return bool(failed)
 
 
 main = Program("python -m benchmarks", __doc__, add_options, work)

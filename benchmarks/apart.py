@@ -16,8 +16,6 @@ from typing import Any
 
 from drover.pipeline.core.orphans import end_with_parent
 
-Message = tuple[str, Any]
-
 
 class Apart:
     """`work(pipe, *arguments)` in a process for each rank of this node.
@@ -55,10 +53,10 @@ class Apart:
             with contextlib.suppress(OSError):
                 pipe.send(value)
 
-    def receive(self, limit_s: float | None = None) -> Message:
+    def receive(self, limit_s: float) -> tuple[str, Any]:
         """The next message of any rank: "failed" if one raised or died, "late" after `limit_s` seconds."""
-        until = None if limit_s is None else time.monotonic() + limit_s
-        while self.pipes and (ready := wait(self.pipes, None if until is None else max(0.0, until - time.monotonic()))):
+        until = time.monotonic() + limit_s
+        while self.pipes and (ready := wait(self.pipes, max(0.0, until - time.monotonic()))):
             pipe = ready[0]
             assert isinstance(pipe, Connection)
             try:

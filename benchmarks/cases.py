@@ -4,9 +4,7 @@ ranks, and those of transformers at the same shape."""
 from __future__ import annotations
 
 import gc
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import Row
 from benchmarks.suite import config_of
+from drover.launch.devices import smi
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
@@ -78,18 +77,16 @@ class Bench:
         return found
 
     def smi(self, *fields: str) -> dict[str, str]:
-        """Ask nvidia-smi. Empty where the program is missing or fails."""
-        if not self.on_gpu or shutil.which("nvidia-smi") is None:
-            return {}
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0"],
-                              text=True, capture_output=True, timeout=60, check=False)
+        """Ask nvidia-smi about the first GPU, in MHz and W. Empty where the program is missing or fails."""
+        rows = smi(f"--query-gpu={','.join(fields)}") if self.on_gpu else None
         names = [field.replace(".", "_") for field in fields]
-        return dict(zip(names, done.stdout.strip().split(", "), strict=False))
+        return dict(zip(names, (rows or [[]])[0], strict=False))
 
     def used_share(self) -> float:
         """The share of the device's memory that is in use; 0 on a CPU."""
-        whole = torch.cuda.get_device_properties(self.device).total_memory if self.on_gpu else 1
-        return torch.cuda.memory_allocated(self.device) / whole if self.on_gpu else 0.0
+        if not self.on_gpu:
+            return 0.0
+        return torch.cuda.memory_allocated(self.device) / torch.cuda.get_device_properties(self.device).total_memory
 
     def run(self, case: Row, report: Callable[..., None]) -> None:
         """Measure one case; every figure goes through `report(part, **figures)`."""
@@ -169,11 +166,9 @@ class Bench:
         config = config_of(case, self.ranks.world, self.tiny)
         if config.train.precision == "fp8":
             import_module("torchao.float8")  # where it is absent, the row says "missing", not "failed"
-        model, length, step = config.model, config.train.sequence_length, None
-        if "library" in case:
-            step = transformers_step(config, self.device, case.get("compiled", False))
-        else:
-            step = OurStep(self, config, case.get("documents", True), case.get("across", False))
+        model, length = config.model, config.train.sequence_length
+        step = transformers_step(config, self.device, case.get("compiled", False)) if "library" in case else \
+            OurStep(self, config, case.get("documents", True), case.get("across", False))
         return step, {"gpus": self.ranks.world, "layers": model.layers, "parameters": model.parameter_count,
                       "tokens": config.train.batch_tokens, "precision": config.train.precision,
                       "flops_causal": model.flops_per_token(length, causal=True),

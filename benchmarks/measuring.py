@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import resource
@@ -64,14 +63,14 @@ def alternated(contenders: Mapping[str, Callable[[], Taken]], rounds: int) -> di
     return taken
 
 
-def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, baseline: str | None = None) -> list[Row]:
+def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, baseline: str) -> list[Row]:
     """A row per contender: `amount` of `unit` over the median time, and ratios to `baseline` within each round."""
     rows = []
     for name, times in taken.items():
         row: Row = {"name": name, "unit": unit, "seconds": [one.wall for one in times],
                     "rate": amount / statistics.median(one.wall for one in times),
                     "cpu_rate": amount / max(1e-9, statistics.median(one.cpu for one in times))}
-        if baseline is not None and baseline in taken and name != baseline:
+        if baseline in taken and name != baseline:
             row["baseline"] = baseline
             for which in ("wall", "cpu"):
                 ratios = [getattr(other, which) / max(1e-9, getattr(own, which))
@@ -97,8 +96,8 @@ class Record:
     and the measurement.
     """
 
-    def __init__(self, name: str, folder: Path | None, **facts: Any) -> None:
-        self.name, self.folder, self.facts = name, folder, {**machine(), **facts}
+    def __init__(self, name: str, folder: Path | None) -> None:
+        self.name, self.folder, self.facts = name, folder, machine()
         self.rows: list[Row] = []
         self.sections: dict[str, dict[str, str]] = {}
         self._shown = ""
@@ -132,10 +131,3 @@ def machine() -> dict[str, Any]:
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": processor(), "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
             **{name: version for name in PACKAGES if (version := installed_version(name))}}
-
-
-def positive(text: str) -> int:
-    """Read a count from the command line."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text}")
-    return int(text)

@@ -32,10 +32,11 @@ from typing import Any
 import yaml
 
 from benchmarks.apart import Apart
-from benchmarks.measuring import RATES, Record, Row, Taken, compared, positive, turns
+from benchmarks.measuring import RATES, Record, Row, Taken, compared, turns
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.command_line import refuse_low
 from drover.pipeline.core.errors import UserError
 
 GOOD = ("ok", "missing", "not here", "left out")
@@ -53,7 +54,7 @@ SECTIONS = {
         "MFU causal": "{mfu_causal:.1%}", "of the measured peak": "{of_peak_full:.1%}",
         "step ms, median (min - max)": "{median_ms:.1f} ({min_ms:.1f} - {max_ms:.1f})", "peak GB": "{memory_gb:.1f}",
         "first step, extra s": "{compile_s:.1f}", "compiled": "{compiled:.0%}", "exposed": "{exposed:.1%}",
-        "clock": "{clocks_sm}", "power": "{power_draw}"}),
+        "clock, MHz": "{clocks_sm}", "power, W": "{power_draw}"}),
     "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}"})}
 """By kind of case: a title, and columns."""
 COMPARED = {**RATES, "TFLOP/s": "{tflops:.3f}", "peak memory GB": "{memory_gb:.3f}"}
@@ -70,15 +71,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", default=[""], metavar="TEXT", help="cases with this name, or whose name contains it")
     add("--minutes", type=float, help="time limit for all cases (gpu: 9; others: none)")
-    add("--steps", type=positive, help="steps to time of each training case (train: 3; on a GPU 8)")
-    add("--threads", type=positive, default=2, help="CPU threads, shared by the ranks of a case of train (%(default)s)")
-    add("--gpus", type=positive, help="GPUs of this node, for layouts (default: all)")
-    add("--layers", type=positive, help="layers of Llama 3 8B on one GPU (default: by the card's memory)")
+    add("--steps", type=int, help="steps to time of each training case (train: 3; on a GPU 8)")
+    add("--threads", type=int, default=2, help="CPU threads, shared by the ranks of a case of train (%(default)s)")
+    add("--gpus", type=int, help="GPUs of this node, for layouts (default: all)")
+    add("--layers", type=int, help="layers of Llama 3 8B on one GPU (default: by the card's memory)")
     add("--self-test", action="store_true", help="run a small model on the CPU; fails if a case fails unexpectedly")
 
 
 def run(options: argparse.Namespace, record: Record) -> bool:
     """Measure the cases that the time allows. Returns whether one failed that should not."""
+    refuse_low(options, "rounds", "minutes", "steps", "threads", "gpus", "layers")
     name, cases = options.name, chosen(options)
     gpus = 1 if name != "layouts" else options.gpus or (2 if options.self_test else gpus_here())
     if not (name == "train" or options.self_test or gpus_here()):

@@ -40,7 +40,6 @@ KNOWN = {
     "a header with a credential": r"(?i:authorization)\s*:\s*(?i:bearer|basic|token)\s+(?!\$)[^\s'\"]{8,}",
 }
 """Forms of values that are secrets whatever their name is."""
-_KNOWN = {what: re.compile(pattern) for what, pattern in KNOWN.items()}
 PASSWORDS = frozenset(("SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE", "CREDENTIAL",
                        "CREDENTIALS"))
 """Words in names whose values are always secrets."""
@@ -117,7 +116,7 @@ def is_random(value: str) -> bool:
 
 def known_form(text: str) -> str:
     """The kind of secret that a text contains; empty if there is none of a known form."""
-    return next((what for what, pattern in _KNOWN.items() if pattern.search(text)), "")
+    return next((what for what, pattern in KNOWN.items() if re.search(pattern, text)), "")
 
 
 def words_of(name: str) -> set[str]:

@@ -107,7 +107,7 @@ def work(options: argparse.Namespace) -> int:
                                                                     finding.advice) for finding in findings)])))
         if options.write:
             print(f"\nwrote {options.write}; use it with --cluster {options.write}")
-    return int(any(finding.state == PROBLEM for finding in findings))
+    return any(finding.state == PROBLEM for finding in findings)
 
 
 def ask_slurm(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: dict[str, str]) -> Iterator[Finding]:

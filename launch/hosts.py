@@ -60,23 +60,27 @@ LOOK_S = 60.0
 """Between two looks, while training runs on fewer hosts, whether another one answers."""
 
 
+Meeting = tuple[str, list[int]]
+"""An address of a host, at which ranks can meet, and free ports there."""
+
+
 @dataclass(frozen=True)
 class Found:
-    """What a look at the hosts found. there: those that can be used, with the address and free ports of each.
-    problems: why the others cannot."""
+    """What a look at the hosts found. there: those that can be used. problems: why the others cannot."""
 
-    there: Mapping[str, tuple[str, list[int]]]
+    there: Mapping[str, Meeting]
     problems: Mapping[str, str]
 
     def __str__(self) -> str:
         return "; ".join(f"{host}: {problem}" for host, problem in self.problems.items())
 
 
-def look_at(hosts: Sequence[str], launch: LaunchConfig, run_folder: Path) -> Found:
+def look_at(launch: LaunchConfig, run_folder: Path) -> Found:
     """Look which hosts can be reached, start Python, and share the run folder and Drover's code with this machine."""
-    code, token = code_hash(), run_folder / "launch" / f"{token_hex(4)}.host"
+    hosts, code = launch.hosts, code_hash()
+    token = run_folder / "launch" / f"{token_hex(4)}.host"
 
-    def ask(number: int) -> tuple[tuple[str, list[int]] | None, str]:
+    def ask(number: int) -> tuple[Meeting | None, str]:
         host, mark = hosts[number], token.with_suffix(f".{number}")
         try:
             status, _, said = answer_of(ssh_command(host, launch), os.environ, PROBE_S,
@@ -148,7 +152,7 @@ def run_on_hosts(config: Config, jobs: list[Job], options: Options) -> int:
     launch, run = config.launch, Run(config)
     held = lock(run.folder, LAUNCHER, "launcher on hosts")
     (run.folder / CANCEL).unlink(missing_ok=True)
-    found = look_at(launch.hosts, launch, run.folder)
+    found = look_at(launch, run.folder)
     if not all(job.on(len(found.there)) for job in jobs if job.to_run):
         raise UserError(
             f"{len(found.problems)} of {len(launch.hosts)} hosts cannot be used. {found}. Every host must let you in "
@@ -192,7 +196,7 @@ class SshHost(LocalHost):
     planned: JobSpec
     config: Config
     in_place = True
-    _meeting: tuple[str, list[int]] = ("", [])
+    _meeting: Meeting = ("", [])
     _said: str = ""
     _next: float = 0.0
 
@@ -200,7 +204,7 @@ class SshHost(LocalHost):
         """Wait until enough hosts answer; the stage as it runs on those."""
         launch, planned, run = self.config.launch, self.planned, Path(self.planned.run)
         while not self.asked:
-            found = look_at(launch.hosts, launch, run)
+            found = look_at(launch, run)
             there = [host for host in self._candidates() if host in found.there]
             if ready := planned.on(len(there)):
                 count = ready.nodes
@@ -309,7 +313,7 @@ class SshHost(LocalHost):
                     return
             elif look is None and time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                look = pool.submit(look_at, self.config.launch.hosts, self.config.launch, Path(self.planned.run))
+                look = pool.submit(look_at, self.config.launch, Path(self.planned.run))
             yield False
 
     def _candidates(self) -> list[str]:

@@ -125,9 +125,8 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
         return status
     folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" and runner.last else f": {decision.reason}"
-    output = run.folder / WORDS  # of a preflight that failed
-    if runner.last:
-        output = folder / ONE_PROCESS if options.cluster == "local" else rank_log(folder, end.rank, spec.tasks_per_node)
+    # Without a start, the output is of a preflight that failed.
+    output = rank_log(folder, end.rank, spec.tasks_per_node) if runner.last else run.folder / WORDS
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
                      f"{output}. Once the cause is fixed, {again}.")

@@ -20,12 +20,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from drover.launch.processes import Environment, Group, free_port, pass_on, started
 from drover.launch.slurm.start_logs import Labelled
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
-from drover.pipeline.core.files import sha256_file, sha256_json
+from drover.pipeline.core.files import Record, sha256_file, sha256_json
 
 MARK = "drover-host "
 """How a line of an answer begins."""
@@ -48,7 +47,7 @@ class Work:
     count: int
 
 
-def try_folder(token: Path, number: int) -> dict[str, Any]:
+def try_folder(token: Path, number: int) -> Record:
     """Look for the launcher's file `token`, and leave one next to it that names this host by its number.
 
     Returns:
@@ -99,7 +98,7 @@ def do(work: Work, given: int) -> int:
     return status
 
 
-def answers(said: str) -> Iterator[dict[str, Any]]:
+def answers(said: str) -> Iterator[Record]:
     """What a host answered, from what its ssh wrote to stderr."""
     whole = said[:said.rfind("\n") + 1].splitlines()
     return (json.loads(line.removeprefix(MARK)) for line in whole if line.startswith(MARK))
@@ -113,7 +112,7 @@ def _listen(given: int, asked: list[int]) -> None:
     asked += [signal.SIGTERM, signal.SIGTERM]
 
 
-def _answer(found: dict[str, Any]) -> None:
+def _answer(found: Record) -> None:
     with suppress(OSError):  # the link is broken: the ranks are about to be ended, in order
         print(f"{MARK}{json.dumps(found)}", file=sys.stderr, flush=True)
 

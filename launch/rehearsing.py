@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 from drover.launch.plan import Job, Options
 from drover.launch.processes import answer_of
@@ -22,6 +21,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 
 LIMIT_S = 300.0
 """If a rehearsal takes longer (in seconds), the job is submitted without its result."""
@@ -70,7 +70,7 @@ def _training(jobs: list[Job]) -> Job | None:
     return next((job for job in jobs if job.stage == "train" and job.to_run and job.ranks), None)
 
 
-def _ask(request: dict[str, Any]) -> dict[str, Any]:
+def _ask(request: Record) -> Record:
     """The answer of `drover.pipeline.rehearsal`; if there is none, the reason under `failed`."""
     path = filter(None, [str(IMPORTED_FROM), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
@@ -81,7 +81,7 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"failed": f"it took longer than {LIMIT_S:.0f} s"}
     try:
-        answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+        answer: Record = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
         last = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
         return {"failed": f"it failed ({last})"}

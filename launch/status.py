@@ -31,6 +31,7 @@ from drover.launch.run_status.run_status import FINISHED, SILENT, RunStatus, jud
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.core.command_line import RUNS, Parser, Program, add_json, find_run, in_colour, runs_in
 from drover.pipeline.core.errors import UserError, printable
+from drover.pipeline.core.files import Record
 
 WIDTH = 100
 """Columns, if the output is no terminal."""
@@ -70,7 +71,7 @@ def work(options: argparse.Namespace) -> int:
     return watch(folders[0], Scheduler(), options.watch)
 
 
-def as_json(standing: RunStatus) -> dict[str, Any]:
+def as_json(standing: RunStatus) -> Record:
     """A run for programs: its folder, outcome (done, failed, or null while it continues), stages and remarks."""
     return {"run": str(standing.files.folder), "outcome": standing.outcome, "remarks": standing.remarks,
             "stages": [asdict(row) for row in standing.rows]}

@@ -89,7 +89,8 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
     """
     from drover.pipeline.data.stored.opening import validation_files
     files = [*work.committed("convert", "tokenizer"), *work.outside(),
-             *work.committed("shard", chosen=lambda record: record.get("split") == "validation"), *validation_files(work)]
+             *work.committed("shard", chosen=lambda record: record.get("split") == "validation"),
+             *validation_files(work)]
     return files[ranks.rank::ranks.world]
 
 

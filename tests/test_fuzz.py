@@ -178,7 +178,7 @@ def _read_text_shards(folder: Path) -> None:
 
 def _read_weights(folder: Path) -> None:
     with open_weights(folder) as weights:
-        for name in weights.names():
+        for name in weights.shapes:
             weights.read(name)
 
 

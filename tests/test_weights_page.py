@@ -37,6 +37,6 @@ def test_every_command_of_the_page_works(home, capsys):
         assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
     with open_weights(home / "demo-back") as weights, open_weights(home / "runs/demo") as run:
         assert weights.config.context_length == 64
-        assert all(torch.equal(weights.read(name), run.read(name)) for name in run.names())
+        assert all(torch.equal(weights.read(name), run.read(name)) for name in run.shapes)
     exec(compile(SNIPPET, "docs/weights.md", "exec"), {})  # noqa: S102 - the page is ours
     assert capsys.readouterr().out.rstrip().endswith("2 torch.float32")

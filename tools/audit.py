@@ -17,14 +17,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drover.pipeline.config.plugins import add_run_and_plugins
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
 
@@ -110,7 +110,7 @@ def audit(folder: Path) -> Audit:
     return found
 
 
-def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
+def _tolerance(starts: Sequence[Record]) -> tuple[float, str]:
     """The allowed relative difference between the losses of a repeated step, and the reason. 0: equal to the last bit.
 
     starts: the start and resume events. Each records whether its device was deterministic.
@@ -131,7 +131,7 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
     """
     from drover.pipeline.training.data.token_check import DAMAGED
 
-    damages = [int(event["first_step"]) for event in ledger.events if event["event"] == DAMAGED]
+    damages = [event["first_step"] for event in ledger.events if event["event"] == DAMAGED]
     last: dict[int, Line] = {}
     other = Counter[int]()
     for line in ledger.lines:

@@ -130,7 +130,6 @@ def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
     ended: set[object] = set()
     first = 0
     for piece in stream(opened.model, readable_bytes(opened.tokenizer), prompts, samplings):
-        assert isinstance(piece.key, int)
         waiting[piece.key] += piece.text
         if piece.end:
             ended.add(piece.key)

@@ -25,7 +25,7 @@ from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.command_line import Parser, Program, find_model, find_run, refuse_low
 from drover.pipeline.core.console import aligned, markdown
 from drover.pipeline.core.errors import UserError, require
-from drover.pipeline.core.files import sha256_file, write_json, write_text
+from drover.pipeline.core.files import Record, sha256_file, write_json, write_text
 from drover.pipeline.evaluation.comparing import Candidate, Conditions, differences, measured, rows
 from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
@@ -114,7 +114,7 @@ def _conditions(options: argparse.Namespace) -> Conditions:
 
 
 def compare(candidates: Sequence[Candidate], conditions: Conditions, options: argparse.Namespace,
-            ranks: Any) -> dict[str, Any]:
+            ranks: Any) -> Record:
     """Every model's rows and the pairs' differences, ready for JSON; all ranks call it together."""
     from drover.pipeline.evaluation.kept import Kept
 
@@ -131,7 +131,7 @@ def compare(candidates: Sequence[Candidate], conditions: Conditions, options: ar
             "differences": differences(pairs, found), "notes": NOTES}
 
 
-def _write(folder: Path, results: dict[str, Any], over_tokens: bool) -> None:
+def _write(folder: Path, results: Record, over_tokens: bool) -> None:
     scores, paired = _table(SCORES, results["scores"]), _table(PAIRED, results["differences"])
     write_json(folder / "comparison.json", results)
     text = ["# Comparison", "", *markdown(scores), ""]
@@ -144,13 +144,13 @@ def _write(folder: Path, results: dict[str, Any], over_tokens: bool) -> None:
                      str(folder / "comparison.md")]))
 
 
-def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> list[list[str]]:
+def _table(columns: dict[str, str], rows: list[Record]) -> list[list[str]]:
     """Heading and cells, sorted by task and metric. What is missing is left empty."""
     table = Table("", columns, sorted(rows, key=lambda row: (row["task"], row["metric"])))
     return [[*columns], *(["" if cell == NONE else cell for cell in cells] for _, cells in table.rows)]
 
 
-def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
+def plots(scores: list[Record]) -> dict[str, str]:
     """An SVG of each task's metrics over tokens, by `task.metric`; bars are one standard error up and down."""
     from drover.pipeline.reporting.plots import standalone
 

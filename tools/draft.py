@@ -11,7 +11,7 @@ from typing import Any
 
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import lock_file, publish, read_json, remove_temporary, sha256_json, write_json
+from drover.pipeline.core.files import Record, lock_file, publish, read_json, remove_temporary, sha256_json, write_json
 
 _WORK = ".work"
 """Folder inside the draft: plan.json, which holds the inputs, and the ledger of finished parts."""
@@ -34,7 +34,7 @@ class Draft:
         UserError: something else is at `out` or in the draft, or another process is writing it.
     """
 
-    def __init__(self, out: Path, manifest: str, made_of: dict[str, Any]) -> None:
+    def __init__(self, out: Path, manifest: str, made_of: Record) -> None:
         self.out, self.manifest, self.made_of = out, manifest, made_of
         self.done: dict[str, Any] = {}
         self._lock: int | None = None
@@ -65,7 +65,7 @@ class Draft:
         self._ledger.add(name, self._key, record)
         self.done[name] = record
 
-    def describe(self, content: dict[str, Any]) -> None:
+    def describe(self, content: Record) -> None:
         """Write the manifest."""
         write_json(self.folder / self.manifest, {**content, "made_of": self.made_of})
 

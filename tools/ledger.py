@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.records.metrics import standing_lines
 from drover.pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table
 
-Line = dict[str, Any]
+Line = Record
 """Of metrics.jsonl: a step."""
 
 
@@ -35,7 +34,7 @@ class Ledger:
         self.data = open_training_data(self.work, self.table)
         self.rollbacks = read_rollbacks(self.folder)
         self.events = list(read_lines(self.folder / "events.jsonl"))
-        self.lines: list[Line] = standing_lines(self.folder / "metrics.jsonl")
+        self.lines = standing_lines(self.folder / "metrics.jsonl")
         self.data.leave_out(self.excluded())  # phases lie after what rollbacks left out of those before
 
     def excluded(self, rollbacks: int | None = None) -> Excluded:

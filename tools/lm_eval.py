@@ -16,8 +16,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from drover.pipeline.config.plugins import add_plugin_option
@@ -41,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         if several and any(one.split("=")[0] in (CACHE, "-c") for one in given):
             raise UserError(f"{CACHE} would give ranks different requests after an interruption. Leave it out, use "
                             f"one process, or use the stage evaluate, which caches every task on any number of ranks.")
-        with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder, _printing_once():
+        leads = int(os.environ.get("RANK", "0")) == 0  # the others have the same results to print
+        with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder, \
+                open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(sys.stdout if leads else nothing):
             if options.include_path is not None:  # the same tasks, with the whole paths of their data files
                 write_absolute(find_tasks([options.include_path]).values(), Path(folder))
                 write_groups(options.include_path, Path(folder))
@@ -68,16 +69,6 @@ def _hand_over() -> None:
     if "drover" not in model_registry:  # by its name: it is imported, with torch, when a command asks for it
         model_registry.register("drover", target="drover.pipeline.evaluation.lm_eval_model:DroverModel")
     cli_evaluate()
-
-
-@contextmanager
-def _printing_once() -> Iterator[None]:
-    """Let only the first rank print: the others have the same results."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing):
-        yield
 
 
 if __name__ == "__main__":

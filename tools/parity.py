@@ -15,17 +15,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from drover.pipeline.core.command_line import Parser, Program, find_run
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.records.metrics import read_metrics
 
 WINDOWS = 10
 """Windows of the steps that both runs have."""
-
-
-Record = dict[str, Any]
 
 
 def windows(reference: Sequence[Record], found: Sequence[Record]) -> list[tuple[int, int, float, float]]:

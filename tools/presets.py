@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
 from drover.pipeline.core.console import aligned
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16
@@ -92,7 +92,7 @@ def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:
     return shape if shape.vocab_size else shape.model_copy(update={"vocab_size": vocab_size})
 
 
-def facts(name: str, shape: ModelConfig, options: argparse.Namespace) -> dict[str, Any]:
+def facts(name: str, shape: ModelConfig, options: argparse.Namespace) -> Record:
     """A preset's settings, the caches of keys and values, and what training costs by 6 x parameters x tokens."""
     parameters, context, length = shape.parameter_count, shape.context_length, options.length or shape.context_length
     cache = shape.kv_cache_bytes(options.batch, length, BYTES[options.dtype])

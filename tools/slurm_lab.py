@@ -31,6 +31,7 @@ from pathlib import Path
 
 import psutil
 
+from drover.launch.processes import answer_of
 from drover.pipeline.core.command_line import Parser, Program
 from drover.pipeline.core.errors import UserError
 
@@ -317,7 +318,7 @@ class Lab:
         self.start_daemon("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=f"{data}/socket")
         self._wait("slurmdbd listening", lambda: is_open(settings.port + 1))
         ask = ["sacct"] if self.daemon("slurmctld") else ["sacctmgr", "--immediate", "add", "cluster", "lab"]
-        self._wait("slurmdbd", lambda: self._run(*ask).returncode == 0)
+        self._wait("slurmdbd", lambda: self._run(*ask)[0] == 0)
 
     # ---- daemons: `pids/<name>` holds the id and the starting time of each
 
@@ -438,21 +439,20 @@ class Lab:
 
     def node_states(self) -> dict[str, str]:
         """The state of each node from sinfo, such as idle, mixed, allocated*, down*; empty without a controller."""
-        answer = self._run("sinfo", "--noheader", "--Node", "--format=%N %T")
-        return dict(line.split() for line in answer.stdout.splitlines()) if answer.returncode == 0 else {}
+        status, output, _ = self._run("sinfo", "--noheader", "--Node", "--format=%N %T")
+        return {} if status else dict(line.split() for line in output.splitlines())
 
-    def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(_which(program)), *arguments]
+    def _run(self, program: str, *arguments: str) -> tuple[int, str, str]:
+        """Its exit status, output and errors."""
         try:
-            return subprocess.run(command, env=self._environment(), text=True, stdin=subprocess.DEVNULL,
-                                  capture_output=True, timeout=PATIENCE_S)
+            return answer_of([str(_which(program)), *arguments], self._environment(), PATIENCE_S)
         except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(command, 124, "", f"no answer in {PATIENCE_S:.0f} s")
+            return 124, "", f"no answer in {PATIENCE_S:.0f} s"
 
     def _ask(self, program: str, *arguments: str) -> None:
-        answer = self._run(program, *arguments)
-        if answer.returncode != 0:
-            raise UserError(f"{program} {shlex.join(arguments)} failed: {(answer.stderr or answer.stdout).strip()}"
+        status, output, errors = self._run(program, *arguments)
+        if status:
+            raise UserError(f"{program} {shlex.join(arguments)} failed: {(errors or output).strip()}"
                             f"{self._log_ends()}")
 
     def _check(self, node: str) -> None:
@@ -485,7 +485,7 @@ class Lab:
             print(f"{name:<14} {process.pid if process else 'dead'}")
         for node in self.nodes:
             print(f"{node:<14} {states.get(node, 'no answer')}, {settings.cpus} CPUs")
-        print(self._run("squeue").stdout, end="")
+        print(self._run("squeue")[1], end="")
 
 
 def check_folder(folder: Path) -> None:

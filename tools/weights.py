@@ -85,7 +85,7 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
 
     with open_weights(source) as weights:
         config, found = weights.config, companions_of(weights)
-        kept = reduce(torch.promote_types, {weights.dtype(name) for name in weights.names()})
+        kept = reduce(torch.promote_types, {weights.dtype(name) for name in weights.shapes})
         dtype = dtype or kept
         say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_spelled(kept)}")
         progress = ProgressBar("weights", f"to {form} in {_spelled(dtype)}", 0, "pieces")
@@ -141,7 +141,7 @@ def _make(draft: Draft, file: OutputFile) -> bool:
 
 
 def _counted(weights: Weights) -> str:
-    return f"{len(weights.names())} tensors, {weights.config.parameter_count:,} parameters"
+    return f"{len(weights.shapes)} tensors, {weights.config.parameter_count:,} parameters"
 
 
 def _spelled(dtype: torch.dtype) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import Record, read_json
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.huggingface import OutputFile, text_file
 from drover.pipeline.formats.record import weights_record
@@ -56,7 +55,7 @@ class Companions:
     files: dict[str, Path] = field(default_factory=dict)
     vocabulary: Path | None = None
     tokenizer: Tokenizer | None = None
-    token_ids: dict[str, Any] = field(default_factory=dict)
+    token_ids: Record = field(default_factory=dict)
     context_length: int | None = None
     trained_with: Tokenizer | None = None
 

@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
 from drover.launch.slurm.evaluations import owed
-from drover.launch.slurm.nodes import LIFTED, NODES, failing
+from drover.launch.slurm.nodes import LIFTED, NODES, Strike, failing
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE, STOP, Progress, StageState, read_attempts
+from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STOP, Progress, StageState, read_attempts, read_state
 from drover.pipeline.contract.tasks import marked_parts
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_lines, read_sealed
+from drover.pipeline.core.files import Record, read_lines, read_sealed
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 
@@ -55,7 +55,7 @@ class StageFiles:
     begun: bool
     alive: bool | None
     shares: dict[str, set[int]]
-    ended: dict[str, Any]
+    ended: Record
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,9 @@ def read_run(folder: Path) -> RunFiles:
     """Read the files of a run."""
     run, chain = _quietly(lambda: _run(folder), None), _quietly(lambda: read_chain(folder), None)
     jobs, nodes = chain.jobs if chain else (), run.config.launch.train.nodes if run else 1
-    events: list[dict[str, Any]] = _quietly(lambda: read_attempts(folder), [])
+    events: list[Record] = _quietly(lambda: read_attempts(folder), [])
     newest = chain.id if chain else events[-1].get("chain") if events else None
-    ended = {str(event.get("stage")): event for event in events
-             if event.get("event") == "ended" and event.get("chain") == newest}
+    ended = {event["stage"]: event for event in events if event["event"] == "ended" and event.get("chain") == newest}
     # Plugins are not imported: the stages that they add are known by their start records and jobs.
     added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]
     stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
@@ -116,7 +115,7 @@ def _run(folder: Path) -> Run:
     return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
 
 
-def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: dict[str, Any]) -> StageFiles:
+def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: Record) -> StageFiles:
     place, manifest, damaged = own, None, ""
     try:
         if run is not None and own.name in STAGES:
@@ -125,13 +124,10 @@ def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: dict[str, 
     except (UserError, OSError, TypeError) as error:
         damaged = str(error)
     shares = {job.id: _quietly(partial(marked_parts, own, job.parts, job.phase), set[int]()) for job in arrays}
-    return StageFiles(manifest, damaged, place != own, _record(StageState, own / STATE),
-                      _record(Progress, own / PROGRESS), (own / STARTED).exists(), _alive(own), shares, ended)
-
-
-def _record(kind: type[Value], path: Path) -> Value | None:
-    """A stage's record; None if it is missing or invalid."""
-    return _quietly(lambda: TypeAdapter(kind).validate_python(read_sealed(path)), None)
+    # Not by `read_record`: it has a loss of NaN as a text.
+    progress = _quietly(lambda: TypeAdapter(Progress).validate_python(read_sealed(own / PROGRESS)), None)
+    return StageFiles(manifest, damaged, place != own, read_state(own), progress, (own / STARTED).exists(), _alive(own),
+                      shares, ended)
 
 
 def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...]) -> tuple[list[str], list[str]]:
@@ -144,7 +140,7 @@ def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...])
     states, failures, result = list[str](), list[str](), ""
     for step in sorted(steps):
         place = evaluation_folder(folder, step)
-        said = [_record(StageState, place / stage / STATE) for stage in ("convert", "evaluate")]
+        said = [read_state(place / stage) for stage in ("convert", "evaluate")]
         reasons = [state.reason for state in said if state and state.status == "failed"]
         if manifest := _quietly(partial(read_manifest, place / "evaluate"), None):
             states.append("done")
@@ -161,10 +157,10 @@ def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...])
 
 def _failed_nodes(folder: Path, wanted: int) -> list[str]:
     left_out, _ = failing(folder, wanted)
-    newest = {strike["node"]: strike for strike in read_lines(folder / NODES, appended=True)}
-    return [f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}"
+    newest = {strike["node"]: strike for strike in read_lines(folder / NODES, Strike, appended=True)}
+    return [f"node {node} failed at {strike['at'][:16]}: {strike.get('reason')}"
             f"{'; it is excluded from the next submission' * (node in left_out)}" for node, strike in newest.items()
-            if strike.get("job") != LIFTED]
+            if strike["job"] != LIFTED]
 
 
 def _alive(own: Path) -> bool | None:

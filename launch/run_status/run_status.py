@@ -205,7 +205,7 @@ class _Stage:
             last = files.progress or said
             age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
             return "running", f"{name} runs on {said.host if said else 'another machine'}, not visible from here{age}"
-        restarted = files.ended.get("next") == "restart" and self.now - when(str(files.ended["at"])) < RESTART_S
+        restarted = files.ended.get("next") == "restart" and self.now - when(files.ended["at"]) < RESTART_S
         if files.alive or restarted:
             return "running", ""
         if said:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from drover.launch.slurm.scheduler import JobInfo, Scheduler
-from drover.pipeline.core.files import lock_file, read_record, write_json
+from drover.pipeline.core.files import Record, lock_file, read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
@@ -53,7 +52,7 @@ class Chain:
     id: str
     submitted: str
     command: tuple[str, ...]
-    git: dict[str, Any]
+    git: Record
     config: str
     code: str
     jobs: tuple[ChainJob, ...] = ()

@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import SILENT, go_on
@@ -18,7 +18,7 @@ from drover.pipeline.contract.locks import LOCKS, lock
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import CANCEL, LAUNCHER, STOP, read_attempts
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import write_text
+from drover.pipeline.core.files import Record, write_text
 
 POLL_S = 0.5
 
@@ -128,7 +128,7 @@ def _print(file: IO[bytes], rank: int) -> None:
     sys.stdout.buffer.flush()
 
 
-def _absent(run_folder: Path, stage: str, rank: int, start: dict[str, Any] | None) -> str:
+def _absent(run_folder: Path, stage: str, rank: int, start: Record | None) -> str:
     text = f"There is no log of rank {rank} of {stage} in {run_folder}."
     if start:
         return f"{text} Its newest start ({start['job']}.{start['start']}) has ranks 0-{start['ranks'] - 1}."

@@ -102,7 +102,7 @@ def prepare(run: Run, step: int) -> Path:
     save_config(config, folder / "config.yaml")
     # What later stages read of a finished stage train, for this checkpoint.
     progress = marker["progress"]
-    vocabulary_size = int(sub.finished("tokenizer").counts["vocab_size"])
+    vocabulary_size = sub.finished("tokenizer").counts["vocab_size"]
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size})
     outputs = [{**file, "path": f"{name}/{file['path']}"} for file in marker["files"]]
     Manifest(

@@ -106,7 +106,7 @@ class _Answer:
         """Why it failed: its last line, without the program's name. None: it did not fail."""
         if self.status == 0:
             return None
-        lines = [line for line in (self.error or self.out).splitlines() if line.strip()]
+        lines = (self.error or self.out).strip().splitlines()
         return re.sub(r"^\w+: (error|fatal): ", "", lines[-1].strip()) if lines else f"exit status {self.status}"
 
 
@@ -125,14 +125,13 @@ class Scheduler:
     """Slurm's programs, found on PATH.
 
     Args:
-        environment: of the programs; None: this process's.
+        environment: of the programs.
         timeout_s: how long each may take. Without a controller squeue itself would try for 18 s.
     """
 
-    def __init__(self, environment: Environment | None = None, timeout_s: float = 10) -> None:
-        own = os.environ if environment is None else environment
+    def __init__(self, environment: Environment = os.environ, timeout_s: float = 10) -> None:
         # A user's own formats, or another cluster, would change the output that is read here.
-        self._environment = {name: value for name, value in own.items() if name in OWN or not name.startswith(
+        self._environment = {name: value for name, value in environment.items() if name in OWN or not name.startswith(
             ("SLURM_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
         self._timeout_s = timeout_s
 
@@ -255,7 +254,7 @@ class Scheduler:
     def node_address(self, name: str) -> str:
         """The address of a node; its name if Slurm does not answer."""
         answer = self._ask("scontrol", "--oneliner", "show", "node", name)
-        return _fields(answer.out).get("NodeAddr", name) if answer.status == 0 else name
+        return _fields(answer.out).get("NodeAddr", name)
 
     def _queue(self, *which: str) -> dict[str, JobInfo] | None:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)

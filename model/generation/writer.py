@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from drover.model.generation.batch import Batch, End, Row
 from drover.model.generation.sampling import Sampling
@@ -36,7 +37,7 @@ class Piece:
         prompt_scores: with the first piece, `Row.prompt_scores`.
     """
 
-    key: Hashable
+    key: Any
     text: str
     tokens: int
     end: End | None

@@ -24,6 +24,7 @@ from drover.pipeline.core.errors import OtherVersionError, UserError
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.core.typed import Count as Count
 from drover.pipeline.core.typed import Inside as Inside
+from drover.pipeline.core.typed import Record as Record
 from drover.pipeline.core.typed import like as like
 from drover.pipeline.core.typed import typed
 

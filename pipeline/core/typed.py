@@ -11,6 +11,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+Record = dict[str, Any]
+"""A JSON object."""
 Make = Callable[[Any], Any]
 
 

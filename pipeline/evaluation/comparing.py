@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import Record, sha256_file
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
 from drover.pipeline.evaluation.paired import difference, scored
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.run import Run
     from drover.pipeline.evaluation.harness import HarnessModel
     from drover.pipeline.evaluation.kept import Kept
-    from drover.pipeline.evaluation.results import Record
     from drover.pipeline.evaluation.tasks import TaskFile
     from drover.pipeline.parallel.ranks import Ranks
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.filters.item_index import ItemIndex
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.evaluation.paired import scored
@@ -40,14 +40,14 @@ def shares_in_training_text(texts: Sequence[str], folder: Path, manifest: Manife
     return index.shares(np.logical_or.reduce(ranks.gather(met)))
 
 
-def clean_and_dirty(per_item: dict[str, Any], shares: Sequence[float | None]) -> dict[str, Any]:
+def clean_and_dirty(per_item: Record, shares: Sequence[float | None]) -> Record:
     """The scores and counts of a task's clean and dirty items.
 
     per_item: as `items.of_items` returns it. shares: of its items, in order. A part without items has no scores.
     """
     judged = {"clean": [share is not None and share <= DIRTY for share in shares],
               "dirty": [share is not None and share > DIRTY for share in shares]}
-    found: dict[str, Any] = {"too_short": sum(share is None for share in shares)}
+    found: Record = {"too_short": sum(share is None for share in shares)}
     for part, chosen in judged.items():
         own = {metric: [item if here else None for item, here in zip(items, chosen, strict=True)]
                for metric, items in per_item["metrics"].items()}

@@ -8,6 +8,7 @@ lets a rank without documents fail while others wait for it forever.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from drover.model.generation.writer import stream
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.prompts import readable_bytes
-from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.parallel.ranks import ALONE, Ranks
 from drover.pipeline.tokenization.base import Tokenizer
 
 LOGITS_IN_MEMORY = 2**27
@@ -49,14 +50,14 @@ class HarnessModel(TemplateLM):
         tokenizer: its tokenizer.
         batch: most sequences in a forward pass.
         length: tokens per forward pass; None: the model's context.
-        ranks: share the work, each with the model; None: this process alone.
+        ranks: share the work, each with the model.
 
     Raises:
         UserError: the length is more than the model's context.
     """
 
     def __init__(self, placed: Placed, tokenizer: Tokenizer, *, batch: int, length: int | None = None,
-                 ranks: Ranks | None = None) -> None:
+                 ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.placed, self.model, self._tokenizer, self.batch = placed, placed.model, tokenizer, batch
         context = self.model.config.context_length
@@ -94,9 +95,8 @@ class HarnessModel(TemplateLM):
             continuation_ids = self.tok_encode(blank + continuation)
         return [self.prefix_token_id, *context_ids], continuation_ids
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-probability in nats of each continuation, and whether greedy decoding would give it."""
-        return super().loglikelihood(requests, disable_tqdm=True)
+    loglikelihood = partialmethod(TemplateLM.loglikelihood, disable_tqdm=True)
+    """Log-probability in nats of each continuation, and whether greedy decoding would give it."""
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-probability in nats of each whole text, every token predicted once; long texts in windows."""
@@ -206,14 +206,13 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(prompts)
         for piece in stream(self.model, readable_bytes(self._tokenizer), [ids for ids, _ in prompts],
                             [sampling for _, sampling in prompts]):
-            assert isinstance(piece.key, int)
             texts[piece.key] += piece.text
         return texts
 
     def _dealt(self, work: list[Given], function: Callable[[Given], Result]) -> list[Result]:
         """Results of `function` in the order of `work`, each computed by one rank, on every rank. An error on one rank
         is raised on all, which would otherwise wait for it."""
-        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
+        rank, world = self.ranks.rank, self.ranks.world
         made: list[Result] = []
         problem: Exception | None = None
         try:
@@ -225,11 +224,7 @@ class HarnessModel(TemplateLM):
             problem = error if isinstance(error, UserError) else RuntimeError(
                 f"{type(error).__name__} on rank {rank}: {error}")
             problem.__cause__ = error.__cause__ if problem is error else error
-        parts = self.everywhere((made, problem))
+        parts = self.ranks.gather((made, problem))
         if failed := problem or next((told for _, told in parts if told is not None), None):
             raise failed
         return [parts[number % world][0][number // world] for number in range(len(work))]
-
-    def everywhere(self, value: Any) -> list[Any]:
-        """A value of every rank, in rank order, on every rank."""
-        return [value] if self.ranks is None else self.ranks.gather(value)

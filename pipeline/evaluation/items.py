@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from drover.pipeline.evaluation.paired import Form, score
+from drover.pipeline.core.files import Record
+from drover.pipeline.evaluation.paired import Form, scored
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
@@ -39,7 +40,7 @@ ADDED: dict[str, tuple[Form, Callable[[Any], Added | None]]] = {
 """By the harness's name of an aggregation: its form, and an item's addend from its logged value."""
 
 
-def of_items(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def of_items(task: Any, samples: list[Record]) -> Record:
     """Results of a task's items: `chance`, the expected accuracy of guessing, None without choices;
     `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong; and
     `per_item`.
@@ -77,7 +78,7 @@ def of_items(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
                                      for name, known in metrics.items()}}}
 
 
-def _answer(task: Any, sample: dict[str, Any]) -> tuple[float | None, Added | None]:
+def _answer(task: Any, sample: Record) -> tuple[float | None, Added | None]:
     """An item's share of right choices, None without choices; and the model's bits for the right answer given the
     question, with the answer's UTF-8 bytes including its leading blank, None if no choice is right. If several choices
     are right, the first counts."""
@@ -93,17 +94,17 @@ def _answer(task: Any, sample: dict[str, Any]) -> tuple[float | None, Added | No
     return chance, (nats / math.log(2), float(len((context[len(context.rstrip()):] + continuation).encode())))
 
 
-def errors_of_texts(per_item: dict[str, Any]) -> dict[str, float]:
+def errors_of_texts(per_item: Record) -> dict[str, float]:
     """Standard errors of whole-text metrics, which the harness does not compute. per_item: see `of_items`."""
     found = {}
     for name in (BITS, "byte_perplexity", "word_perplexity"):
-        _, stderr = score(per_item["metrics"].get(name, ()), per_item["forms"].get(name, "ratio"))
+        stderr = scored(per_item["metrics"].get(name, ()), per_item["forms"].get(name, "ratio"))["stderr"]
         if stderr is not None:
             found[name] = stderr
     return found
 
 
-def item_text(task: Any, document: dict[str, Any]) -> str:
+def item_text(task: Any, document: Record) -> str:
     """An item's question and right answer, or the text to be predicted, without wrong choices and few-shot examples."""
     question, target = task.doc_to_text(document), task.doc_to_target(document)
     if task.OUTPUT_TYPE == "multiple_choice":
@@ -113,7 +114,7 @@ def item_text(task: Any, document: dict[str, Any]) -> str:
     return f"{question} {target[0] if isinstance(target, list) and target else target}"
 
 
-def right_choices(task: Any, document: dict[str, Any]) -> tuple[list[str], list[int]]:
+def right_choices(task: Any, document: Record) -> tuple[list[str], list[int]]:
     """The choices of an item, and the numbers of the right ones: none if its target is not among the choices.
 
     As in the harness: with one context (`doc_to_text` is text), `doc_to_target` is the right choice, its number, or a

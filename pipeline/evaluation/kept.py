@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.core.files import sha256_json
+from drover.pipeline.core.files import Record, sha256_json
 from drover.pipeline.evaluation.results import library_versions
 from drover.pipeline.parallel.ranks import Ranks
 
@@ -34,7 +34,7 @@ class Kept:
         self._keys: dict[str, str] = {}
         self._made_by = [made_by, library_versions()]
 
-    def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
+    def get(self, name: str, decides: Record, measure: Callable[[], Any]) -> Any:
         """The part `name`: from disk if its inputs are equal, else the result of `measure`, a JSON value.
 
         decides: all inputs of the result, as JSON, besides the code and the libraries that measure. If those change,
@@ -53,11 +53,11 @@ class Kept:
             self.say(f"{name}: {said}")
         return record["value"]
 
-    def has(self, name: str, decides: dict[str, Any]) -> bool:
+    def has(self, name: str, decides: Record) -> bool:
         """Whether `get` would take the part from disk. Called on every rank."""
         return self._look(name, decides) is not None
 
-    def _look(self, name: str, decides: dict[str, Any]) -> Any:
+    def _look(self, name: str, decides: Record) -> Any:
         """A part's record, if its inputs are equal."""
         self._keys[name] = key = sha256_json([decides, self._made_by])
         return self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)

@@ -21,7 +21,7 @@ from drover.pipeline.core.command_line import find_model
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import deliverable, open_model, run_of
-from drover.pipeline.parallel.ranks import start_ranks
+from drover.pipeline.parallel.ranks import ALONE, start_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class DroverModel(HarnessModel):
         if (chosen := dtype or settings.dtype) not in DTYPES:
             raise UserError(f"dtype={chosen} is not supported: use {' or '.join(DTYPES)}.")
         weights = _weights(of_run, path, checkpoint)
-        ranks = start_ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-        if ranks is not None:
+        ranks = start_ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ALONE
+        if ranks.world > 1:
             where = ranks.device
         elif not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
             where = torch.device("cpu")  # cuda:0 is the default of the harness's command line

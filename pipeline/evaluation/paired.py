@@ -66,15 +66,10 @@ class Difference:
     p_normal: float | None
 
 
-def score(items: Sequence[Item], form: Form = "ratio") -> tuple[float, float | None]:
-    """S and its standard error (None for fewer than two items); nan for no items."""
-    value, moves = _moves([item for item in items if item is not None], form)
-    return value, _stderr(value, moves)
-
-
 def scored(items: Sequence[Item], form: Form = "ratio") -> dict[str, float | None]:
-    """The same as a mapping: `value` and `stderr`."""
-    return dict(zip(("value", "stderr"), score(items, form), strict=True))
+    """S as `value`, nan for no items, and its standard error as `stderr`, None for fewer than two items."""
+    value, moves = _moves([item for item in items if item is not None], form)
+    return {"value": value, "stderr": _stderr(value, moves)}
 
 
 def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "ratio") -> Difference:

@@ -20,7 +20,7 @@ from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.weights import load_model
 from drover.pipeline.parallel.free_memory import free_memory
 from drover.pipeline.parallel.host_memory import return_freed_memory
-from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.parallel.ranks import ALONE, Ranks
 
 SHARE = 0.6
 """The share of free memory for weights: activations, logits and caches need the rest."""
@@ -46,13 +46,13 @@ class Placed:
         return bool(getattr(self.together, "broken", False))
 
 
-def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: Ranks | None = None,
+def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: Ranks = ALONE,
           dp_shard: int | None = None, memory_gb: float | None = None,
           say: Callable[[str], None] = lambda text: None) -> Placed:
     """The model with these weights.
 
     Args:
-        ranks: all ranks that hold the model and call it together; None: this process alone.
+        ranks: all ranks that hold the model and call it together.
         dp_shard: the number of neighbouring ranks that share it, a divisor of all; None: as few as the memory allows.
         memory_gb: memory for weights on one rank; None: SHARE of the free memory of the rank that has least.
         say: prints the layout; called on rank 0.
@@ -60,16 +60,15 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
     Raises:
         UserError: the weights cannot be read.
     """
-    config, shards = weights.config, 1
+    config = weights.config
     attention = choose("auto", Where(device, dtype, compiled=False, head_dim=config.head_width,
                                      windowed=config.sliding_window is not None))
-    if ranks is not None:
-        allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(device)))
-        shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
-        for line in (attention.fallback, *_words(config, dtype, allowed, shards)):
-            if ranks.leads and line:
-                say(line)
-    if ranks is None or shards == 1:
+    allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(device)))
+    shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
+    for line in (attention.fallback, *_words(config, dtype, allowed, shards)):
+        if ranks.leads and line:
+            say(line)
+    if shards == 1:
         model = load_model(weights, device, dtype)
         model.backend = attention.backend
         return Placed(model)

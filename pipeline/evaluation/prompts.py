@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_record
+from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.evaluation.open_model import OpenedModel, run_of
 from drover.pipeline.records.generation_settings import read_settings, settings_file
 
@@ -86,6 +86,6 @@ def _has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
-        return bool((read_record(folder / "tokenizer_config.json", dict[str, Any]) or {}).get("chat_template"))
+        return bool((read_record(folder / "tokenizer_config.json", Record) or {}).get("chat_template"))
     except UserError:
         return False

@@ -9,12 +9,11 @@ from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.files import Record
 from drover.pipeline.evaluation.baselines import MEANING, OVERALL
 from drover.pipeline.evaluation.measurement import Measurement
 
 FORMAT = 1
-Record = dict[str, Any]
-"""Results, or a part of them, as JSON."""
 DIGITS = 6
 """Decimals kept. Further ones depend on a machine's order of summation."""
 DEFINITIONS = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.evaluation.items import errors_of_texts, of_items
 from drover.pipeline.evaluation.tasks import TaskFile, go_offline, write_absolute
 
@@ -24,7 +25,7 @@ TALKATIVE = ("lm_eval", "datasets", "evaluate")
 
 
 def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int,
-                 log: Path) -> dict[str, Any]:
+                 log: Path) -> Record:
     """Metrics with standard errors, the level of chance, items; `per_item`, see `of_items`: rank 0's, on every rank.
 
     Args:
@@ -36,7 +37,7 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
     Raises:
         UserError: the task cannot be loaded or scored; one sentence, on every rank. The traceback is in the log.
     """
-    result, reason, leads = None, None, model.ranks is None or model.ranks.leads
+    result, reason, leads = None, None, model.ranks.leads
     try:
         with _messages_in(log if leads else Path(os.devnull)):
             # The harness bootstraps in one process per core, so only one rank does it.
@@ -45,14 +46,14 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
         if model.placed.broken:
             raise
         reason = _reason(error)
-    outcomes = model.everywhere((result if leads else None, reason))
+    outcomes = model.ranks.gather((result if leads else None, reason))
     for _, reason in outcomes:
         if reason is not None:
             raise UserError(f"The task {task_file.name} ({task_file.path}) failed: {reason}")
     return outcomes[0][0]
 
 
-def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int) -> dict[str, Any]:
+def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int) -> Record:
     from lm_eval.evaluator import evaluate
 
     name, truncated = task_file.name, model.truncated
@@ -118,7 +119,7 @@ def _reason(error: Exception) -> str:
     return f"{': '.join([type(error).__name__, *lines[:1]]).rstrip('.')}."
 
 
-def _metrics(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _metrics(results: Record) -> dict[str, Record]:
     """Each metric's value and standard error, from the harness's `metric,filter` and `metric_stderr,filter`."""
     found = {}
     for key, value in results.items():

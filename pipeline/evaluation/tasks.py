@@ -19,12 +19,12 @@ from urllib.parse import quote
 import yaml
 
 from drover.pipeline.config.yaml_source import read_task
+from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.errors import UserError, meant
+from drover.pipeline.core.files import Record
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,7 +52,7 @@ class TaskFile:
 
     name: str
     path: Path
-    settings: dict[str, Any]
+    settings: Record
     files: tuple[Path, ...]
 
     @cached_property
@@ -138,7 +138,7 @@ def write_absolute(tasks: Iterable[TaskFile], folder: Path, **more: Any) -> None
     data files in the working directory, not next to the task. more: further `dataset_kwargs`."""
     for task in tasks:
         kwargs = task.settings.get("dataset_kwargs") or {}
-        own: dict[str, Any] = {"include": str(task.path.absolute()), "task": task.name}
+        own: Record = {"include": str(task.path.absolute()), "task": task.name}
         if kwargs.get("data_files"):
             own["dataset_kwargs"] = {**kwargs, "data_files": task.data_files, **more}
         (folder / f"{quote(task.name, safe='')}.yaml").write_text(yaml.safe_dump(own), encoding="utf-8")
@@ -151,13 +151,13 @@ def write_groups(place: Path, folder: Path) -> None:
         (folder / f"group {number}.yaml").write_text(text, encoding="utf-8")
 
 
-def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list[Path]]:
+def _read(path: Path, including: tuple[Path, ...]) -> tuple[Record, list[Path]]:
     """The settings in a YAML file and the files they came from."""
     if path in including:
         raise UserError(f"The task file {path} includes itself: {' -> '.join(map(str, (*including, path)))}.")
     own = read_task(path, _Loader)
     included = own.pop("include", None) or []
-    merged: dict[str, Any] = {}
+    merged: Record = {}
     files = [path]
     for entry in [included] if isinstance(included, str) else included:
         below, more = _read(path.parent / entry, (*including, path))
@@ -172,7 +172,7 @@ def go_offline() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
 
 
-def only_kept_differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
+def only_kept_differs(old: Record, new: Record) -> bool:
     """Whether two fingerprints of the stage evaluate differ only in the list of tasks, in whether contamination is
     measured, and in how much validation text is measured and compressed.
 
@@ -181,7 +181,7 @@ def only_kept_differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
     tasks = [set(fingerprint["config"]["evaluate"]["tasks"]) for fingerprint in (old, new)]
     both = tuple(f"{name}/" for name in tasks[0] & tasks[1])
 
-    def rest(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    def rest(fingerprint: Record) -> Record:
         settings = {name: value for name, value in fingerprint["config"]["evaluate"].items()
                     if name not in ("tasks", "contamination", "validation_tokens", "compressed_mb")}
         return {**fingerprint, "config": {**fingerprint["config"], "evaluate": settings},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -79,7 +78,7 @@ def training_byte_counts(folder: Path, manifest: Manifest, max_bytes: int) -> np
 
     It reads the first documents of each shard, up to an equal share of `max_bytes`.
     """
-    records: list[dict[str, Any]] = shard_records(manifest, "train")
+    records = shard_records(manifest, "train")
     share = max_bytes / max(1, len(records))
     counts = np.zeros(256, np.int64)
     for record in records:

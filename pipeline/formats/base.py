@@ -14,7 +14,7 @@ from drover.model.config import ModelConfig
 from drover.model.names import parameter_shapes
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.huggingface import Read
-from drover.pipeline.formats.tensor_file import Dims, rectangle_in
+from drover.pipeline.formats.tensor_file import Dims, MaybeDims, rectangle_in
 
 
 class Weights(ABC):
@@ -24,6 +24,8 @@ class Weights(ABC):
         form: name of the format in FORMS.
         path: of the folder.
         config: the network's shape, `vocab_size` known.
+        shapes: of all parameters by our names, in the network's order; a tied output matrix is the embedding and not
+            named.
     """
 
     form: ClassVar[str]
@@ -34,10 +36,6 @@ class Weights(ABC):
         if problems:
             raise UserError(f"The weights in {path} have a shape that cannot be built: {problems[0]}")
         self.shapes = parameter_shapes(config)
-
-    def names(self) -> list[str]:
-        """Our names of all parameters, in the network's order; a tied output matrix is the embedding and not named."""
-        return list(self.shapes)
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -51,7 +49,7 @@ class Weights(ABC):
     def close(self) -> None:
         """Close the files."""
 
-    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
+    def read(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor:
         """The rectangle of a parameter that starts at `offset` (default: the beginning) and has `shape` (default: to
         the end), on the host, in the stored element type.
 
@@ -61,7 +59,7 @@ class Weights(ABC):
         """
         return self._read(name, *rectangle_in(self.shapes[name], offset, shape))
 
-    def finite(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
+    def finite(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor:
         """As `read`. Raises UserError also for NaN and infinite values, which arithmetic would spread."""
         found = self.read(name, offset, shape)
         if not bool(found.isfinite().all()):
@@ -90,7 +88,7 @@ class Weights(ABC):
                  *(f"{name} is {list(found[name])}; by {stated} it is {list(shape)}" for name, shape in
                    expected.items() if found.get(name, shape) != shape)]
         wrong = wrong or [f"{self.stored_name(name)} holds whole numbers ({dtype}): quantised weights are not read"
-                          for name in self.names() if not (dtype := self.dtype(name)).is_floating_point]
+                          for name in self.shapes if not (dtype := self.dtype(name)).is_floating_point]
         if wrong:
             self.close()
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -114,7 +112,7 @@ def reader(weights: Weights, dtype: torch.dtype, done: Callable[[], None] = lamb
     Reading raises UserError for NaN and infinite values, and for values that float16 cannot hold: they would silently
     become infinite.
     """
-    def read(name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
+    def read(name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor:
         found = weights.finite(name, offset, shape)
         converted = found.to(dtype)
         if dtype == torch.float16 and bool(converted.isinf().any()):

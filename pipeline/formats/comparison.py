@@ -51,14 +51,14 @@ def compare_folder(folder: Path, config: ModelConfig, read: Read) -> int:
             raise UserError(f"The config.json in {folder} is not that of the model that was trained: {listed(wrong)}.")
         with HuggingFaceWeights(folder) as made:
             prove_equal(made, read)
-            return len(made.names())
+            return len(made.shapes)
     except UserError as error:
         raise UserError(f"{error} {_DEFECT}") from None
 
 
 def prove_equal(made: Weights, read: Read) -> None:
     """Read every tensor of a folder back, one at a time. UserError unless each is, bit for bit, what `read` gives."""
-    for name in made.names():
+    for name in made.shapes:
         if (problem := _difference(made.read(name), read(name))) is not None:
             raise UserError(f"{name} in the exported model in {made.path} is not what the checkpoint holds: {problem}.")
 

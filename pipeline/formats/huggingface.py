@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,18 @@ from torch import Tensor
 from drover.model.config import ModelConfig, YarnScaling
 from drover.model.names import parameter_shapes, to_huggingface
 from drover.pipeline.config.shapes import CLASSES, FULL, SLIDING, export_problem
-from drover.pipeline.formats.tensor_file import Layout, write_tensors
+from drover.pipeline.core.files import Record
+from drover.pipeline.formats.tensor_file import Layout, MaybeDims, write_tensors
 
 
 class Read(Protocol):
     """Reads a rectangle of a parameter by our name; without offset and shape, all of it."""
 
-    def __call__(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None,
-                 /) -> Tensor: ...
+    def __call__(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor: ...
+
+
+Stored = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+"""Returns the names and tensors in a format's files of a parameter and its values."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,12 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
 
 
 def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], str],
-                 stored: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-                 ) -> Iterator[tuple[OutputFile, dict[str, Layout]]]:
+                 stored: Stored) -> Iterator[tuple[OutputFile, dict[str, Layout]]]:
     """The safetensors files of all parameters, each with the layouts of its tensors.
 
     Args:
         most_bytes: largest size of a file, unless one tensor is larger.
         named: returns a file's name, from its number (from 0) and the number of files.
-        stored: returns a parameter's names and tensors in the files.
     """
     shapes, groups = parameter_shapes(source.config), list[list[str]]()
     room = 0
@@ -99,7 +101,7 @@ def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], st
 
 
 def _write(path: Path, source: Source, names: list[str], layouts: dict[str, Layout],
-           stored: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]) -> None:
+           stored: Stored) -> None:
     write_tensors(path, layouts, (tensor.detach().to("cpu", source.dtype).contiguous() for name in names
                                   for _, tensor in stored(name, source.read(name))))
 
@@ -111,7 +113,7 @@ def write_folder(folder: Path, files: list[OutputFile]) -> None:
         file.write(folder / file.name)
 
 
-def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def config_to_json(config: ModelConfig, dtype: torch.dtype) -> Record:
     """The content of config.json without token ids. Raises ValueError if transformers has no such network."""
     if problem := export_problem(config):
         raise ValueError(problem)
@@ -146,7 +148,7 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _family(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+def _family(config: ModelConfig) -> tuple[str, Record]:
     """transformers' name for the network, and settings that depend on it.
 
     A Llama becomes a LlamaForCausalLM. With normed queries and keys, or with layers that have a sliding window or no

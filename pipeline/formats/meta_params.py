@@ -11,11 +11,10 @@ The keys are those of llama-models' ModelArgs. Three properties of a network are
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from drover.model.config import ModelConfig, RopeScaling
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import Record, read_json
 
 PARAMS = "params.json"
 PARTS = (1, 2, 4, 8, 16)
@@ -29,7 +28,7 @@ _CHANGES_ARITHMETIC = ("moe_args", "lora_args", "quantization_args", "use_qk_nor
 """Keys of descendants that compute something else. Other unknown keys are ignored, as in the reference."""
 
 
-def read_params(folder: Path) -> dict[str, Any]:
+def read_params(folder: Path) -> Record:
     """The parameters in a folder's params.json, nested under "model" or not.
 
     Raises UserError if there are none, or if the network is not one of our Llamas.
@@ -50,7 +49,7 @@ def read_params(folder: Path) -> dict[str, Any]:
     return dict(params)
 
 
-def config_of(params: dict[str, Any], *, vocab_size: int, kv_heads: int, tied: bool) -> ModelConfig:
+def config_of(params: Record, *, vocab_size: int, kv_heads: int, tied: bool) -> ModelConfig:
     """The shape, from the parameters and from what only the weights show.
 
     Raises ValueError, TypeError or KeyError for invalid values.
@@ -76,14 +75,14 @@ def config_of(params: dict[str, Any], *, vocab_size: int, kv_heads: int, tied: b
     return plain.model_copy(update={"rope_scaling": scaling, "context_length": context})
 
 
-def params_of(config: ModelConfig, parts: int) -> dict[str, Any]:
+def params_of(config: ModelConfig, parts: int) -> Record:
     """The parameters for Meta's tools, with a model in `parts` parts.
 
     With more parts than KV heads, each part has a copy of one head, and the parameters have as many KV heads as parts
     (as the published Llama 3.1 405B in 16 parts). `config_of` shows what is lost.
     """
     multiplier, multiple_of = _width_rule(config)
-    params: dict[str, Any] = {"dim": config.dim, "n_layers": config.layers, "n_heads": config.heads,
+    params: Record = {"dim": config.dim, "n_layers": config.layers, "n_heads": config.heads,
                               "n_kv_heads": max(config.kv_heads, parts), "vocab_size": config.vocab_size}
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier

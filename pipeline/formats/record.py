@@ -12,11 +12,11 @@ A folder with it is not a checkpoint: there is no optimizer state, and training 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import shape_from
-from drover.pipeline.core.files import Outputs, read_record
+from drover.pipeline.core.files import Outputs, Record, read_record
 
 RECORD = "weights.json"
 FORMAT = 1
@@ -26,9 +26,9 @@ class WeightsRecord(TypedDict):
     """The content of the file."""
 
     format: int
-    model: Annotated[dict[str, Any], shape_from]
-    token_ids: dict[str, Any]
-    made_of: dict[str, Any]
+    model: Annotated[Record, shape_from]
+    token_ids: Record
+    made_of: Record
     files: Outputs
 
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.core.files import Count
+from drover.pipeline.core.files import Count, Record
 from drover.pipeline.formats.tensor_file import DTYPES, Dims, Rectangle
 
 Cut = NDArray[np.int64]
@@ -41,12 +41,12 @@ class Entry:
 class Index:
     """The content of some files. files: their records (path, bytes, sha256). tensors: by name."""
 
-    files: tuple[dict[str, Any], ...]
+    files: tuple[Record, ...]
     tensors: dict[str, Entry]
     cuts: tuple[Cut, ...]
 
     @classmethod
-    def of(cls, file: dict[str, Any], tensors: Mapping[str, tuple[str, Dims, Sequence[Rectangle]]]) -> Index:
+    def of(cls, file: Record, tensors: Mapping[str, tuple[str, Dims, Sequence[Rectangle]]]) -> Index:
         """The index of one file. tensors: element type, shape and rectangles of each."""
         cuts, entries = dict[tuple[Rectangle, ...], int](), dict[str, Entry]()
         for name, (dtype, shape, pieces) in tensors.items():
@@ -61,7 +61,7 @@ class Index:
         Raises:
             ValueError: the parts disagree on what a tensor is.
         """
-        files, moved = list[dict[str, Any]](), list[list[Cut]]()
+        files, moved = list[Record](), list[list[Cut]]()
         found: dict[str, tuple[str, Dims, list[tuple[int, int]]]] = {}
         for number, part in enumerate(parts):
             for name, entry in part.tensors.items():
@@ -123,16 +123,16 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangl
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner  # whole rows
+
+    def of_row(row: int, begin: int, end: int) -> Iterator[Rectangle]:
+        return (((row, *offset), (1, *size)) for offset, size in rectangles(shape[1:], begin, end))
     if first > last:  # inside one row
-        first = last = stop // inner
-        yield from (((last, *offset), (1, *size)) for offset, size
-                    in rectangles(shape[1:], start - last * inner, stop - last * inner))
+        yield from of_row(last, start - last * inner, stop - last * inner)
         return
-    yield from (((first - 1, *offset), (1, *size)) for offset, size
-                in rectangles(shape[1:], start - (first - 1) * inner, inner) if start < first * inner)
+    yield from of_row(first - 1, start - (first - 1) * inner, inner)
     if first < last:
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from (((last, *offset), (1, *size)) for offset, size in rectangles(shape[1:], 0, stop - last * inner))
+    yield from of_row(last, 0, stop - last * inner)
 
 
 def overlapping(cut: Cut, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:

@@ -20,14 +20,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, Inside, atomic_file, parsed_json, typed
+from drover.pipeline.core.files import Count, Inside, Record, atomic_file, parsed_json, typed
 from drover.pipeline.formats.shard_index import Cut, Entry, Index, corners, overlapping
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
@@ -35,6 +35,7 @@ from drover.pipeline.formats.tensor_file import (
     DamagedFileError,
     Dims,
     Layout,
+    MaybeDims,
     Rectangle,
     TensorFile,
     overlap,
@@ -96,7 +97,7 @@ def _entry(name: str, pieces: Sequence[TensorShard]) -> tuple[str, Dims, list[Re
     return DTYPE_NAMES[dtype], shape, [(tuple(piece.offset), tuple(piece.tensor.shape)) for piece in pieces]
 
 
-def write_index(folder: Path, index: Index) -> dict[str, Any]:
+def write_index(folder: Path, index: Index) -> Record:
     """Write index.json over all files, atomically; returns its record (path, bytes, sha256).
 
     Raises:
@@ -188,7 +189,7 @@ class CheckpointReader:
         """The stored element type."""
         return DTYPES[self._tensors[name].dtype]
 
-    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+    def read(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None) -> Tensor:
         """The rectangle of tensor `name` that starts at `offset` (default: the beginning) and has `shape` (default: up
         to the tensor's end), on the host. Raises ValueError if it is not inside the tensor."""
         offset, size = rectangle_in(self.shape(name), offset, shape)

@@ -19,12 +19,12 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from drover.pipeline.core.files import Count, flush, parsed_json, typed
+from drover.pipeline.core.files import Count, Record, flush, parsed_json, typed
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -37,6 +37,8 @@ Dims = tuple[int, ...]
 """A number for each dimension of a tensor: its shape, or the offset or size of a rectangle in it."""
 Rectangle = tuple[Dims, Dims]
 """Offset and size."""
+MaybeDims = Sequence[int] | None
+"""Offset or size of a rectangle; None: the beginning, or up to the end."""
 
 _CHUNK = 1 << 20
 """Bytes to hash and write at a time, so few that they are still in the cache when they are written."""
@@ -71,8 +73,7 @@ class Layout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
-                 size: Sequence[int] | None) -> Rectangle:
+def rectangle_in(whole: Sequence[int], offset: MaybeDims, size: MaybeDims) -> Rectangle:
     """A rectangle of a tensor: offset (default: the beginning) and size (default: up to the end). ValueError if it is
     not inside."""
     start = tuple(offset or (0,) * len(whole))
@@ -96,7 +97,7 @@ def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
     return tuple(place), tuple(inside)
 
 
-def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Record:
     """Write a safetensors file. Returns its record: path (the name alone), bytes, sha256.
 
     `tensors` yields the contents in the order of `layouts`, contiguous and in host memory. They are taken one at a
@@ -122,7 +123,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
 
 def _contents(layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes of a file, in order: the header, then the tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Record = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, layout in layouts.items():
         header[name] = {"dtype": DTYPE_NAMES[layout.dtype], "shape": layout.shape,

@@ -226,7 +226,7 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
     """The network with these weights, on a device. Loading needs memory for one further tensor."""
     with torch.device("meta"):
         model = Llama(weights.config)
-    state = {name: weights.read(name).to(device, dtype) for name in weights.names()}
+    state = {name: weights.read(name).to(device, dtype) for name in weights.shapes}
     if weights.config.tied_embeddings:
         state[OUTPUT] = state[EMBEDDING]
     model.load_state_dict(state, assign=True)

@@ -66,7 +66,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on every rank. What values may be: `messages`."""
-        return gathered(value, self.exact)
+        return gathered(value, self.exact) if dist.is_initialized() else [value]
 
     def collect(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on rank 0; an empty list elsewhere."""
@@ -110,6 +110,10 @@ class Ranks:
             problem = error
         if found := next(filter(None, self.gather(problem)), None):
             raise found
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+"""A process without a process group: all that it gathers is its own."""
 
 
 def gathered(value: Any, device: torch.device, group: Any = None, *, everywhere: bool = True) -> list[Any]:

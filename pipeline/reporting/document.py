@@ -12,6 +12,7 @@ from string import Formatter
 from typing import Any
 
 from drover.pipeline.core.console import duration, readable
+from drover.pipeline.core.files import Record
 
 
 def compact(value: float) -> str:
@@ -29,7 +30,6 @@ NONE = "–"
 FORMS: dict[str, Callable[[Any], str]] = {"B": readable, "s": duration, "k": compact}
 """Formats that Python's format strings lack: bytes, seconds, and short forms of large numbers."""
 DIGEST = re.compile("[0-9a-f]{64}")
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
     return [values[round(place * (len(values) - 1) / max(1, count - 1))] for place in range(count)]
 
 
-def flat(nested: Record, *names: str) -> list[dict[str, Any]]:
+def flat(nested: Record, *names: str) -> list[Record]:
     """A record for each innermost mapping, or other value (as `value`), of nested mappings. The keys on the path to it
     are stored under `names`."""
     if not names:

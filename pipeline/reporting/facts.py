@@ -16,11 +16,10 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_attempts
-from drover.pipeline.core.files import read_lines, read_record
+from drover.pipeline.core.files import Record, read_lines, read_record
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, read_metrics
-from drover.pipeline.reporting.document import Record
 
 ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
                       r"""((?:[^\s/"',:\]]+/)?[^\s/"',:\]]+)(?=[\s"',:\]]|$)""")
@@ -61,7 +60,7 @@ class Facts:
     earlier: Mapping[str, list[float]] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
 
-    def counts(self, stage: str) -> dict[str, Any]:
+    def counts(self, stage: str) -> Record:
         """The counts of a stage's manifest."""
         return self.manifests[stage].counts
 
@@ -139,8 +138,8 @@ def shareable(text: str) -> str:
     return HOME.sub("…", ABSOLUTE.sub(r"…/\1", text))
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    return read_record(path, dict[str, Any], "Rebuild its stage with --force.") or {}
+def _optional(path: Path) -> Record:
+    return read_record(path, Record, "Rebuild its stage with --force.") or {}
 
 
 def machine() -> dict[str, str]:

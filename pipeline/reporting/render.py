@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.files import Record
 from drover.pipeline.reporting.chapters.checkpoints import checkpoints
 from drover.pipeline.reporting.chapters.data import data
 from drover.pipeline.reporting.chapters.export import export
@@ -15,7 +16,7 @@ from drover.pipeline.reporting.chapters.tasks import tasks
 from drover.pipeline.reporting.chapters.tokenizer import tokenizer
 from drover.pipeline.reporting.chapters.training import training
 from drover.pipeline.reporting.chapters.validation import validation
-from drover.pipeline.reporting.document import Chapter, Document, Record
+from drover.pipeline.reporting.document import Chapter, Document
 from drover.pipeline.reporting.facts import Facts
 from drover.pipeline.reporting.plots import TEMPLATES, draw
 

@@ -69,7 +69,7 @@ class Cloud:
                             for about in page]
             except _BrokenOffError as error:
                 if not left:
-                    raise UserError(str(error)) from None
+                    raise
                 say("stores", f"{error} Listing again")
                 time.sleep(FIRST_WAIT_S)
         raise AssertionError("unreachable")

@@ -45,11 +45,10 @@ class Folder:
         """One file."""
         path = Path(f"/{key}")
         try:
-            return _entry(key, path.stat()) if path.is_file() else None
-        except (FileNotFoundError, NotADirectoryError):
+            with _told(f"/{key}", "read"):
+                return _entry(key, path.stat()) if path.is_file() else None
+        except Missing:
             return None
-        except OSError as error:
-            raise _unusable(f"file:///{key}", "read", error) from None
 
     def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
         """The bytes [start, stop) as far as they exist, and the file's entry."""
@@ -93,12 +92,8 @@ def _told(path: str, operation: str) -> Iterator[None]:
     except FileNotFoundError:
         raise Missing(f"file://{path} is not there. Correct the URL, or put the file there.") from None
     except OSError as error:
-        raise _unusable(f"file://{path}", operation, error) from None
-
-
-def _unusable(url: str, operation: str, error: OSError) -> UserError:
-    return UserError(f"{url}: {operation} failed: {error.strerror or error}. Give a place where this user has the "
-                     f"permission, and run it again.")
+        raise UserError(f"file://{path}: {operation} failed: {error.strerror or error}. Give a place where this user "
+                        f"has the permission, and run it again.") from None
 
 
 def _entry(key: str, about: os.stat_result) -> Entry:

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypedDict
 from uuid import uuid4
 
 from drover.pipeline.core.errors import UserError, all_problems
-from drover.pipeline.core.files import Ledger, Outputs, parsed_json, problem_of, typed
+from drover.pipeline.core.files import Ledger, Outputs, Record, parsed_json, problem_of, typed
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.store import CHECKED, Entry, Exists, Missing, Store, preflight
 
@@ -35,8 +35,6 @@ SENT = "copies"
 """In a stage's folder: ledgers of uploads, one for each place."""
 AT_ONCE = 8
 """Files that a process transfers at the same time; a large one is sent in several parts at once anyway."""
-Record = Mapping[str, Any]
-"""Of a file: path, bytes, sha256."""
 
 
 class DamagedCopyError(UserError):
@@ -65,8 +63,8 @@ class OwnerRecord(_Named, total=False):
     """
 
     id: str
-    fingerprint: dict[str, Any]
-    drift: list[dict[str, Any]]
+    fingerprint: Record
+    drift: list[Record]
     files: list[str]
 
 
@@ -81,7 +79,7 @@ class Owner:
         self.store, self._writer = store, uuid4().hex
         self.content = self._read()
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> Record | None:
         try:
             return dict(typed(parsed_json(self.store.read(OWNER)), OwnerRecord))
         except Missing:
@@ -122,7 +120,7 @@ class Mirror:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Record:
         """The `CopyRecord` of a finished copy.
 
         Raises:

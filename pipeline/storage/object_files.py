@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from io import BufferedReader
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.storage.store import Entry, Missing, Store, is_url
+from drover.pipeline.storage.store import Entry, Store, is_url
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,7 @@ class ObjectFile:
 
     def head(self) -> Entry:
         """The store's present entry of the object."""
-        if (entry := self._store.head(self._path)) is None:
-            raise Missing(f"{self.url} is not there any more.")
-        return entry
+        return self._store.entry(self._path)
 
 
 InputFile = Path | ObjectFile
@@ -115,20 +114,23 @@ def find(pattern: str) -> list[ObjectFile]:
     Raises:
         UserError: there are none, or the store cannot be read.
     """
-    root, _, key = pattern.partition("://")[2].partition("/")
-    scheme = pattern.partition("://")[0]
+    scheme, _, place = pattern.partition("://")
+    root, _, key = place.partition("/")
     bucket, parts = Store(f"{scheme}://{root}"), key.strip("/").split("/")
-    if not glob.has_magic(key):
-        if key and not key.endswith("/") and (entry := bucket.head(key)) is not None:
-            return [_object(bucket, entry)]
-        found = [entry for entry in bucket.list(key) if matches(entry.path.split("/"), [*filter(None, parts), "**"])]
-        return [_object(bucket, entry) for entry in found] or _none(pattern, "there is no object, and none under it")
-    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    entries = list(bucket.list("/".join(parts[:fixed])))
-    found = [entry for entry in entries if entry.path == key] or \
-        [entry for entry in entries if matches(entry.path.split("/"), parts)]
-    return [_object(bucket, entry) for entry in found] or \
-        _none(pattern, f"no object matches (looked at {len(entries):,} under {bucket.url_of('/'.join(parts[:fixed]))})")
+    if glob.has_magic(key):
+        folder = "/".join(takewhile(lambda part: not glob.has_magic(part), parts))
+        entries = list(bucket.list(folder))
+        found = [entry for entry in entries if entry.path == key] or \
+            [entry for entry in entries if matches(entry.path.split("/"), parts)]
+        why = f"no object matches (looked at {len(entries):,} under {bucket.url_of(folder)})"
+    else:
+        one = bucket.head(key) if key and not key.endswith("/") else None
+        found = [one] if one is not None else [
+            entry for entry in bucket.list(key) if matches(entry.path.split("/"), [*filter(None, parts), "**"])]
+        why = "there is no object, and none under it"
+    if not found:
+        raise UserError(f"{pattern}: {why}. Correct the URL.")
+    return [ObjectFile(bucket.url_of(entry.path), entry.size, entry.etag, entry.modified) for entry in found]
 
 
 def matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -144,10 +146,3 @@ def matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
     hidden = path[0].startswith(".") and glob.has_magic(pattern[0]) and not pattern[0].startswith(".")
     return not hidden and fnmatchcase(path[0], pattern[0]) and matches(path[1:], pattern[1:])
 
-
-def _object(bucket: Store, entry: Entry) -> ObjectFile:
-    return ObjectFile(bucket.url_of(entry.path), entry.size, entry.etag, entry.modified)
-
-
-def _none(pattern: str, why: str) -> list[ObjectFile]:
-    raise UserError(f"{pattern}: {why}. Correct the URL.")

@@ -25,9 +25,10 @@ from drover.pipeline.core.files import atomic_file
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.clouds import Cloud
 from drover.pipeline.storage.folders import Folder
-from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
-
-__all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url", "preflight"]
+from drover.pipeline.storage.outcomes import Changed as Changed
+from drover.pipeline.storage.outcomes import Entry as Entry
+from drover.pipeline.storage.outcomes import Exists as Exists
+from drover.pipeline.storage.outcomes import Missing as Missing
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file")
 FOR_TESTS = "memory"
@@ -75,10 +76,6 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
-    def join(self, path: str) -> Store:
-        """A store of a deeper prefix."""
-        return Store(self.url_of(path))
-
     def url_of(self, path: str) -> str:
         """The URL of an object."""
         key = self._key(path)
@@ -100,6 +97,12 @@ class Store:
         """An object's entry; None if it is not there."""
         entry = self._backend().head(self._key(path))
         return None if entry is None else replace(entry, path=path)
+
+    def entry(self, path: str) -> Entry:
+        """An object's entry. Raises Missing if it is not there."""
+        if (entry := self.head(path)) is None:
+            raise Missing(f"{self.url_of(path)} is not there. Correct the URL, or put the object there.")
+        return entry
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str = "") -> bytes:
         """The bytes [start, stop) of an object, or those from `start` to its end.
@@ -137,8 +140,7 @@ class Store:
             Missing: it is not there.
             Changed: it is replaced during reading.
         """
-        if entry is None and (entry := self.head(path)) is None:
-            raise self._missing(path)
+        entry = entry or self.entry(path)
         until = entry.size if until is None else min(until, entry.size)
         return io.BufferedReader(_Blocks(self._in_order(path, start, entry, until, known)), LITTLE_BYTES)
 
@@ -173,9 +175,7 @@ class Store:
             Missing: it is not there.
             Changed: it was replaced during reading.
         """
-        if (entry := self.head(path)) is None:
-            raise self._missing(path)
-        digest = hashlib.sha256()
+        entry, digest = self.entry(path), hashlib.sha256()
         with atomic_file(to) as file:
             for block in self._blocks(path, 0, entry.size, entry.etag):
                 digest.update(block)
@@ -208,9 +208,6 @@ class Store:
 
     def _key(self, path: str) -> str:
         return "/".join(part for part in (self._prefix, path.strip("/")) if part)
-
-    def _missing(self, path: str) -> Missing:
-        return Missing(f"{self.url_of(path)} is not there. Correct the URL, or put the object there.")
 
 
 class _Blocks(io.RawIOBase):

@@ -48,7 +48,8 @@ def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, validati
 
     Args:
         tokenizer: folder of the tokenizer stage, `made` its manifest.
-        validation: records of validation text shards in `shards`, for a test if that stage did none with these packages.
+        validation: records of validation text shards in `shards`, for a test if that stage did none with these
+            packages.
 
     Raises:
         UserError: encode.encoder asks for the fast one, and it is missing or gives other ids.

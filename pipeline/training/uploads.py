@@ -93,7 +93,7 @@ class CopiedCheckpoints:
 
     def of(self, step: int) -> Mirror:
         """The copy of the checkpoint after `step`."""
-        return Mirror(self.store.join(checkpoint_name(step)))
+        return Mirror(Store(self.store.url_of(checkpoint_name(step))))
 
     def found(self) -> Found:
         """The content of the store, in the order of steps; UserError if it cannot be listed."""

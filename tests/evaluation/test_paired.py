@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy import stats
 
-from drover.pipeline.evaluation.paired import difference, score, sign_test
+from drover.pipeline.evaluation.paired import difference, scored, sign_test
 from tests.refusal import refused
 
 
@@ -23,8 +23,8 @@ def test_means_have_the_paired_t_tests_statistic():
     second = [value + chance.gauss(0.1, 0.3) for value in first]
     found = difference([(value, 1.0) for value in first], [(value, 1.0) for value in second])
     assert found.difference / found.stderr == pytest.approx(stats.ttest_rel(second, first).statistic)
-    value, stderr = score([(value, 1.0) for value in first])
-    assert (value, stderr) == (pytest.approx(sum(first) / 50), pytest.approx(stats.sem(first)))
+    assert scored([(value, 1.0) for value in first]) == pytest.approx(
+        {"value": sum(first) / 50, "stderr": stats.sem(first)})
 
 
 def redrawn(first, second, value):
@@ -47,11 +47,11 @@ def test_ratios_and_their_exponentials_are_paired(form, value):
     chance = random.Random(3)
     first = [(size * chance.uniform(1, 2), float(size)) for size in (chance.randint(5, 80) for _ in range(300))]
     second = [(nats - size * chance.gauss(0.02, 0.1), size) for nats, size in first]
-    alone, found = score(first, form), difference(first, second, form)
-    assert alone[0] == pytest.approx(value(first))
+    alone, found = scored(first, form), difference(first, second, form)
+    assert alone["value"] == pytest.approx(value(first))
     assert found.difference == pytest.approx(value(second) - value(first)) and found.difference < 0
     assert found.stderr == pytest.approx(redrawn(first, second, value), rel=0.05)
-    assert found.stderr < alone[1] / 2, "what both find hard does not count"
+    assert found.stderr < alone["stderr"] / 2, "what both find hard does not count"
     assert found.p_sign == sign_test(found.higher, found.lower)
     assert found.p_normal == pytest.approx(2 * stats.norm.sf(-found.difference / found.stderr))
 
@@ -70,7 +70,7 @@ def test_f1_by_hand():
     # Moves of the first: (2 - 1/2 x 2) / 4, (0 - 1/2) / 4 twice, 0; of the second none.
     assert found.stderr == pytest.approx(math.sqrt(4 / 3 * (1 + 1 / 4 + 1 / 4) / 16))
     nothing = added([False, False], [False, False])
-    assert score(nothing, "f1") == (0.0, 0.0)
+    assert scored(nothing, "f1") == {"value": 0.0, "stderr": 0.0}
     assert difference(nothing, added([False, False], [True, False]), "f1").lower == 1
 
 

@@ -15,7 +15,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.items import right_choices
-from drover.pipeline.evaluation.paired import score
+from drover.pipeline.evaluation.paired import scored
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks
@@ -124,8 +124,8 @@ def test_the_numbers_are_the_harnesss_own(model, folder, name):
         assert entry["value"] == pytest.approx(theirs[f"{metric},none"], rel=1e-5), metric
         assert entry["stderr"] == pytest.approx(theirs[f"{metric}_stderr,none"], rel=1e-4), metric
         single = found["per_item"]
-        again, _ = score(single["metrics"][metric], single["forms"].get(metric, "ratio"))
-        assert again == pytest.approx(entry["value"], rel=1e-9), "of its single items, which are what is paired"
+        again = scored(single["metrics"][metric], single["forms"].get(metric, "ratio"))
+        assert again["value"] == pytest.approx(entry["value"], rel=1e-9), "of its single items, which are paired"
     bootstrapped = {"winograd": "f1", "last_word": "perplexity"}
     if name in bootstrapped:
         assert found["metrics"][bootstrapped[name]]["stderr"] > 0

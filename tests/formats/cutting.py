@@ -34,7 +34,7 @@ def rectangle(shape, chance):
 
 def read_alike(weights, model, chance):
     """Assert that an opened folder has a model's names, tensors and any rectangles of them."""
-    assert weights.names() == [name for name, _ in model.named_parameters()]
+    assert [*weights.shapes] == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         assert torch.equal(weights.read(name), parameter) and weights.dtype(name) == torch.float32
         for _ in range(6):

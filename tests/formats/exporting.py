@@ -20,7 +20,7 @@ def write_state(folder, state, config, *, dtype=torch.float32, bos_id=1, eos_id=
 def state_in(folder):
     """The config and the state dict of a folder of weights."""
     with open_weights(folder) as weights:
-        state = {name: weights.read(name) for name in weights.names()}
+        state = {name: weights.read(name) for name in weights.shapes}
         if weights.config.tied_embeddings:
             state["output.weight"] = state["tok_embeddings.weight"]
         return weights.config, state

@@ -103,7 +103,7 @@ def test_one_matrix_for_both_ends_is_seen_however_it_is_stored(stored, parts, tm
         matrix = part["tok_embeddings.weight"]
         part["output.weight"] = matrix if stored == "shared" else matrix.clone()
     with open_weights(write_folder(tmp_path / "meta", state, params_for(TIED))) as weights:
-        assert weights.config.tied_embeddings and "output.weight" not in weights.names()
+        assert weights.config.tied_embeddings and "output.weight" not in weights.shapes
         assert torch.equal(weights.read("tok_embeddings.weight"), model.tok_embeddings.weight)
     made = carried(tmp_path / "meta", tmp_path / "again", "meta", parts)
     assert "output.weight" in torch.load(made / "consolidated.00.pth", weights_only=True)

@@ -238,9 +238,10 @@ def test_a_host_that_is_lost_is_waited_for(ready, ssh):
 
 
 def test_a_host_with_other_code_is_not_used(tmp_path, ssh, monkeypatch):
-    assert look_at(["here"], LaunchConfig(ssh=[str(ssh)]), tmp_path).there
+    launch = LaunchConfig(ssh=[str(ssh)], hosts=["here"])
+    assert look_at(launch, tmp_path).there
     monkeypatch.setattr(hosts_module, "code_hash", lambda: "other")
-    assert "here: has other code of Drover" in str(look_at(["here"], LaunchConfig(ssh=[str(ssh)]), tmp_path))
+    assert "here: has other code of Drover" in str(look_at(launch, tmp_path))
 
 
 @pytest.mark.parametrize("how", ["cancel", "ctrl-c"])

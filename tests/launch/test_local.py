@@ -58,6 +58,7 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
     def start(here, spec, command, environment, folder, each):
         what = left.pop(0)
         commands.append(command)
+        (folder / "output.log").touch()
         here.asked += [signal.SIGTERM] * ("request" in what)
         if "done" in what or what == "late":
             launcher.done(spec.stage)

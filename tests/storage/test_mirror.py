@@ -93,7 +93,7 @@ def test_cut_off_before_any_change_a_copy_is_the_old_one_the_new_one_or_none_and
     monkeypatch.setattr("drover.pipeline.storage.mirror.AT_ONCE", 1)
     monkeypatch.setattr("drover.pipeline.storage.mirror.preflight", lambda store: None)
     for at in count(1):
-        place = store.join(str(at))
+        place = Store(store.url_of(str(at)))
         copy(7, url=place.url)
         place.put("README.md", b"somebody else's")
         (files[0] / "0.bin").write_bytes(b"new")

@@ -11,7 +11,7 @@ import yaml
 from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
 from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify.__main__ import main, share_of, verify
-from drover.tools.verify.checks import WENT, check_file
+from drover.tools.verify.checks import WENT, Findings
 from drover.tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
 from tests.conftest import run_stage, write_config
 from tests.refusal import printed
@@ -181,7 +181,7 @@ def test_the_evaluation_of_a_checkpoint_is_in_order_without_its_weights(whole, t
     (run / "evaluate/manifest.json").unlink()
     report, checks = listed(run)
     assert CLEARED not in report.notes
-    assert any(check.function is check_file and check().problems for check in checks)
+    assert any(check.function is Findings.compare and check().problems for check in checks)
 
 
 def test_token_shards_that_are_read_from_a_store_may_be_away(copied):
@@ -206,4 +206,4 @@ def test_what_a_run_at_work_removes_meanwhile_is_no_problem(copied):
     assert not report.problems
     assert {Path(file).name for file in report.notes[WENT]} >= {"STATE.json", "COMPLETE.json"}
     shutil.rmtree(copied / "train/checkpoints/step-00000004")  # the manifest's
-    assert any(check().problems for check in checks if check.function is check_file)
+    assert any(check().problems for check in checks if check.function is Findings.compare)

@@ -289,7 +289,7 @@ convert(target / "meta", target / "hf", "hf", None, 50_000_000, 1)
 limit(60_000_000)
 with open_weights(source) as large:
     try:
-        whole = {name: large.read(name) for name in large.names()}
+        whole = {name: large.read(name) for name in large.shapes}
     except RuntimeError as error:
         print("the limit is felt" if "memory" in str(error) else error)
 """
@@ -313,4 +313,4 @@ def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the limit is felt" in done.stdout
     with open_weights(tmp_path / "hf") as weights:
-        assert all(bool((weights.read(name) == 1).all()) for name in weights.names())
+        assert all(bool((weights.read(name) == 1).all()) for name in weights.shapes)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError, require
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.tokenization.kinds import vocabulary_record
@@ -46,8 +46,8 @@ class Plan:
     rows: dict[str, np.ndarray]
     sources: Counts
     dtype: str
-    vocabulary: dict[str, Any]
-    made_of: dict[str, Any]
+    vocabulary: Record
+    made_of: Record
 
     def parts(self, count: int) -> Iterator[Part]:
         """The parts of all sources, in order."""
@@ -75,7 +75,7 @@ def plan_of(run: Run, form: str, split: str, source: str | None, without_bos: bo
     sources = {name: {"docs": counts[name]["docs"],
                       "tokens": counts[name]["tokens"] - counts[name]["docs"] * without_bos,
                       "text_bytes": counts[name]["text_bytes"], "shards": len(own)} for name, own in rows.items()}
-    return Plan(folder, table, rows, sources, str(encode.counts["dtype"]), vocabulary, {
+    return Plan(folder, table, rows, sources, encode.counts["dtype"], vocabulary, {
         "format": form, "split": split, "sources": list(rows), "without_bos": without_bos, "encode": encode.digest,
         "tokenizer_sha256": vocabulary["sha256"]})
 
@@ -116,7 +116,7 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
     print(f"{options.out}: {total['docs']:,} documents, {total['tokens']:,} tokens in {len(files)} files")
 
 
-def read_back(job: tuple[Path, str, list[Region]]) -> dict[str, Any]:
+def read_back(job: tuple[Path, str, list[Region]]) -> Record:
     """Read a file of an export (folder, name, regions) back. Returns its path, bytes and sha256.
 
     Raises:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from drover.pipeline.core.files import flush, read_json, sha256_json, write_json
+from drover.pipeline.core.files import Record, flush, read_json, sha256_json, write_json
 from drover.tools.export_tokens.part import Counts, Part, Region, region_of
 
 ROWS_AT_ONCE = 1000
@@ -52,7 +51,7 @@ def write_part(job: tuple[Path, Part]) -> list[Region]:
     return [region_of(path)]
 
 
-def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> list[str]:
+def finish(folder: Path, count: int, dtype: str, made_of: Record) -> list[str]:
     """Write the files from which `load_from_disk` starts. Returns their names."""
     import datasets
     columns = datasets.Features({"input_ids": datasets.List(datasets.Value(dtype)), "key": datasets.Value("string"),
@@ -66,6 +65,6 @@ def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> lis
     return ["dataset_info.json", "state.json"]
 
 
-def facts(sources: Counts, dtype: str) -> dict[str, Any]:
+def facts(sources: Counts, dtype: str) -> Record:
     """The manifest's description of the format."""
     return {"layout": "datasets.load_from_disk; columns input_ids, key, source, bytes", "dtype": dtype}

@@ -12,12 +12,11 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import flush
+from drover.pipeline.core.files import Record, flush
 from drover.tools.export_tokens.part import Counts, Part, Region
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -52,7 +51,7 @@ def write_part(job: tuple[Path, Part]) -> list[Region]:
     dtype = np.dtype(WRITTEN_AS[part.shard.dtype.name]).newbyteorder("<")
     lengths = part.lengths()
     if len(lengths) and lengths.max() > LONGEST:
-        raise UserError(f"{part.shard.path}: its document {int(lengths.argmax())} has {int(lengths.max()):,} tokens; "
+        raise UserError(f"{part.shard.path}: its document {lengths.argmax()} has {lengths.max():,} tokens; "
                         f"Megatron's index holds lengths up to {LONGEST:,}. Cut the document "
                         f"(shard.max_document_mb), or leave its source out (--source).")
     ends, first = np.cumsum(lengths, dtype=np.int64), part.before["tokens"]
@@ -74,12 +73,12 @@ def write_part(job: tuple[Path, Part]) -> list[Region]:
             *_write(folder / f"{name}.idx", [(start, values.tobytes()) for start, values in columns])]
 
 
-def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> list[str]:
+def finish(folder: Path, count: int, dtype: str, made_of: Record) -> list[str]:
     """Write nothing after the parts."""
     return []
 
 
-def facts(sources: Counts, dtype: str) -> dict[str, Any]:
+def facts(sources: Counts, dtype: str) -> Record:
     """The manifest's description of the format."""
     return {"layout": "Megatron Core IndexedDataset, version 1; a document is one sequence",
             "dtype": WRITTEN_AS[dtype], "dtype_code": CODES[WRITTEN_AS[dtype]], "prefixes": list(sources)}

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drover.model.generation.writer import Piece
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.evaluation.open_model import run_of
 from drover.tools.serving.asked import KEYS, Asked, Reader
 from drover.tools.serving.worker import Job, RefusedError, Worker
@@ -59,10 +60,12 @@ class Server:
 
     def __init__(self, reader: Reader, worker: Worker, hosts: frozenset[str], key: str | None = None) -> None:
         self.reader, self.worker, self.started = reader, worker, int(time.time())
+        completions = partial(self._answer, read=reader.completion, chat=False)
         routes = [Route("/", self.page), Route("/health", self.health), Route("/samples", self.samples),
-                  Route("/v1/models", self.models), Route("/v1/completions", self.completions, methods=["POST"])]
+                  Route("/v1/models", self.models), Route("/v1/completions", completions, methods=["POST"])]
         if reader.template is not None:
-            routes.append(Route("/v1/chat/completions", self.chats, methods=["POST"]))
+            chats = partial(self._answer, read=reader.chat, chat=True)
+            routes.append(Route("/v1/chat/completions", chats, methods=["POST"]))
         self.app = Starlette(routes=routes, lifespan=self._lifespan,
                              middleware=[Middleware(Door, hosts=hosts, key=key)],
                              exception_handlers={RefusedError: _refused, HTTPException: _http_error})
@@ -87,8 +90,7 @@ class Server:
     async def samples(self, request: Request) -> Response:
         """GET /samples: sample texts that the run generated while it trained; [] without a run."""
         run = run_of(self.reader.opened.path)
-        file = run.folder / "train/samples.jsonl" if run is not None else None
-        return JSONResponse(list(read_lines(file)) if file is not None else [])
+        return JSONResponse(list(read_lines(run.folder / "train/samples.jsonl")) if run is not None else [])
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -96,15 +98,8 @@ class Server:
                  "context_length": self.reader.opened.config.context_length, "chat": self.reader.template is not None}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions"""
-        return await self._answer(request, self.reader.completion, chat=False)
-
-    async def chats(self, request: Request) -> Response:
-        """POST /v1/chat/completions"""
-        return await self._answer(request, self.reader.chat, chat=True)
-
     async def _answer(self, request: Request, read: Callable[[bytes], Asked], chat: bool) -> Response:
+        """POST /v1/completions, or with `chat` /v1/chat/completions"""
         body = b""
         async for part in request.stream():
             body += part
@@ -135,7 +130,7 @@ class Answer:
         worker.submit(self._job)
         self.close = lambda: worker.cancel(self._job)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Record:
         """The answer to a request without `stream`."""
         texts, ends = [""] * len(self._counts), [""] * len(self._counts)
         told = [{key: list[Any]() for key in KEYS} if choice.telling else None for choice in self._asked.choices]
@@ -191,8 +186,7 @@ class Answer:
                 if piece is not None:
                     if self._asked.silent:
                         piece = replace(piece, text="", tokens=0, end="length", scores=())
-                    number = piece.key
-                    assert isinstance(number, int)
+                    number: int = piece.key
                     telling = self._asked.choices[number].telling
                     self._counts[number] = piece.tokens
                     left -= piece.end is not None
@@ -237,8 +231,7 @@ class Door:
             try:
                 self.check(scope["path"], Headers(scope=scope))
             except RefusedError as error:
-                headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-                app = JSONResponse(error.body(), error.status, headers)
+                app = JSONResponse(error.body(), error.status, error.headers)
         await app(scope, receive, send)
 
     def check(self, path: str, headers: Headers) -> None:
@@ -254,7 +247,7 @@ class Door:
         if self.key is not None and path not in OPEN and not (
                 scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.key.encode())):
             raise RefusedError("This server needs its key: send the header `Authorization: Bearer KEY`.", status=401,
-                               code="invalid_api_key")
+                               code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _name(url: str) -> str:
@@ -278,8 +271,7 @@ def _event(value: Any) -> str:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
-    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from drover.model.generation.sampling import Sampling
 from drover.model.generation.scores import TokenScore
 from drover.model.generation.writer import Piece
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import parsed_json
+from drover.pipeline.core.files import Record, parsed_json
 from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
 from drover.tools.serving.worker import RefusedError
@@ -55,7 +55,7 @@ class Common(BaseModel):
     repetition_penalty: float = 1.0
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: Record = {}
     stop: Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], BeforeValidator(_listed),
                     Field(max_length=MOST_STOPS)] = []
     seed: int | None = None

@@ -10,23 +10,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.writer import Piece, Writer
 from drover.model.llama import Llama
+from drover.pipeline.core.files import Record
 
 
 class RefusedError(Exception):
-    """An error that answers a request. status: of HTTP. kind, code, param: OpenAI's `type`, `code` and `param`.
-    retry_after_s: seconds after which the client may try again."""
+    """An error that answers a request. status, headers: of HTTP. kind, code, param: OpenAI's `type`, `code` and
+    `param`."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error", code: str | None = None,
-                 param: str | None = None, retry_after_s: int | None = None) -> None:
+                 param: str | None = None, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code, self.param, self.retry_after_s = status, kind, code, param, retry_after_s
+        self.status, self.kind, self.code, self.param, self.headers = status, kind, code, param, headers
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Record:
         """The error in OpenAI's form."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
@@ -66,7 +66,7 @@ class Worker:
             wait = math.ceil(self._seconds * (taken + count - self.queue) / self.batch)
             raise RefusedError(f"{len(self.running)} texts are being generated and {len(self.waiting)} wait; the queue "
                                f"has no room for {count} more. Try again later.", status=429,
-                               kind="rate_limit_error", code="queue_full", retry_after_s=max(1, wait))
+                               kind="rate_limit_error", code="queue_full", headers={"Retry-After": str(max(1, wait))})
         self.waiting.extend((job, number) for number in range(count))
         self._work.set()
 
@@ -111,7 +111,6 @@ class Worker:
             self.running[key] = time.monotonic()
 
     def _deliver(self, piece: Piece) -> None:
-        assert isinstance(piece.key, tuple)
         job, number = piece.key
         if piece.end:
             self._seconds += 0.2 * (time.monotonic() - self.running.pop(piece.key) - self._seconds)

@@ -18,6 +18,7 @@ import json
 import operator
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Verify and print; 1 if something is wrong."""
     report = verify(options.run, options.sample, processes_asked(options.processes), show_progress=not options.json)
-    print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
+    print(json.dumps(asdict(report), indent=1) if options.json else "\n".join(report.lines()))
     return bool(report.problems)
 
 

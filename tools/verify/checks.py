@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json, seal_of, sealing, sha256_file
+from drover.pipeline.core.files import Record, problem_of, read_json, seal_of, sealing
 from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.text_shards import read_shard
 from drover.pipeline.data.token_shards import TokenShard, column_offsets, read_batch
@@ -29,7 +29,6 @@ WENT = "removed while the run was verified"
 GONE = "input files that no longer exist; no problem, since their outputs are checked"
 CHUNK = 1 << 22
 """Tokens or keys in memory at once."""
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Recorded(NamedTuple):
     @property
     def path(self) -> Path:
         """The file."""
-        return self.folder / str(self.record["path"])
+        return self.folder / self.record["path"]
 
 
 @dataclass
@@ -88,26 +87,15 @@ class Findings:
         for note, files in found.notes.items():
             self.note(note, *files)
 
-    def as_json(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
+    def compare(self, file: Recorded, hashed: bool = True) -> str:
+        """Compare a file's size, and its hash, with its record. Returns "" if they match, else "size" or "content".
 
-    def compare(self, file: Recorded, *, hashed: bool = True) -> str:
-        """Compare a file's size, and its hash, with its record. Returns "" if they match, else "size" or "content"."""
-        path, record, do = file.path, file.record, file.do
-        try:
-            size = path.stat().st_size
-            found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
-        except OSError as error:
-            self.problem(path, f"it is missing or cannot be read ({error.strerror})", do)
-            return "size"
-        if size != record["bytes"]:
-            self.problem(path, f"it has {size:,} bytes instead of {record['bytes']:,}", do)
-            return "size"
-        if found != record["sha256"]:
-            self.problem(path, f"its content was changed: sha256 {found[:12]} instead of {record['sha256'][:12]}", do)
-            return "content"
-        return ""
+        hashed: False for a shard that the sample leaves out: only the size.
+        """
+        if not (problem := problem_of(file.path, file.record, hashed=hashed)):
+            return ""
+        self.problem(file.path, f"it {problem.removeprefix(f'{file.path} ')}", file.do)
+        return "size" if problem_of(file.path, file.record, hashed=False) else "content"
 
 
 @dataclass(frozen=True)
@@ -121,7 +109,7 @@ class Check:
         counted: whether the files are read, not only their sizes.
     """
 
-    function: Callable[..., None]
+    function: Callable[..., object]
     arguments: tuple[Any, ...]
     passing: bool = False
     counted: bool = True
@@ -148,11 +136,6 @@ class Check:
             found = Findings()
             found.note(WENT, *gone)
         return found
-
-
-def check_file(found: Findings, file: Recorded, hashed: bool = True) -> None:
-    """Compare a file with its record. hashed: False for a shard that the sample leaves out: only the size."""
-    found.compare(file, hashed=hashed)
 
 
 def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None, vocabulary: Record | None) -> None:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from drover.pipeline.contract.external_inputs import HASHES
 from drover.pipeline.contract.locks import LOCKS
@@ -18,8 +17,9 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import EVALUATIONS, PROGRESS
 from drover.pipeline.contract.tasks import UNITS
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import seal_of
+from drover.pipeline.core.files import Record, seal_of
 from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
 from drover.pipeline.records.generation_settings import FILE as GENERATION
@@ -30,7 +30,6 @@ from drover.tools.verify.checks import (
     Check,
     Findings,
     Recorded,
-    check_file,
     check_ledger,
     check_plan,
     check_seal,
@@ -103,8 +102,7 @@ class Inventory(Findings):
         told = [f"{self.run}: {self.files:,} files, {self.bytes / 1e6:,.1f} MB read and compared with their "
                 f"records{sampled}"]
         for note, files in sorted(self.notes.items()):
-            more = f" ... and {len(files) - shown:,} more" if len(files) > shown else ""
-            told.append(f"{note}: {len(files):,} ({', '.join(files[:shown])}{more})")
+            told.append(f"{note}: {len(files):,} ({first(files, shown)})")
         return [*told, *(f"WRONG  {problem}" for problem in self.problems),
                 f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
 
@@ -116,10 +114,10 @@ class Inventory(Findings):
         """Check a file that a run that is working may remove."""
         self.checks.append(Check(function, (path, *given), passing=True))
 
-    def _file(self, folder: Path, record: dict[str, Any], do: str, *, passing: bool = False) -> None:
+    def _file(self, folder: Path, record: Record, do: str, *, passing: bool = False) -> None:
         file = Recorded(folder, record, do)
         self.recorded.add(file.path)
-        self.checks.append(Check(check_file, (file,), passing))
+        self.checks.append(Check(Findings.compare, (file,), passing))
 
     def _stage(self, stage: str, folder: Path) -> None:
         """The manifest of a stage, the files that it and the markers of checkpoints list, and all others there."""
@@ -236,12 +234,12 @@ class Inventory(Findings):
                 self.shards_read += len(there)
                 self.checks.append(Check(check_shard, (text, token, vocabulary)))
             else:
-                self.checks += [Check(check_file, (side, False), counted=False) for side in there]
+                self.checks += [Check(Findings.compare, (side, False), counted=False) for side in there]
         if texts and tokens and len(of_text) != len(records):
             self.problem(tokens[0] / MANIFEST, f"it lists {len(of_text):,} token shards for {len(records):,} text "
                                                f"shards", "Run --stage encode --force")
 
-    def _vocabulary(self) -> dict[str, Any] | None:
+    def _vocabulary(self) -> Record | None:
         if (made := self.manifests.get("tokenizer")) is None:
             return None
         try:
@@ -259,19 +257,19 @@ class Inventory(Findings):
         reports = {record["path"]: record for record in made[1].outputs} if made else {}
         for path in _files(self.folder):
             name = path.relative_to(self.folder).as_posix()
-            first = PurePosixPath(name).parts[0]
-            if name == "config.yaml" or first in stages:
+            top = PurePosixPath(name).parts[0]
+            if name == "config.yaml" or top in stages:
                 continue
             if name in reports:
                 self._file(self.folder, reports[name], "Delete it and run --stage report --force")
-            elif first == "tensorboard":
+            elif top == "tensorboard":
                 self._passing(check_tensorboard, path)
-            elif first == HASHES:
+            elif top == HASHES:
                 self._passing(check_ledger, path, "Delete it, if nothing runs")
-            elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
+            elif top in (LOCKS, "logs") or (top == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
-            elif first == "evaluations" or _quarantined(first):
-                self.note(ELSEWHERE if first == "evaluations" else ASIDE, path)
+            elif top == "evaluations" or _quarantined(top):
+                self.note(ELSEWHERE if top == "evaluations" else ASIDE, path)
             elif path.suffix == ".json":
                 self._passing(check_seal, path, "Delete it, if nothing runs")
             else:
@@ -285,7 +283,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in sorted(names))
 
 
-def _is_shard(stage: str, record: dict[str, Any]) -> bool:
+def _is_shard(stage: str, record: Record) -> bool:
     return stage in ("shard", "encode") and record.get("split") in SPLITS
 
 

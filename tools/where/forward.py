@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import ranges_of, sample_numbers, spelled
 from drover.pipeline.data.provenance import pieces
 from drover.tools.where.steps import Steps
@@ -21,7 +21,7 @@ def show(steps: Steps, options: argparse.Namespace) -> None:
     notes, title = list[str](), "" if options.step is None else f"step {options.step}: "
     samples = _asked(options) if options.step is None else _of_step(options, steps, notes)
     tokenizer = load_tokenizer(steps.ledger.work.input("tokenizer")[0]) if options.text else None
-    told: list[dict[str, Any]] = []
+    told: list[Record] = []
     if not options.json:
         print("".join(f"{note}\n" for note in notes) + f"{title}samples {spelled(ranges_of(samples))}")
     for piece in pieces(steps.ledger.data, samples):

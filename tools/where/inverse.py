@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
+from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.provenance import readings
 from drover.pipeline.data.text_shards import SPLITS, SUFFIX
 from drover.pipeline.data.token_shards import TokenShard
@@ -22,8 +23,6 @@ from drover.tools.where.steps import Steps
 
 TOKEN_SHARD, TEXT_SHARD = ".arrow", ".tar"
 SHORTEST_KEY = 4
-Record = dict[str, Any]
-"""A document that was found, and the samples that read it, as JSON."""
 
 
 def trace(steps: Steps, options: argparse.Namespace) -> None:
@@ -57,7 +56,7 @@ class Tracer:
         self.steps, self.data, self.table = steps, steps.ledger.data, steps.ledger.table
         self.tokens, _ = steps.ledger.work.input("encode")
         self.corpus = Corpus(steps.ledger.run)
-        self._rows = {self.table.paths[row]: row for row in range(len(self.table))}
+        self._rows = {path: row for row, path in enumerate(self.table.paths)}
 
     def documents(self, wanted: Wanted, source: str | None, processes: int, limit: int) -> tuple[list[Record], bool]:
         """The record of each document that was found, and whether there are more than `limit`."""
@@ -65,7 +64,7 @@ class Tracer:
             return self._of_key(wanted, source, processes, limit)
         told: list[Record] = []
         if wanted.ids:
-            gone = list(self.corpus.duplicates(ids=wanted.ids))
+            gone = list(self.corpus.duplicates(wanted.ids))
             told = [{"split": "rejected", **{name: line[name] for name in ("source", "file", "record", "reason")}}
                     for line in rejections(self.corpus.folder, wanted.ids)]
             told += [{"split": row["kind"], **{name: row[name] for name in ("source", "id", "kept_source", "kept_id")}}
@@ -112,10 +111,8 @@ class Tracer:
             for index in np.flatnonzero(shards.rows == row).tolist():
                 for one in readings(self.data, pool, index, document, self.steps.end):
                     passage = self.steps.passage(one.sample)
-                    yield {"step": passage.step, "what": passage.what, "rank": passage.rank, "sample": one.sample,
-                           "epoch": one.epoch, **({"own_phase": one.own_phase} if one.own_phase else {}),
-                           "tokens": [one.start, one.stop],
-                           **({"why": passage.why} if passage.why else {})}
+                    yield {**vars(passage), "sample": one.sample, "epoch": one.epoch,
+                           **({"own_phase": one.own_phase} if one.own_phase else {}), "tokens": [one.start, one.stop]}
 
     def _dropped(self, hit: Hit) -> Record:
         assert hit.dropped is not None
@@ -127,7 +124,7 @@ class Tracer:
         """The same, with the duplicates of each kept document, and the key of the kept one for each duplicate."""
         kept = {(record["source"], record["id"]): record for record in told
                 if record["split"] in SPLITS and "id" in record}
-        for row in self.corpus.duplicates(of=set(kept)) if kept else ():
+        for row in self.corpus.duplicates(frozenset(kept), "kept_") if kept else ():
             kept[row["kept_source"], row["kept_id"]].setdefault("duplicates", []).append(
                 {"source": row["source"], "id": row["id"], "kind": row["kind"]})
         for record in told:
@@ -156,9 +153,9 @@ def _nothing(options: argparse.Namespace, corpus: Corpus) -> str:
     what = f"whose key begins with {options.document}" if options.document is not None else \
         f"with the id {options.id}" if options.id is not None else f"that holds {options.find!r}"
     where = f" in the source {options.source}" if options.source else ""
-    aside = "" if any(record.get("split") == DROPPED for record in corpus.manifest.outputs) else \
-        " (documents that filters dropped were not kept: shard.keep_dropped)"
-    copies = "" if corpus.names_duplicates else "; dropped duplicates were not recorded (shard.keep_dropped)"
+    splits = {record.get("split") for record in corpus.manifest.outputs}
+    aside = "" if DROPPED in splits else " (documents that filters dropped were not kept: shard.keep_dropped)"
+    copies = "" if DUPLICATES in splits else "; dropped duplicates were not recorded (shard.keep_dropped)"
     unknown = f" There is no such source; there are {', '.join(corpus.sources)}." \
         if options.source not in (None, "", *corpus.sources) else ""
     return f"No document {what}{where} is in the shards of {corpus.folder}{aside}{copies}.{unknown}"
@@ -185,8 +182,8 @@ def lines_of(record: Record, done: int, planned: int, ranks: int) -> Iterator[st
     yield f"    {_summary(record, done, planned)}"
     for one in record["readings"]:
         rank = f"  rank {one['rank']}" if ranks > 1 and one["rank"] is not None else ""
-        what = {"trained": "", "skipped": f"  update skipped ({one.get('why')})", "to come": "  to come",
-                "left out": f"  left out by the rollback of this step ({one.get('why')})"}[one["what"]]
+        what = {"trained": "", "skipped": f"  update skipped ({one['why']})", "to come": "  to come",
+                "left out": f"  left out by the rollback of this step ({one['why']})"}[one["what"]]
         yield (f"    step {one['step']}{rank}  sample {one['sample']}  epoch {_epoch(one)}  "
                f"tokens {one['tokens'][0]}..{one['tokens'][1]}{what}")
     if "text" in record:

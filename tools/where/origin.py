@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.text_shards import read_shard
-from drover.tools.where.search import named
+from drover.tools.where.search import Ids, named
 
 _CUT = re.compile(r"\[(\d*):(\d*)\]$")
 
@@ -34,7 +35,7 @@ class Corpus:
             return None
         return next(read_shard(self.folder, self.shards[shard], only=[number]))
 
-    def placed(self, source: str, name: str) -> dict[str, Any]:
+    def placed(self, source: str, name: str) -> Record:
         """Where a document was read from, given its place, or else its id: `file:7`, `file@1234` or `file:7[0:100]`.
 
         Returns:
@@ -55,23 +56,15 @@ class Corpus:
         characters = f", characters {cut[1] or 0}..{cut[2]}" if cut else ""
         return {"origin": f"{path or file}{place}{characters}", "file": file, "path": path, "record": record}
 
-    @property
-    def names_duplicates(self) -> bool:
-        """Whether duplicates were recorded with the documents that were kept in their place."""
-        return any(record.get("split") == DUPLICATES for record in self.manifest.outputs)
-
-    def duplicates(self, *, of: set[tuple[str, str]] | None = None,
-                   ids: frozenset[tuple[str, str]] = frozenset()) -> Iterator[dict[str, str]]:
-        """Rows of `duplicates/*.parquet` whose kept document (source, id) is in `of`, or whose own (source, id) is in
-        `ids` (source "" means any)."""
+    def duplicates(self, ids: Ids, whose: Literal["", "kept_"] = "") -> Iterator[dict[str, str]]:
+        """Rows of `duplicates/*.parquet` whose own id is in `ids`; with `kept_` that of the document that was kept."""
         import pyarrow.compute as pc
         from pyarrow import array, parquet, string
-        column, wanted = ("kept_id", of) if of is not None else ("id", ids)
-        own = array(sorted({name for _, name in wanted}), string())
+        column, wanted = f"{whose}id", array(sorted({name for _, name in ids}), string())
         for record in self.manifest.outputs:
             if record.get("split") != DUPLICATES:
                 continue
             for batch in parquet.ParquetFile(self.folder / record["path"]).iter_batches():
-                for row in batch.filter(pc.is_in(batch.column(column), value_set=own)).to_pylist():
-                    if named(wanted, row["kept_source" if of is not None else "source"], row[column]):
+                for row in batch.filter(pc.is_in(batch.column(column), value_set=wanted)).to_pylist():
+                    if named(ids, row[f"{whose}source"], row[column]):
                         yield row

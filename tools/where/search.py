@@ -10,13 +10,13 @@ from collections.abc import Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.documents import digest, document_key, place_in
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.text_shards import SPLITS, read_documents
@@ -32,6 +32,10 @@ DROPPED = "dropped"
 """The split, in the stage's manifest, of files with the documents that filters dropped."""
 
 
+Ids = frozenset[tuple[str, str]]
+"""Ids of documents, each as (source, id); source "" means any."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A search: one of text, ids and key.
@@ -39,13 +43,13 @@ class Wanted:
     Attributes:
         text: a part of a document's text.
         ignore_case: whether to ignore the case of the text.
-        ids: ids of documents, each as (source, id); source "" means any.
+        ids: of documents.
         key: first hexadecimal digits of a key.
     """
 
     text: str = ""
     ignore_case: bool = False
-    ids: frozenset[tuple[str, str]] = frozenset()
+    ids: Ids = frozenset()
     key: str = ""
 
     def place(self, source: str, names: tuple[str, ...], text: str) -> int | None:
@@ -107,7 +111,7 @@ def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | No
     return found, False
 
 
-def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int]) -> list[Hit]:
+def _hits_in(job: tuple[Path, Record, Wanted, int]) -> list[Hit]:
     """The matches in a file: at most one more than the limit."""
     folder, record, wanted, limit = job
     found: list[Hit] = []
@@ -120,7 +124,7 @@ def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int]) -> list[Hit]:
     return found
 
 
-def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Hit, str]]:
+def _texts(folder: Path, record: Record) -> Iterator[tuple[Hit, str]]:
     """Each document of a file, and its text."""
     path = folder / record["path"]
     if record["split"] != DROPPED:
@@ -149,12 +153,12 @@ def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, proc
             found.append((row, number))
             keys[whole] = None
     if len(keys) > 1:
-        raise UserError(f"{len(keys):,} documents have keys that begin with {key}: {', '.join([*keys][:4])}"
-                        f"{' ...' if len(keys) > 4 else ''}. Give more digits.")
+        raise UserError(f"{len(keys):,} documents have keys that begin with {key}: {first([*keys], 4)}. "
+                        f"Give more digits.")
     return found
 
 
-def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int, str]]:
+def _keys_in(job: tuple[Path, int, Record, str]) -> list[tuple[int, int, str]]:
     """The row, number and key of each document of a shard whose key begins with the prefix."""
     folder, row, record, prefix = job
     shard, found = TokenShard(folder / record["path"], record), []
@@ -166,7 +170,7 @@ def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int,
     return found
 
 
-def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+def rejections(folder: Path, ids: Ids) -> Iterator[Record]:
     """The lines of rejected.jsonl whose records have one of these ids."""
     for line in read_lines(folder / "rejected.jsonl"):
         if named(ids, line["source"], place_in(line["file"], line["record"])):

@@ -69,7 +69,7 @@ class Steps:
     def end(self) -> int:
         """The sample after the last one of the log and of the plan."""
         planned = self._excluded.take(0, self.phases.sequences_between(0, self.planned)).end
-        return max([planned, *(int(line["samples"][1]) for line in self.ledger.final.values())])
+        return max([planned, *(line["samples"][1] for line in self.ledger.final.values())])
 
     def samples(self, step: int) -> np.ndarray:
         """The sample numbers of a step (from 1), ascending."""
@@ -103,5 +103,5 @@ class Steps:
     @cached_property
     def _firsts(self) -> tuple[list[int], list[int]]:
         """First samples of the logged steps, ascending, and those steps."""
-        pairs = sorted((int(line["samples"][0]), step) for step, line in self.ledger.final.items())
+        pairs = sorted((line["samples"][0], step) for step, line in self.ledger.final.items())
         return [first for first, _ in pairs], [step for _, step in pairs]

@@ -121,7 +121,7 @@ def failed(command: Sequence[str], limit_s: float) -> str:
         status, output, errors = answer_of(command, os.environ, limit_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"launch.health_check did not run: {error}"
-    lines = [line for line in (errors + output).splitlines() if line.strip()]
+    lines = (errors + output).strip().splitlines()
     return (lines[-1] if lines else f"launch.health_check failed with exit status {status}") if status else ""
 
 
@@ -155,7 +155,7 @@ def measure(report: Report, limit_s: float) -> None:
     gpu = torch.cuda.is_available()
     local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
-    synchronize: Callable[[], None] = partial(torch.cuda.synchronize, device) if gpu else lambda: None
+    synchronize = partial(torch.cuda.synchronize, device) if gpu else lambda: None
     if gpu:
         torch.cuda.set_device(device)
     size, dtype = (4096, torch.bfloat16) if gpu else (384, torch.float32)

@@ -16,7 +16,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -51,6 +51,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
@@ -108,7 +109,7 @@ class Runner:
             while True:
                 self.last = None
                 if (decision := self._ready()) is None:
-                    self._log("job", nodes=list(here.nodes), host=platform.node())
+                    self._log("job", nodes=here.nodes, host=platform.node())
                     decision = self._preflight()
                 if decision and decision.action == "restart":
                     self.say(decision.reason)
@@ -160,11 +161,11 @@ class Runner:
         committed = (state is not None or self.part is not None) and self._is_committed()
         # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
         killed = (self.run_folder / "launch" / f"killed.{here.job}.{restart}").exists()
-        end = {**self._names(), "restart": restart, "start": start, "step": self._newest_step()}
-        decision = unseen(state, committed, down, killed, end, self._events(), spec)
+        step = self._newest_step()
+        decision = unseen(state, committed, down, killed, step, self._events(), spec)
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
-        log_attempt(self.run_folder, "ended", **end, status=decision.status, reason=decision.reason,
-                    next=decision.action)
+        self._log("ended", restart=restart, start=start, status=decision.status, reason=decision.reason, step=step,
+                  next=decision.action)
         return decision if decision.action == "stop" else None
 
     def _ready(self) -> Decision | None:
@@ -193,7 +194,7 @@ class Runner:
         if found.reason:
             return Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
         counts = self._strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()})
-        self._keep_off(list(counts))
+        self._keep_off(counts)
         here.avoid.update(found.bad)
         left_out = max(counts.values(), default=0) >= STRIKES and not here.does_without(counts)
         return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in found.bad.items()), spec,
@@ -244,7 +245,7 @@ class Runner:
         prune(self.logs, here.name, self.say)
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
         self.begun_from = self._newest_step()
-        self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": self.begun_from})
+        self._log("attempt", ranks=spec.ranks or 1, nodes=here.nodes, **{"from": self.begun_from})
         what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
@@ -331,7 +332,7 @@ class Runner:
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 
-    def _keep_off(self, nodes: list[str]) -> None:
+    def _keep_off(self, nodes: Collection[str]) -> None:
         """Exclude nodes from the chain's waiting jobs for this stage."""
         for job in self._later_links() if nodes else ():
             if problem := self.scheduler.leave_out(job, nodes):
@@ -409,7 +410,7 @@ class Runner:
         return [job for job in chain.jobs if job.stage == self.spec.stage] \
             if chain is not None and chain.id == self.spec.chain else []
 
-    def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
+    def _events(self, *, own: bool = False) -> list[Record]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
         alike = ("stage", "chain", "job") if own or self.part else ("stage", "chain")
@@ -417,15 +418,15 @@ class Runner:
         return [event for event in read_attempts(self.run_folder)
                 if all(event.get(name) == names[name] for name in alike)]
 
-    def _names(self) -> dict[str, Any]:
+    def _names(self) -> Record:
         """What a record says of which start it is."""
         return {"stage": self.spec.stage, "job": self.here.name, "restart": self.here.restart, "start": self.number,
                 "chain": self.spec.chain}
 
     def _log(self, event: str, **details: Any) -> None:
-        """Record something that happened in this start."""
+        """Record something that happened in this start, or in the one that `details` name."""
         try:
-            log_attempt(self.run_folder, event, **self._names(), **details)
+            log_attempt(self.run_folder, event, **{**self._names(), **details})
         except OSError as error:  # a full disk ends no run by the log of it
             self.say(f"`{event}` could not be logged: {error}")
 

@@ -135,12 +135,14 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
     waits += [str(extra["dependency"])] if "dependency" in extra else []
     at_once = getattr(job.asked, "at_once", None)
+    kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
+    gpus = f"{kind}{job.gpus_per_node}" if job.gpus_per_node else None
     options = {
         **extra, "mem": job.asked.mem, "partition": job.asked.partition,
         "array": job.elements and spelled(job.elements).replace(" ", "") + (f"%{at_once}" if at_once else ""),
         "chdir": Path.cwd(), "comment": f"{token(job.chain, job.key)} {extra.get('comment', '')}".rstrip(),
         "cpus-per-task": job.cpus_per_task, "dependency": ",".join(waits),
-        "gpus-per-node": extra.get("gpus-per-node") if gpus_asked(job) else _gpus(job, launch.gpu_type),
+        "gpus-per-node": extra.get("gpus-per-node") if gpus_asked(job) else gpus,
         "job-name": job.name,
         "kill-on-invalid-dep": "yes" if job.dependencies else None, "nodes": job.all_nodes,
         "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
@@ -159,10 +161,6 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         # for the next start, which counts such ends.
         *[f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; "
           f"scontrol requeue $SLURM_JOB_ID; }}; exit $code"] * launch.requeue, ""])
-
-
-def _gpus(job: Job, kind: str | None) -> str | int:
-    return f"{kind}:{job.gpus_per_node}" if kind and job.gpus_per_node else job.gpus_per_node
 
 
 def _checks(job: Job, python: str, spec: str) -> list[str]:

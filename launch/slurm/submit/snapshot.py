@@ -61,7 +61,8 @@ def _archive(repository: Path) -> bytes:
     """The files that jobs need, as a zip file. Equal files give equal bytes."""
     commit, made = _commit(repository), BytesIO()
     changed = bool(commit and _git(repository, "status", "--porcelain", "--", *PARTS))
-    files = {_in_copy(name): (repository / name).read_bytes() for name in _files(repository)}
+    files = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
+             for name in _files(repository)}
     files[SNAPSHOT] = json.dumps({"commit": commit, "changed": changed}).encode()
     with ZipFile(made, "w") as archive:
         for name in sorted(files):
@@ -80,10 +81,6 @@ def _files(repository: Path) -> list[Path]:
         path.relative_to(repository) for part in PARTS for path in [repository / part, *(repository / part).rglob("*")])
     return [name for name in sorted(set(found)) if (repository / name).is_file() and "__pycache__" not in name.parts
             and name.suffix != ".pyc"]
-
-
-def _in_copy(name: Path) -> str:
-    return name.as_posix() if name.parts[0] == PACKAGE else f"{PACKAGE}/{name.as_posix()}"
 
 
 def _git(repository: Path, *arguments: str) -> str:

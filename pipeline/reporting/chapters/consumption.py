@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.filters.chain import total
 from drover.pipeline.data.sampling.consumption import Consumption, planned, train_tokens
 from drover.pipeline.reporting.document import ALL, Table
@@ -19,7 +18,7 @@ TAKEN = ("planned", "tokens", "left_out")
 
 def consumption(facts: Facts) -> Table:
     """A row for each source of each phase; empty if training had neither phases nor a mixture."""
-    train, encoded, rows = facts.config.train, facts.counts("encode"), list[dict[str, Any]]()
+    train, encoded, rows = facts.config.train, facts.counts("encode"), list[Record]()
     available = train_tokens(facts.config, encoded) if "splits" in encoded else {}
     plan = _planned(facts, available) if train.phases or train.mixture is not None else None
     if plan is None or not available:

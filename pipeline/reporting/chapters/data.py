@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.filters.chain import total
 from drover.pipeline.data.filters.decontamination import OUTPUT
 from drover.pipeline.reporting.chapters.consumption import consumption
-from drover.pipeline.reporting.document import ALL, Block, Fold, Lines, Record, Series, Table, filled, flat
+from drover.pipeline.reporting.document import ALL, Block, Fold, Lines, Series, Table, filled, flat
 from drover.pipeline.reporting.facts import Facts
 from drover.pipeline.tokenization.rare_ids import BEYOND, KINDS, TIMES
 

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 from drover.pipeline.config.loading import dump_config
-from drover.pipeline.reporting.document import Block, Fold, Record, Table, pairs
+from drover.pipeline.core.files import Record
+from drover.pipeline.reporting.document import Block, Fold, Table, pairs
 from drover.pipeline.reporting.facts import Facts, shareable
 
 SHOWN_FILES = 200

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drover.pipeline.core.files import Record
 from drover.pipeline.evaluation.results import doubts, metric_text
-from drover.pipeline.reporting.document import NONE, Block, Record, Table, filled
+from drover.pipeline.reporting.document import NONE, Block, Table, filled
 from drover.pipeline.reporting.facts import Facts
 
 

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.core.files import Record
 from drover.pipeline.reporting.document import (
     Block,
     Lines,
-    Record,
     Series,
     Table,
     filled,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drover.pipeline.reporting.document import ALL, Bars, Block, Table, filled
+from drover.pipeline.reporting.document import ALL, Bars, Block, Table, filled, flat
 from drover.pipeline.reporting.facts import Facts
 
 
@@ -25,5 +25,5 @@ def validation(facts: Facts) -> Iterator[Block]:
         "source": "{name}", "model": "{bits_per_byte:.4f}",
         **{name: f"{{baselines[{name}]:.4f}}" for name in names}, "byte entropy": "{entropy:.4f}",
         "perplexity": "{perplexity:.3f}", "documents": "{documents:,}", "bytes": "{bytes:,}", "tokens": "{targets:,}"},
-        [{"name": name, **entry} for name, entry in entries.items()],
+        flat(entries, "name"),
         " ".join(f"{name}: {meanings[name]}." for name in names if name in meanings))

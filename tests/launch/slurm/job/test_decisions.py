@@ -104,7 +104,7 @@ def test_fruitless_starts(log, expected):
 def test_ends_that_nobody_saw_again_and_again(down, most):
     for times in (most - 1, most):
         events = attempts(*[("crashed" if down else "requeued", None)] * times)
-        found = unseen(RUNNING, False, down, False, {"step": None}, events, terms())
+        found = unseen(RUNNING, False, down, False, None, events, terms())
         assert found.action == ("requeue" if times < most else "stop")
     assert kind(found) == ("stop", "crashed", 1) and found.final
     assert found.reason.startswith(f"given up after {most + 1} starts") and ("lost n3" in found.reason) == bool(down)
