@@ -29,7 +29,7 @@ from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.core.files import changed_ns, sha256_json
+from drover.pipeline.core.files import Record, changed_ns, sha256_json
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.object_files import InputFile, ObjectFile
 
@@ -39,7 +39,6 @@ LONG_BYTES = 1_000_000_000
 """If more bytes than this are to be hashed, a line is printed."""
 HASHING = 4
 """Files hashed at one time."""
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
     return found
 
 
-def places(stage: Stage, config: Config) -> dict[str, Any]:
+def places(stage: Stage, config: Config) -> Record:
     """The settings that name the places of the stage's outside files, by their full names."""
     if not {"files", "unit_files"} & stage.functions.keys():
         return {}

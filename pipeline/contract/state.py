@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import append_line, read_lines, read_record, write_json, write_sealed
+from drover.pipeline.core.files import Record, append_line, read_lines, read_record, write_json, write_sealed
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
@@ -149,7 +149,7 @@ def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> No
     append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
 
 
-def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
+def read_attempts(run_folder: Path) -> list[Record]:
     """All events of `log_attempt`, in order; [] for a run without any."""
     found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
              for event in read_lines(path, Attempt, appended=True)]

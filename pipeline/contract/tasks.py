@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Ledger as Ledger
-from drover.pipeline.core.files import problems_of, sha256_json
+from drover.pipeline.core.files import Record, problems_of, sha256_json
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"
-Record = dict[str, Any]
 T = TypeVar("T")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.manifest import Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
@@ -136,11 +136,11 @@ class ReceivedRun(Run):
     """A run as rank 0 has sent it: folders, counts and (for some stages) outputs of the stages before, and the stage's
     own outside files."""
 
-    def __init__(self, config: Config, inputs: Mapping[str, Mapping[str, Any]], files: list[dict[str, Any]]) -> None:
+    def __init__(self, config: Config, inputs: Mapping[str, Mapping[str, Any]], files: OutsideFiles) -> None:
         super().__init__(config)
         self._inputs, self._files = inputs, files
 
-    def files(self, stage: str) -> list[dict[str, Any]]:
+    def files(self, stage: str) -> OutsideFiles:
         """The stage's outside files as rank 0 found them."""
         return self._files
 

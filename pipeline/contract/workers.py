@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from drover.pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
-from drover.pipeline.contract.tasks import Record, Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.core.orphans import end_with_parent
 
 POLL_S = 0.5

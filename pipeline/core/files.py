@@ -28,6 +28,8 @@ from drover.pipeline.core.typed import like as like
 from drover.pipeline.core.typed import typed
 
 Kind = TypeVar("Kind")
+Record = dict[str, Any]
+"""A JSON object: a line of a log, a manifest's record of a file, a marker."""
 
 
 @contextmanager
@@ -155,7 +157,7 @@ def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
             flush(file)
 
 
-def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False) -> Iterator[Any]:
+def read_lines(path: Path, kind: Any = Record, *, appended: bool = False) -> Iterator[Any]:
     """Every complete line of a JSON-lines file. A last line that a kill truncated is skipped.
 
     kind: the type of a line (`typed`): a TypedDict or a dataclass.
@@ -220,7 +222,7 @@ def _canonical(value: Any) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
+def output_record(folder: Path, path: Path, **counts: Any) -> Record:
     """A manifest's record of one output file: path inside the stage's folder, bytes, sha256, counts.
 
     The file is read back from the disk, so the hash is of what a reader will see.
@@ -258,7 +260,7 @@ class Output(TypedDict):
     sha256: str
 
 
-Outputs = Annotated[list[dict[str, Any]], like(list[Output])]
+Outputs = Annotated[list[Record], like(list[Output])]
 
 
 def remove_temporary(folder: Path) -> int:
@@ -289,7 +291,7 @@ _WAS_SEAL = re.compile(rb"seal|[0-9a-f]{64}")
 _SEAL_BYTES = 84
 
 
-def write_sealed(path: Path, value: dict[str, Any]) -> None:
+def write_sealed(path: Path, value: Record) -> None:
     """Write a JSON object as `write_json` does, with its checksum; an old checksum in `value` is dropped."""
     content = {key: item for key, item in value.items() if key != SEAL}
     assert content, f"{path}: an empty record is not sealed"
@@ -349,7 +351,7 @@ class Ledger:
         """The records of the tasks that are finished under these keys."""
         return {name: record for name, key, record in self.lines() if keys.get(name) == key}
 
-    def of_key(self, key: str) -> dict[str, Any]:
+    def of_key(self, key: str) -> Record:
         """The records of all tasks that are finished under one key, by name."""
         return {name: record for name, own, record in self.lines() if own == key}
 
