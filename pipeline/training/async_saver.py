@@ -18,6 +18,7 @@ import torch
 from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.errors import UserError, is_full_disk
+from drover.pipeline.core.files import Record
 from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 from drover.pipeline.parallel.host_channel import HostChannel
@@ -42,7 +43,7 @@ class AsyncSaver:
         saved: called with the step of each complete checkpoint, on every rank, in the thread that saves.
     """
 
-    def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: dict[str, Any],
+    def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: Record,
                  say: Callable[[str], None], event: Event, saved: Callable[[int], None] = lambda step: None) -> None:
         self.checkpoints, self.config, self.about, self.say, self.event = checkpoints, config, about, say, event
         self.saved = saved

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Range
 from drover.pipeline.data.provenance import documents_of, named
 from drover.pipeline.data.sampling.loader import TrainingData
@@ -64,7 +64,7 @@ class GuardRunner(Guards):
             add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, plan, verdict.text))
         self._read()
 
-    def step_fields(self, verdict: Verdict, before: int, after: int) -> dict[str, Any]:
+    def step_fields(self, verdict: Verdict, before: int, after: int) -> Record:
         """Fields of a step's line in metrics.jsonl about skipped updates and excluded samples; empty if there are
         none."""
         fields = {"skipped": verdict.skipped, "rollbacks": len(self.rollbacks),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.sampling.loader import Prefetcher
@@ -80,14 +80,14 @@ class StepBatches:
         """Seconds that the last step waited for its batch."""
         return self._loader.waited_s
 
-    def fields(self, tokens: int, padding: int) -> dict[str, Any]:
+    def fields(self, tokens: int, padding: int) -> Record:
         """Fields of a step's line about its batch of `tokens` tokens, and about this rank's reading so far."""
         found = {"padding_share": round(padding / tokens, 6)} if self.data.packings else {}
         if self.opener is not None:
             found |= {f"store_{name}": round(value, 4) for name, value in self.opener.figures.values().items()}
         return found
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Record:
         """Statistics of reading from the store, summed over ranks, for the final event. Called on all ranks alike."""
         if self.opener is None:
             return {}

@@ -44,7 +44,7 @@ from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.background import BackgroundWorker
-from drover.pipeline.core.files import flush, read_record, write_json
+from drover.pipeline.core.files import Record, flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """Fields of a step's record that are not drawn: they only count."""
@@ -68,13 +68,13 @@ GROUPS = {"heldout_bpb": "validation/bits_per_byte", "gradient_norms": "norms/gr
 class Sink(Protocol):
     """An open logger."""
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """One training step: the line of metrics.jsonl. `curves` returns the numbers in it."""
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """One sample text, generated after a step; `text` continues the prompt."""
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
+    def event(self, kind: str, details: Record) -> None:
         """An event: start, resume, checkpoint, stop, finish ..., as in events.jsonl."""
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class SinkSettings(Kind):
         """Open the logger. An error disables it."""
 
 
-def curves(record: Mapping[str, Any]) -> dict[str, float]:
+def curves(record: Record) -> dict[str, float]:
     """The curves of a step's record: every number under train/ or data/, and those of GROUPS.
 
     A NaN loss is text in the record, and is not drawn.
@@ -123,7 +123,7 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
                     for source, value in record.get(name, {}).items() if isinstance(value, (int, float))}
 
 
-def checkpoint_curves(kind: str, details: Mapping[str, Any]) -> dict[str, float]:
+def checkpoint_curves(kind: str, details: Record) -> dict[str, float]:
     """The curves of an event. For a checkpoint: seconds that training stalled, and seconds to write it. For its upload:
     seconds to upload, seconds from the checkpoint to its complete upload, and bytes."""
     shown = {"checkpoint": {"stall_s": "stall_s", "seconds": "seconds"},
@@ -162,11 +162,11 @@ class CurveSink:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log one point of each curve, by name."""
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """See Sink."""
         self.log(curves(record), record["step"])
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
+    def event(self, kind: str, details: Record) -> None:
         """See Sink."""
         if kind in ("finish", "stop"):
             self.ended = kind
@@ -231,7 +231,7 @@ class JsonLines:
                 file.truncate(file.tell() - len(line))
         return file
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """One training step."""
         self._write("metrics", record)
 
@@ -239,7 +239,7 @@ class JsonLines:
         """One sample text."""
         self._write("samples", {"step": step, "prompt": prompt, "text": text})
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
+    def event(self, kind: str, details: Record) -> None:
         """An event, with the time."""
         self._write("events", {"event": kind, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **details})
 
@@ -249,7 +249,7 @@ class JsonLines:
             flush(file)
             file.close()
 
-    def _write(self, name: str, record: dict[str, Any]) -> None:
+    def _write(self, name: str, record: Record) -> None:
         """Append one object, flushed so that a kill loses at most the last."""
         self._files[name].write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._files[name].flush()
