@@ -187,14 +187,15 @@ class Work:
         if hopeless:
             left += (f"; two starts in a row finished none before the time limit. Give the stage more time "
                      f"(launch.{self.name}.time), or make its units smaller")
-        return Stopped(f"{self.stop.reason}: {left}", self.stop.again, done, hopeless, idle)
+        return Stopped(f"{self.stop.reason}: {left}", hopeless, again=self.stop.again and not hopeless, units=done,
+                       idle=idle)
 
     def note_stopped(self, stopped: Stopped) -> None:
         """Record that the work was interrupted, for the launcher and for people."""
         folder, file = (self.folder, STATE) if self.part is None else (self.folder / PARTS, self.part.word)
         with suppress(OSError):
-            write_state(folder, "failed" if stopped.hopeless else "preempted", reason=stopped.reason,
-                        again=stopped.again and not stopped.hopeless, units=stopped.units, idle=stopped.idle, file=file)
+            write_state(folder, "failed" if stopped.hopeless else "preempted", file, reason=stopped.reason,
+                        **stopped.facts)
 
     def _refuse_later(self, part: Part, phase: str) -> None:
         """ShareDone if the body has come to a phase after the part's own: then its own phase had no units."""
