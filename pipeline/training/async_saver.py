@@ -20,7 +20,7 @@ from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.core.files import Record
 from drover.pipeline.formats.shard_index import Index
-from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import Pieces, TensorShard, write_index, write_part
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.messages import portable
 from drover.pipeline.parallel.ranks import Ranks
@@ -30,7 +30,6 @@ from drover.pipeline.training.checkpoint import Checkpoints
 T = TypeVar("T")
 SLAB_BYTES = 1 << 28
 """Host memory is allocated in pieces of this size, or of a larger tensor's size."""
-Pieces = dict[str, list[TensorShard]]
 Event = Callable[..., None]
 """event(name, **details): the loop logs it. Any thread may call it."""
 

@@ -19,7 +19,7 @@ from drover.model.llama import Llama
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.formats.shard_index import rectangles
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, TensorShard
 from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.parallel.zero import spread_by_zero
@@ -113,7 +113,7 @@ class ZeroEngine(Engine):
         norm = float(self.zero.optimizer._global_grad_norm)
         return norm if norm >= 0 else float("nan")
 
-    def gradients(self) -> dict[str, list[TensorShard]]:
+    def gradients(self) -> Pieces:
         """See Engine."""
         found = {}
         for name, parameter in self.names.items():
@@ -128,9 +128,9 @@ class ZeroEngine(Engine):
             found[name] = _cut(flat.narrow(0, fragment.start if whole else 0, fragment.count), shape, fragment)
         return found
 
-    def state_shards(self) -> dict[str, list[TensorShard]]:
+    def state_shards(self) -> Pieces:
         """See Engine."""
-        found: dict[str, list[TensorShard]] = {}
+        found: Pieces = {}
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
             for kind, flat in self._flat(fragment).items():
