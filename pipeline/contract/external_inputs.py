@@ -165,7 +165,7 @@ def _seen(record: Record) -> list[Any]:
     return [record["name"], record["bytes"], record["mtime_ns"]]
 
 
-def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
+def gathered(inputs: Sequence[Record]) -> list[Record]:
     """Records for `Work.commit(files=...)`, from what each unit recorded of the files that it read.
 
     Args:
@@ -178,7 +178,7 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
     Raises:
         UserError: units read different sizes, times or contents of one file.
     """
-    of_file: dict[str, list[Mapping[str, Any]]] = {}
+    of_file: dict[str, list[Record]] = {}
     for entry in inputs:
         of_file.setdefault(entry["name"], []).append(entry)
     records, changed = [], []
@@ -195,7 +195,7 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
     return records
 
 
-def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+def _hashes(entries: Sequence[Record]) -> set[str]:
     """The content hashes that the entries of one file result in: one, if all units read the same content."""
     found = {entry["digests"][0] for entry in entries if entry["whole"]}
     if ranges := {entry["start"]: entry["digests"] for entry in entries if not entry["whole"]}:
@@ -216,7 +216,7 @@ def places(stage: Stage, config: Config) -> Record:
     return {key: value for key, value in values.items() if OUTSIDE & set(key.split("."))}
 
 
-def changed_places(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+def changed_places(old: Record, new: Record) -> list[Difference]:
     """The differences of two `places`."""
     return [Difference(f"places.{key}", old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -147,7 +146,7 @@ class Manifest:
         return [problem for problem in problems_of(folder, self.outputs) if problem]
 
 
-def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:
+def check_record(record: Record, kind: Any, stage: str) -> None:
     """UserError unless an output record in the manifest of a stage has the fields of `kind` (see `typed`)."""
     try:
         typed(record, kind)

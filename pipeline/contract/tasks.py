@@ -8,7 +8,7 @@ tasks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ class Unit:
     payload: Any
 
 
-def unit_keys(identity: Mapping[str, Any], phase: str, units: Iterable[Unit]) -> dict[str, str]:
+def unit_keys(identity: Record, phase: str, units: Iterable[Unit]) -> dict[str, str]:
     """The key of each unit: a hash of the stage's identity, the phase and the payload."""
     before = sha256_json([dict(identity), phase])  # hashed once, because it may name a million files
     return {unit.name: sha256_json([before, unit.payload]) for unit in units}

@@ -231,7 +231,7 @@ def output_record(folder: Path, path: Path, **counts: Any) -> Record:
             "sha256": sha256_file(path), **counts}
 
 
-def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) -> str:
+def problem_of(path: Path, record: Record, *, hashed: bool = True) -> str:
     """Why a file differs from its record, as a sentence without its full stop; "" if it does not. hashed: also compare
     the hash."""
     try:
@@ -247,7 +247,7 @@ def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) ->
         f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {found[:12]}"
 
 
-def problems_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def problems_of(folder: Path, records: Iterable[Record]) -> Iterator[str]:
     """`problem_of` for each file of a folder, by size only, several at a time."""
     return ordered_map(lambda record: problem_of(folder / record["path"], record, hashed=False), records, batch=512)
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from typing import Any, Literal, TypedDict
 from uuid import uuid4
 
 from drover.pipeline.core.errors import UserError, all_problems
-from drover.pipeline.core.files import Ledger, Outputs, parsed_json, problem_of, typed
+from drover.pipeline.core.files import Ledger, Outputs, Record, parsed_json, problem_of, typed
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.store import CHECKED, Entry, Exists, Missing, Store, preflight
 
@@ -35,8 +35,6 @@ SENT = "copies"
 """In a stage's folder: ledgers of uploads, one for each place."""
 AT_ONCE = 8
 """Files that a process transfers at the same time; a large one is sent in several parts at once anyway."""
-Record = Mapping[str, Any]
-"""Of a file: path, bytes, sha256."""
 
 
 class DamagedCopyError(UserError):
@@ -110,7 +108,7 @@ class Owner:
                             f"each run an address of its own.")
 
 
-def describe(owner: Mapping[str, Any]) -> str:
+def describe(owner: Record) -> str:
     """The process that claimed a place, in words."""
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
     return f"process {owner.get('process', '?')} on {owner.get('host', '?')}{job} (at {owner.get('at', '?')})"
