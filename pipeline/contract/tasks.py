@@ -8,11 +8,12 @@ tasks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Ledger as Ledger
 from drover.pipeline.core.files import Record, problems_of, sha256_json
@@ -36,7 +37,7 @@ def unit_keys(identity: Record, phase: str, units: Iterable[Unit]) -> dict[str, 
     return {unit.name: sha256_json([before, unit.payload]) for unit in units}
 
 
-def with_outputs(records: dict[str, Record], folder: Path, say: Callable[[str], None]) -> dict[str, Record]:
+def with_outputs(records: dict[str, Record], folder: Path, say: Say) -> dict[str, Record]:
     """The records whose `outputs` exist in the stage's folder and have their recorded sizes."""
     outputs = [(name, output) for name, record in records.items() for output in record.get("outputs", [])]
     problems = problems_of(folder, [output for _, output in outputs])

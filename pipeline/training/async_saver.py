@@ -17,6 +17,7 @@ import torch
 
 from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.core.files import Record
 from drover.pipeline.formats.shard_index import Index
@@ -43,7 +44,7 @@ class AsyncSaver:
     """
 
     def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: Record,
-                 say: Callable[[str], None], event: Event, saved: Callable[[int], None] = lambda step: None) -> None:
+                 say: Say, event: Event, saved: Callable[[int], None] = lambda step: None) -> None:
         self.checkpoints, self.config, self.about, self.say, self.event = checkpoints, config, about, say, event
         self.saved = saved
         self.on_gpu = ranks.device.type == "cuda"

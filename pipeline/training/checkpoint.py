@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Outputs, Record, problem_of, publish, renamed, write_sealed
 from drover.pipeline.parallel.ranks import Ranks
@@ -33,7 +34,7 @@ class Checkpoints:
 
     folder: Path
     ranks: Ranks
-    say: Callable[[str], None]
+    say: Say
     needed: Callable[[int], bool] = lambda step: False
 
     def path(self, step: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Range
 from drover.pipeline.data.provenance import documents_of, named
@@ -28,7 +29,7 @@ class GuardRunner(Guards):
         rollbacks: all rollbacks of the run.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Callable[[str], None]) -> None:
+    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Say) -> None:
         super().__init__(work.config.train.guards)
         self.folder, self.ranks, self.data, self.say, self.batch_sequences = work.folder, ranks, data, say, 0
         self._read()

@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -31,6 +31,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, change_start
 from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import (
     Outputs,
@@ -138,7 +139,7 @@ class Uploads(Hook):
         uploaded: on rank 0, the newest step with a complete copy; -1 before there is one.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Callable[[str], None],
+    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Say,
                  event: Event) -> None:
         """Claim the store.
 
@@ -492,7 +493,7 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
     return found
 
 
-def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> None:
+def take_records(fetched: Path, folder: Path, say: Say) -> None:
     """Put fetched files into the train folder. A local file that continues the fetched one stays. One with other
     content is renamed, and this is logged."""
     for path in sorted(fetched.iterdir()):

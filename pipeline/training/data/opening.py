@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, all_problems, listed
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
@@ -46,7 +46,7 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
                         table.content("train"), manifest.counts.get("vocab_size"), packing)
 
 
-def refuse_beyond(train: TrainConfig, data: TrainingData, say: Callable[[str], None]) -> None:
+def refuse_beyond(train: TrainConfig, data: TrainingData, say: Say) -> None:
     """Log what the plan will consume, if there are phases or a mixture; UserError if that is more than
     train.max_epochs allows."""
     if not train.phases and train.mixture is None and train.max_epochs is None:

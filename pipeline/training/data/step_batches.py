@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.core.console import say
+from drover.pipeline.core.console import Say, say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Excluded
@@ -48,7 +48,7 @@ class StepBatches:
     """
 
     def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
-                 say: Callable[[str], None]) -> None:
+                 say: Say) -> None:
         self.config, self.grid, self.plan, self._of_phase = work.config, grid, plan, of_phase
         self.ranks, self.url, self.say = grid.ranks, work.config.train.tokens_from, say
         # Rank 0 reads the table, whose size grows with the shards, and broadcasts it. One rank checks each shard.

@@ -44,6 +44,7 @@ from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.files import Record, flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
@@ -322,7 +323,7 @@ class TrainingLog:
     continues. Training relies on the JSON lines, so their errors stop it.
     """
 
-    def __init__(self, lines: JsonLines, about: About, sinks: list[Kind], say: Callable[[str], None]) -> None:
+    def __init__(self, lines: JsonLines, about: About, sinks: list[Kind], say: Say) -> None:
         self._lines, self._say = lines, say
         if lines.torn_bytes:
             say(f"cut {lines.torn_bytes} bytes of a line that a killed run left unfinished in its logs")
