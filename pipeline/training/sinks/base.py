@@ -277,7 +277,7 @@ class BackgroundSink:
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of the logger. Returns at once and raises nothing."""
-        if not self.failure and self._worker.put((method, arguments)) and not self.failure:
+        if not (self.failure or self._worker.put((method, arguments)) or self.failure):
             self._switch_off(f"it is {MOST_WAITING:,} calls behind")
 
     def close(self, until: float) -> None:
