@@ -52,7 +52,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and feed-forward, each with a norm before and added to the residual stream after. layer: from 0."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention = Attention(config, layer)
         self.feed_forward = FeedForward(config)

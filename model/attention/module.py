@@ -62,7 +62,7 @@ class Attention(nn.Module):
         layer: its number, from 0: some have a sliding window or no rotary embedding.
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_width
         self.rotates, self.windowed = config.rotates(layer), config.window_of(layer) is not None
