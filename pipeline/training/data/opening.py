@@ -27,18 +27,17 @@ def read_shard_table(work: Work) -> ShardTable:
     return ShardTable.of(work.input("encode")[1].outputs)
 
 
-def open_training_data(work: Work, table: ShardTable | None = None, opener: Opener | None = None,
+def open_training_data(work: Work, table: ShardTable, opener: Opener | None = None,
                        planner: Planner | None = None) -> TrainingData:
     """The training split of the encode stage, in the order of the configuration's sources.
 
     Args:
-        table: its shards, if they are read already (`read_shard_table`). No shard is opened before it is used.
+        table: its shards (`read_shard_table`). No shard is opened before it is used.
         opener: see `OpenShards`.
         planner: makes the plans of a packing, on all ranks alike. None: plans are read from their files; a missing one
             is made elsewhere, with a message on stderr. This is for tools, which print results on stdout.
     """
     folder, manifest = work.input("encode")
-    table = read_shard_table(work) if table is None else table
     train, sources = work.config.train, [source.name for source in work.config.shard.sources]
     packing = None if train.packing == "concatenate" else (
         work.folder / "packing", planner or (lambda planning: read(planning, partial(print, file=sys.stderr))))
