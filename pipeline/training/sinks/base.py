@@ -36,13 +36,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.state import now
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.files import Record, flush, read_record, write_json
@@ -242,7 +242,7 @@ class JsonLines:
 
     def event(self, kind: str, details: Record) -> None:
         """An event, with the time."""
-        self._write("events", {"event": kind, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **details})
+        self._write("events", {"event": kind, "time": now(), **details})
 
     def close(self) -> None:
         """Make everything durable."""
