@@ -16,12 +16,11 @@ import drover
 from drover.pipeline.config.kinds import imported
 from drover.pipeline.config.shipped import STAGE_FUNCTIONS
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import REPOSITORY as REPOSITORY
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.storage.object_files import InputFile
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-"""The folder with `pipeline`, `model` and the others."""
 IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
 """The folder on Python's path that holds `drover`: the repository, or where an installed package or a copy lies."""
 SNAPSHOT = "snapshot.json"

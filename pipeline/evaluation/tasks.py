@@ -19,12 +19,10 @@ from urllib.parse import quote
 import yaml
 
 from drover.pipeline.config.yaml_source import read_task
-from drover.pipeline.core.errors import UserError, meant
+from drover.pipeline.core.errors import REPOSITORY, UserError, meant
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class _Loader(yaml.SafeLoader):
