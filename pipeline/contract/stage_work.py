@@ -32,6 +32,7 @@ from drover.pipeline.contract.tasks import (
     Part,
     ShareDone,
     Unit,
+    UnitFunction,
     unit_keys,
     with_outputs,
 )
@@ -129,7 +130,7 @@ class Work:
         for check in self.checks:
             check.refuse()
 
-    def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], Record],
+    def do_units(self, phase: str, units: list[Unit], function: UnitFunction,
                  unit_word: str = "units") -> list[Record]:
         """Do every unit that is not done yet, in worker processes. Returns the records in the order of `units`.
 

@@ -8,7 +8,7 @@ tasks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ from drover.pipeline.core.files import Record, problems_of, sha256_json
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"
+UnitFunction = Callable[[Path, Any], Record]
+"""(the stage's folder, a unit's payload) -> the unit's record."""
 T = TypeVar("T")
 
 

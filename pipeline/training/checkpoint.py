@@ -48,12 +48,11 @@ class Checkpoints:
         temporary.mkdir(parents=True)
 
     def publish(self, temporary: Path, records: Outputs, progress: TrainingProgress,
-                about: Record) -> Path:
+                about: Record) -> None:
         """Give a written folder its name, then its marker: from that moment it counts. Called on rank 0."""
         final = self.place(temporary, progress.step)
         write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
                                       "world_size": self.ranks.world, **about})
-        return final
 
     def place(self, temporary: Path, step: int) -> Path:
         """Give a written folder without a marker the name of the checkpoint after `step`. Called on rank 0."""

@@ -31,19 +31,6 @@ Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 """(kind, name, offset, size) -> that rectangle."""
 
 
-def guard(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> torch.optim.Optimizer:
-    """Make the optimizer skip updates while `allowed` returns false. DeepSpeed calls `step` several times a step, once
-    its global norm is known, and has no hook for this decision."""
-    update = optimizer.step
-
-    def step(closure: Any = None) -> None:
-        if allowed():
-            update()
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]
-    return optimizer
-
-
 @dataclass(frozen=True)
 class Fragment:
     """The range of a parameter's elements whose master weights this rank owns: elements [start, start + count) of the
@@ -71,8 +58,16 @@ class ZeroEngine(Engine):
         self.limits = StepLimits()
 
         def guarded(model: Llama) -> torch.optim.Optimizer:
+            """The optimizer, which skips updates beyond the limits. DeepSpeed calls `step` several times a step, once
+            its global norm is known, and has no hook for this decision."""
             self.optimizer = make_optimizer(model)
-            return guard(self.optimizer.torch, lambda: self._norm() <= self.limits.grad_norm)
+            inner, update = self.optimizer.torch, self.optimizer.torch.step
+
+            def step(closure: Any = None) -> None:
+                if self._norm() <= self.limits.grad_norm:
+                    update()
+            inner.step = step  # type: ignore[method-assign, assignment]
+            return inner
 
         self.zero: Any = spread_by_zero(model, ranks, precision, config.train, config.parallel, accumulation, attention,
                                         guarded)
