@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
-from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
+from drover.pipeline.contract.input_check import Expected, InputCheck, output, outside
 from drover.pipeline.contract.locks import await_file_system
 from drover.pipeline.contract.manifest import Drifts, Identity, Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run, code_hashes
@@ -109,12 +109,12 @@ class Work:
 
     def committed(self, *stages: str, chosen: Callable[[Record], bool] = lambda record: True) -> list[Expected]:
         """The committed outputs of stages that this one needs, if their record is `chosen`."""
-        return [file for stage in stages for folder, manifest in [self.input(stage)]
-                for file in committed(folder, [record for record in manifest.outputs if chosen(record)], stage)]
+        return [output(folder, record, stage) for stage in stages for folder, manifest in [self.input(stage)]
+                for record in manifest.outputs if chosen(record)]
 
     def outside(self) -> list[Expected]:
         """The stage's outside files, as they were at its start."""
-        return outside(self.run.files(self.name), self.name)
+        return [outside(record, self.name) for record in self.run.files(self.name)]
 
     def listing(self) -> list[Record]:
         """Name, path, bytes and mtime_ns of the outside files that its units read, as they were at its start."""
