@@ -214,7 +214,8 @@ class Run:
             missing = manifest.missing_outputs(folder)
             if not missing and (due := spec.call("due", self.config, folder, manifest)):
                 return State("partial", reasons=[due])
-            return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
+            origin = [f"from {folder.parent}"] if self.is_reused(stage) else []
+            return State("damaged", reasons=missing) if missing else State("done", reasons=origin)
         if (started := read_start(folder)) is None:
             return State("to do")
         now = self.fingerprint(stage)
@@ -327,9 +328,6 @@ class Run:
                 f"what still fits)")
         return UserError(f"The stage {stage} in {where} {was} with other inputs or settings, so it is neither used nor "
                          f"overwritten. Changes, old -> new:\n{listed(shown)}\nWays to continue: {ways}.")
-
-    def _origin(self, stage: str) -> list[str]:
-        return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
 
 
 def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:
