@@ -263,12 +263,10 @@ class Output(TypedDict):
 Outputs = Annotated[list[Record], like(list[Output])]
 
 
-def remove_temporary(folder: Path) -> int:
-    """Delete what killed writers left (files and folders `*.tmp`) under `folder`; returns how many."""
-    leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
-    for path in leftovers:
+def remove_temporary(folder: Path) -> None:
+    """Delete what killed writers left (files and folders `*.tmp`) under `folder`, which may be missing."""
+    for path in list(folder.rglob("*.tmp")):
         remove(path, ignore_errors=True)  # an orphan may still write into a folder, which the next start removes
-    return len(leftovers)
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
