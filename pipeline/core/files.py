@@ -149,7 +149,9 @@ def append_line(path: Path, value: Any) -> None:
 def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
-        torn = file.seek(0, os.SEEK_END) > 0 and not _ends_with_newline(file)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        torn = file.read(1) not in (b"", b"\n")
         data = (b"\n" if torn else b"") + line
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -181,11 +183,6 @@ def read_lines(path: Path, kind: Any = Record, *, appended: bool = False) -> Ite
                 continue
             if whole:
                 yield value
-
-
-def _ends_with_newline(file: IO[bytes]) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
 
 
 def changed_ns(stat: Any) -> int:
