@@ -333,14 +333,13 @@ class Ledger:
     def add(self, name: str, key: str, record: Any, *, durable: bool = True) -> None:
         """Commit a task. record: a JSON value; None cancels earlier commits. Without `durable` a power cut may lose
         it."""
-        path, folder = self.folder / f"{platform.node()}-{os.getpid()}.jsonl", self.folder.is_dir()
+        path = self.folder / f"{platform.node()}-{os.getpid()}.jsonl"
         new = durable and not path.exists()
         line = json.dumps({"task": name, "key": key, "record": record, "at": time.time_ns()})
         _append(path, _sealed(line), durable=durable)
         if new:
             sync(self.folder)
-            if not folder:
-                sync(self.folder.parent)
+            sync(self.folder.parent)  # the folder may be new, too
 
     def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """The records of the tasks that are finished under these keys."""
