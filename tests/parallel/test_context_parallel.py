@@ -9,7 +9,6 @@ import torch
 from drover.model.attention.backend import Documents, Where
 from drover.model.attention.choosing import choose
 from drover.model.attention.sdpa import Sdpa
-from drover.model.config import ModelConfig
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
@@ -121,4 +120,4 @@ def test_backends_that_know_no_segments_are_not_taken():
     where = Where(CPU, torch.float32, compiled=False, head_dim=64, segmented=True)
     assert choose("auto", where).backend.name == "by_document"
     refused(UserError, r"'flex' knows no context parallelism\. Take auto, which is by_document here", choose_attention,
-            "flex", ModelConfig(), CPU, torch.float32, compiled=False, segmented=True)
+            "flex", where)
