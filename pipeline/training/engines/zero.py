@@ -20,6 +20,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.formats.shard_index import rectangles
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, TensorShard
+from drover.pipeline.formats.tensor_file import Dims
 from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.parallel.zero import spread_by_zero
@@ -27,7 +28,7 @@ from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepRe
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.optimizers.base import ElementwiseOptimizer
 
-Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
+Read = Callable[[str, str, Dims, Dims], Tensor]
 """(kind, name, offset, size) -> that rectangle."""
 
 
@@ -185,7 +186,7 @@ class ZeroEngine(Engine):
         """See Engine. DeepSpeed reshards weights by itself."""
 
 
-def _cut(flat: Tensor, shape: tuple[int, ...], fragment: Fragment) -> list[TensorShard]:
+def _cut(flat: Tensor, shape: Dims, fragment: Fragment) -> list[TensorShard]:
     pieces, at = [], 0
     for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
         count = torch.Size(size).numel()
