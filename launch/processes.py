@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.core.console import Say as Say
 from drover.pipeline.core.errors import UserError
 
 Environment = Mapping[str, str]
 Started = TypeVar("Started", bound="subprocess.Popen[bytes]")
-Say = Callable[[str], None]
 Each = Callable[[], bool]
 """Called again and again while something runs; returning False ends it."""
 POLL_S = 0.1

@@ -153,24 +153,16 @@ class ModelConfig(BaseModel):
 
     def problems(self) -> list[str]:
         """Every impossible combination as a sentence with its numbers; empty if the model can be built."""
-        sizes = (
-            "dim",
-            "layers",
-            "heads",
-            "kv_heads",
-            "multiple_of",
-            "context_length",
-            "rope_theta",
-            "norm_eps",
-        )
-        optional = ("ffn_dim", "ffn_dim_multiplier", "vocab_size", "head_dim", "full_attention_interval",
-                    "no_rope_layer_interval")
         found = []
-        for name in sizes + optional:
+        for name in ("dim", "layers", "heads", "kv_heads", "multiple_of", "context_length", "rope_theta", "norm_eps",
+                     "ffn_dim", "ffn_dim_multiplier", "vocab_size", "head_dim", "full_attention_interval",
+                     "no_rope_layer_interval"):
             value, most = getattr(self, name), _MOST.get(name, MOST_WIDTH)
-            if value is not None and value <= 0:
+            if value is None:
+                continue
+            if value <= 0:
                 found.append(f"{name} must be above 0, not {value}.")
-            elif value is not None and value > most:
+            elif value > most:
                 found.append(f"{name} must be at most {most:,}, not {value:,}.")
         if self.dim > 0 and self.heads > 0:
             if self.head_dim is None and self.dim % self.heads:

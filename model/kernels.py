@@ -59,11 +59,9 @@ def vendor(description: Path = Path("/proc/cpuinfo")) -> str:
 
 def chosen() -> str:
     """The choice in words: "oneDNN", "torch", or which products each of them computes."""
-    onednn = by_onednn()
-    if onednn.with_weight == onednn.of_weight:
-        return "oneDNN" if onednn.with_weight else "torch"
-    parts = {"with weights": onednn.with_weight, "gradients of weights": onednn.of_weight}
-    return ", ".join(f"{part} {'oneDNN' if taken else 'torch'}" for part, taken in parts.items())
+    if by_onednn().of_weight:
+        return "oneDNN"
+    return "with weights oneDNN, gradients of weights torch" if by_onednn().with_weight else "torch"
 
 
 def onednn_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from drover.model.attention.layout import PLAIN, Layout
 from drover.model.attention.module import Attention, Cache
 from drover.model.config import ModelConfig
 from drover.model.linear import Linear
-from drover.model.loss import Losses
+from drover.model.loss import Losses, wide
 from drover.model.rope import RotaryTable
 
 
@@ -52,7 +52,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and feed-forward, each with a norm before and added to the residual stream after. layer: from 0."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention = Attention(config, layer)
         self.feed_forward = FeedForward(config)
@@ -182,10 +182,10 @@ class Llama(nn.Module):
         if mask is not None and caches is None:
             raise ValueError("A mask is for caches: without them, documents decide which tokens see which.")
         h = self.tok_embeddings(tokens) if hidden is None else hidden  # (batch, length, dim)
-        wide = torch.promote_types(h.dtype, torch.float32)
+        exact = wide(h.dtype)
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        rotation, window = self.rotary_table.at(positions, wide), self.config.sliding_window
+        rotation, window = self.rotary_table.at(positions, exact), self.config.sliding_window
         if mask is not None:
             layout = Layout.masked(rotation, mask, positions, window)
         elif documents is None:
@@ -198,7 +198,7 @@ class Llama(nn.Module):
             return h
         h = self.norm(h[:, -1:] if last_only else h)
         if labels is None:
-            return self.output(h).to(wide)
+            return self.output(h).to(exact)
         lose = self.losses.total if reduction == "sum" else self.losses.each
         return self.output(h, loss=partial(lose, labels=labels))
 

@@ -27,6 +27,11 @@ CHUNK_TOKENS_ACCELERATOR = 2048
 vocabulary one chunk is 1 GiB in float32, or half of it in bfloat16 with compiled passes."""
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The element type in which values of `dtype` are summed: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class VocabularyPartition:
     """The part of the vocabulary whose rows of the output matrix this process has: here, all of it.
 
@@ -69,7 +74,7 @@ class Passes:
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Log-sum-exp of logits (rows, vocabulary) in any type: (rows, 1) in at least float32."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(dim=-1, keepdim=True)
+    return logits.to(wide(logits.dtype)).logsumexp(dim=-1, keepdim=True)
 
 
 def into_gradient(logits: Tensor, normaliser: Tensor, factors: Tensor, columns: Tensor, here: Tensor) -> Tensor:
@@ -167,7 +172,7 @@ def _chunk(hidden: Tensor, chunk_tokens: int | None) -> int:
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """(rows, vocabulary) in at least float32, from a product in the weight's dtype."""
     logits = product(hidden.to(weight.dtype), weight)
-    return logits.to(torch.promote_types(weight.dtype, torch.float32))
+    return logits.to(wide(weight.dtype))
 
 
 def _chunk_losses(
@@ -227,11 +232,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         passes: Passes | None,
         gradients: bool,
     ) -> Tensor:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        summed = wide(weight.dtype)
+        loss = torch.zeros((), dtype=summed, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if gradients and ctx.needs_input_grad[0] else None
         weight_gradient = (
-            torch.zeros_like(weight, dtype=wide) if gradients and ctx.needs_input_grad[1] else None
+            torch.zeros_like(weight, dtype=summed) if gradients and ctx.needs_input_grad[1] else None
         )
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)

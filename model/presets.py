@@ -42,7 +42,7 @@ def ladder_step(depth: int) -> ModelConfig:
                        rope_theta=10000.0, tied_embeddings=True)
 
 
-def _extended(base: ModelConfig, factor: float, tied: bool) -> ModelConfig:
+def _extended(base: ModelConfig, factor: float, tied: bool = False) -> ModelConfig:
     changes = {"context_length": 131072, "rope_scaling": RopeScaling(factor=factor), "tied_embeddings": tied}
     return base.model_copy(update=changes)
 
@@ -61,12 +61,12 @@ PRESETS: dict[str, ModelConfig] = {
     "llama2_70b": _llama2(dim=8192, layers=80, heads=64, kv_heads=8, multiplier=1.3, multiple=4096),
     "llama3_8b": _8B,
     "llama3_70b": _70B,
-    "llama3.1_8b": _extended(_8B, factor=8.0, tied=False),
-    "llama3.1_70b": _extended(_70B, factor=8.0, tied=False),
-    "llama3.1_405b": _extended(_405B, factor=8.0, tied=False),
+    "llama3.1_8b": _extended(_8B, factor=8.0),
+    "llama3.1_70b": _extended(_70B, factor=8.0),
+    "llama3.1_405b": _extended(_405B, factor=8.0),
     "llama3.2_1b": _extended(_1B, factor=32.0, tied=True),
     "llama3.2_3b": _extended(_3B, factor=32.0, tied=True),
-    "llama3.3_70b": _extended(_70B, factor=8.0, tied=False),
+    "llama3.3_70b": _extended(_70B, factor=8.0),
     "tinyllama_1.1b": ModelConfig(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, vocab_size=32000,
                                   context_length=2048, rope_theta=10000.0),
     # Named after their parameters with a vocabulary of 32,000; the smallest with one of 4,096.

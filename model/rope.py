@@ -42,17 +42,6 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnS
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def amplitude(scaling: RopeScaling | YarnScaling | None) -> float:
-    """The factor of rotated queries and keys."""
-    return scaling.amplitude if isinstance(scaling, YarnScaling) else 1.0
-
-
-def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions (...), whole or fractional: two tensors (..., head_dim / 2), float64."""
-    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
-    return angles.cos(), angles.sin()
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the adjacent pairs of x, in real arithmetic.
 
@@ -95,7 +84,12 @@ class RotaryTable:
 
     Neither parameter nor buffer: after a model is built on the meta device and moved by to_empty, a buffer would
     silently contain whatever was in memory.
+
+    Attributes:
+        precision: of the angles, before their cosines and sines are rounded to the element type of the pass.
     """
+
+    precision = torch.float64
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -112,7 +106,8 @@ class RotaryTable:
         if key not in self._tables:
             config = self.config
             frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
-            cos, sin = cos_sin(torch.arange(config.context_length, device="cpu"), frequencies)
-            size = amplitude(config.rope_scaling)
-            self._tables[key] = ((size * cos).to(device, dtype), (size * sin).to(device, dtype))
+            positions = torch.arange(config.context_length, dtype=self.precision, device="cpu")
+            angles = torch.outer(positions, frequencies.to(self.precision))
+            size = config.rope_scaling.amplitude if isinstance(config.rope_scaling, YarnScaling) else 1.0
+            self._tables[key] = ((size * angles.cos()).to(device, dtype), (size * angles.sin()).to(device, dtype))
         return self._tables[key]

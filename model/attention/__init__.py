@@ -1,10 +1,10 @@
 """Attention, with several backends behind one function.
 
 A forward pass creates one `layout.Layout` (documents, positions, and what the backend prepared for them) and gives it
-to every block. Blocks pass it on to `module.Attention`, which calls `layout.attend(q, k, v, layout)`.
+to every block. Blocks pass it on to `module.Attention`, which calls the `attend` of its backend.
 
     module.py        Attention, with its weights, and KeyValueCache
-    layout.py        Layout, and attend()
+    layout.py        Layout
     backend.py       Backend, the interface; Documents, its input; Where, the device and types it must support
     choosing.py      choose(): the configured backend, or the best one for a device, with the reason for a fallback
     sdpa.py by_document.py varlen.py flex.py    the backends

@@ -7,7 +7,7 @@ one call.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,9 @@ _ALONE = Sdpa()
 class ByDocument(Backend):
     """Calls the kernel once for each run of documents of equal length."""
 
-    name: ClassVar[str] = "by_document"
-    windows: ClassVar[bool] = True
-    segments: ClassVar[bool] = True
-    operators: ClassVar[frozenset[Any]] = Sdpa.operators
+    name = "by_document"
+    windows = segments = True
+    operators = Sdpa.operators
 
     def lacks(self, where: Where) -> str:
         """See Backend. A graph would contain the documents' lengths, which change with every batch."""

@@ -49,11 +49,11 @@ def load(name: str) -> Backend:
 def _automatic(where: Where) -> Choice:
     """The first backend that can run, with a fallback's reason if it is not the best one for such a device."""
     wanted = "varlen" if where.device.type == "cuda" else "by_document"
-    lacks: dict[str, str] = {}
+    why = ""  # the wanted one cannot run
     for name in (wanted, *(name for name in AUTOMATIC if name != wanted)):  # varlen imports torch's compiler
         backend = load(name)
-        lacks[name] = backend.refusal(where)
-        if not lacks[name]:
-            why = lacks.get(wanted, "") if name != wanted else ""
+        lack = backend.refusal(where)
+        if not lack:
             return Choice(backend, f"{wanted} {why}, so {name} computes attention inside documents" if why else "")
+        why = why or lack
     raise ValueError(f"No attention can run on {where}.")  # sdpa lacks nothing

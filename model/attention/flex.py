@@ -7,7 +7,7 @@ pass (torch 2.11 to 2.13) and only serves for comparison.
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from drover.model.attention.backend import Backend, Documents, Where
 class Flex(Backend):
     """`torch.nn.attention.flex_attention`, with one block mask for each forward pass."""
 
-    name: ClassVar[str] = "flex"
-    windows: ClassVar[bool] = True
+    name = "flex"
+    windows = True
     # In a compiled block it is the first operator. In an eager block, where only the kernel is compiled, the second.
-    operators: ClassVar[frozenset[Any]] = frozenset({torch.ops.higher_order.flex_attention}) | {
+    operators = frozenset({torch.ops.higher_order.flex_attention}) | {
         operator for operator in [getattr(torch._higher_order_ops, "inductor_compiled_code", None)] if operator}
 
     def lacks(self, where: Where) -> str:

@@ -58,12 +58,3 @@ class Layout:
             return cls(rotation, PLAIN, mask)
         before = torch.arange(mask.shape[-1], device=mask.device) <= positions.unsqueeze(-1) - window
         return cls(rotation, PLAIN, mask, mask.masked_fill(before.unsqueeze(1), -torch.inf))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, windowed: bool = False) -> Tensor:
-    """Each query's mean of its visible values, weighted by softmax(q k^T / sqrt(head_dim)).
-
-    q: (batch, length, heads, head_dim); k, v: (batch, keys, kv_heads, head_dim), rotated, after those of the cache.
-    windowed: whether the layer has a sliding window. Returns the shape of q.
-    """
-    return layout.backend.attend(q, k, v, layout.windowed if windowed else layout.prepared)

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from drover.model.attention.layout import Layout, attend
+from drover.model.attention.layout import Layout
 from drover.model.config import ModelConfig
 from drover.model.linear import Linear
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         layer: its number, from 0: some have a sliding window or no rotary embedding.
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_width
         self.rotates, self.windowed = config.rotates(layer), config.window_of(layer) is not None
@@ -85,7 +85,9 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v)
         k, v = layout.backend.offer(k, v)
         q = self._normed_and_rotated(self.wq(x).view(batch, length, -1, self.head_dim), self.q_norm, layout)
-        return self.wo(attend(q, k, v, layout, self.windowed).flatten(2))  # (batch, length, dim)
+        # Each query's mean of its visible values, weighted by softmax(q k^T / sqrt(head_dim)), in the shape of q.
+        seen = layout.backend.attend(q, k, v, layout.windowed if self.windowed else layout.prepared)
+        return self.wo(seen.flatten(2))  # (batch, length, dim)
 
     def _normed_and_rotated(self, heads: Tensor, norm: nn.Module | None, layout: Layout) -> Tensor:
         """Queries or keys, (batch, length, heads, head_dim), normalized and rotated if the layer does so."""

@@ -7,7 +7,6 @@ so `auto` takes it there only if no other backend can run.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +63,9 @@ def segment_mask(documents: Documents, dtype: torch.dtype) -> Tensor:
 class Sdpa(Backend):
     """The dense mask, (batch, 1, length, length). Every layer computes all scores."""
 
-    name: ClassVar[str] = "sdpa"
-    windows: ClassVar[bool] = True
-    segments: ClassVar[bool] = True
-    operators: ClassVar[frozenset[Any]] = frozenset({
+    name = "sdpa"
+    windows = segments = True
+    operators = frozenset({
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +41,9 @@ class Edges(NamedTuple):
 class Varlen(Backend):
     """`torch.nn.attention.varlen.varlen_attn`."""
 
-    name: ClassVar[str] = "varlen"
-    windows: ClassVar[bool] = True
-    segments: ClassVar[bool] = True
-    operators: ClassVar[frozenset[Any]] = frozenset({torch.ops.torch_attn._varlen_attn.default})
+    name = "varlen"
+    windows = segments = True
+    operators = frozenset({torch.ops.torch_attn._varlen_attn.default})
 
     def lacks(self, where: Where) -> str:
         """See Backend."""

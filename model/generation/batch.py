@@ -39,15 +39,13 @@ class Row:
         self.scores: list[TokenScore] = []
         self.prompt_scores: list[TokenScore] = []
         self.end: End | None = None
-        self._generator: torch.Generator | None = None
+        self._generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
 
     def choose(self, scores: Tensor) -> int | None:
         """The next token by the row's settings; None if the logits are NaN. scores: (vocabulary,) logits on the CPU."""
         if self.sampling.repetition_penalty != 1:
             seen = torch.tensor([*self.prompt, *self.tokens])
             scores = penalised(scores, seen, self.sampling.repetition_penalty)
-        if self._generator is None:
-            self._generator = torch.Generator(device="cpu").manual_seed(self.sampling.seed)
         try:
             return draw(scores, self.sampling, self._generator)
         except FloatingPointError:

@@ -66,7 +66,7 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
         key, current, how = f"{prefix}{name}", getattr(value, name, None), execution or is_execution(field)
         nested = section_of(field)
         items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
-        text = _flow(texts.get(name) or (nested and nested.__doc__) or "")
+        text = " ".join((texts.get(name) or (nested and nested.__doc__) or "").split())
         if nested is not None:
             yield key, f"{key}: {text}"
             yield from _entries(nested, current, f"{key}.", how)
@@ -101,7 +101,3 @@ def _type_name(kind: Any, marks: Iterable[Any]) -> str:
         text = "null" if kind is NoneType else getattr(kind, "__name__", str(kind))
     return " ".join([text, *(f"{sign} {getattr(mark, limit)}" for mark in marks for limit, sign in LIMITS.items()
                              if hasattr(mark, limit))])
-
-
-def _flow(text: str) -> str:
-    return " ".join(text.split())

@@ -100,10 +100,6 @@ MEANINGS = {
     "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
     "train.warmup_steps": "in steps",
 }
-_KEYS: dict[str, list[str]] = {}
-for _key, _names in ELSEWHERE.items():
-    for _name in _names.split():
-        _KEYS.setdefault(_name, []).append(_key)
 
 
 def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
@@ -111,7 +107,8 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     meant, dotted, or None."""
     section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
-    meant = _KEYS.get(name.lower().replace("-", "_"), [])
+    spelled = name.lower().replace("-", "_")
+    meant = [ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()]
     very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
                          for cutoff in (0.85, 0.5))
     elsewhere = [other for other in keys_of(Config) if other.rpartition(".")[2] == name]

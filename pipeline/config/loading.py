@@ -30,10 +30,10 @@ from drover.pipeline.config.yaml_source import (
     put,
     read_yaml,
 )
-from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.errors import REPOSITORY, UserError, listed
 from drover.pipeline.core.files import sealed_text, sha256_json, write_text
 
-CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
+CLUSTERS = REPOSITORY / "configs" / "clusters"
 """The folder of cluster profiles that are named without a folder."""
 OF_A_STAGE = ("started.json", "manifest.json")
 """Files in a stage's folder. A folder with such folders is a run's."""

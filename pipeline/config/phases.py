@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from drover.pipeline.config.mixture import tokens_text
 from drover.pipeline.config.training import PhaseConfig, TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.files import Record
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ def _first_curve(train: TrainConfig, plan: PhasePlan) -> Iterator[str]:
                f"steps that the first learning-rate curve lasts.")
 
 
-def only_phases_differ(old: dict[str, Any], new: dict[str, Any]) -> bool:
+def only_phases_differ(old: Record, new: Record) -> bool:
     """Whether two identities of the train stage both have phases and differ in nothing else. Training then continues,
     and refuses by itself any change to phases that have started (pipeline/training/resume.py)."""
-    def without(identity: dict[str, Any]) -> dict[str, Any]:
+    def without(identity: Record) -> Record:
         config = identity.get("config", {})
         train = {key: value for key, value in config.get("train", {}).items()
                  if key not in ("phases", "steps", "grain_tokens")}

@@ -35,10 +35,10 @@ def execution(default: Any = ..., **extra: Any) -> Any:
     return Field(default, json_schema_extra={"execution": True}, **extra)
 
 
-def nested() -> Any:
+def nested(mark: Any = Field) -> Any:
     """A section inside of a section, with its own defaults. It is built when the outer one first is: sections are not
-    built while they are imported."""
-    return Field({}, validate_default=True)
+    built while they are imported. mark: `execution` or `added`."""
+    return mark({}, validate_default=True)
 
 
 def is_execution(field: FieldInfo) -> bool:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from drover.model.config import MOST_LAYERS, ModelConfig, RopeScaling, YarnScaling
 from drover.pipeline.config.yaml_source import read_yaml
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json, typed
+from drover.pipeline.core.files import Record, read_json, typed
 
 POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """The parts of a shape that may be changed by name for existing weights: these extend a context."""
@@ -34,7 +33,7 @@ _NEEDED = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "ti
 writes them."""
 
 
-def shape_from(values: dict[str, Any]) -> ModelConfig:
+def shape_from(values: Record) -> ModelConfig:
     """The shape in one of our records; ValueError, in one line, if it is none."""
     try:
         return ModelConfig(**values)
@@ -46,13 +45,13 @@ def shape_from(values: dict[str, Any]) -> ModelConfig:
 def read_shape(path: Path) -> ModelConfig:
     """The shape in a Hugging Face config.json. UserError, naming the key, if our network cannot be it."""
     try:
-        return shape_of(typed(read_json(path), dict[str, Any]))
+        return shape_of(typed(read_json(path), Record))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"{path} does not describe a Llama that Drover can read: {what}") from None
 
 
-def shape_of(content: dict[str, Any]) -> ModelConfig:
+def shape_of(content: Record) -> ModelConfig:
     """The shape in the content of a Hugging Face config.json; ValueError, naming the key, if our network cannot be
     it."""
     kind = content.get("model_type", "llama")
@@ -81,7 +80,7 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
         ffn_dim=content["intermediate_size"],
         vocab_size=content["vocab_size"],
         context_length=content.get("max_position_embeddings", 2048),
-        rope_theta=float(rope.get("rope_theta", content.get("rope_theta", 10000.0))),
+        rope_theta=float({**content, **rope}.get("rope_theta", 10000.0)),
         rope_scaling=_scaling(rope, where),
         norm_eps=content.get("rms_norm_eps", 1e-6),
         tied_embeddings=content.get("tie_word_embeddings", False),
@@ -101,7 +100,7 @@ def export_problem(model: ModelConfig) -> str:
         "class of transformers computes such a network. It can only be trained.")
 
 
-def _layers(content: dict[str, Any], kind: str) -> dict[str, int | None]:
+def _layers(content: Record, kind: str) -> dict[str, int | None]:
     """Which layers have a window and which a rotary embedding, as fields of ModelConfig."""
     layers = range(content["num_hidden_layers"])
     rotated = [1] * len(layers)
@@ -137,7 +136,7 @@ def _interval(holds: Sequence[bool], key: str) -> int | None:
     return interval
 
 
-def _scaling(rope: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
+def _scaling(rope: Record, where: str) -> RopeScaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"config.json has {where}.partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 "
@@ -157,7 +156,7 @@ def _scaling(rope: dict[str, Any], where: str) -> RopeScaling | YarnScaling | No
     )
 
 
-def _yarn(rope: dict[str, Any], where: str) -> YarnScaling:
+def _yarn(rope: Record, where: str) -> YarnScaling:
     if rope.get("truncate", True) is not True:
         raise ValueError(f"config.json has {where}.truncate = {rope['truncate']!r}; only true can be read.")
     for key in ("factor", "original_max_position_embeddings"):  # for which transformers knows replacements
@@ -184,7 +183,7 @@ def shape_in(folder: Path) -> ModelConfig:
         if (folder / "config.json").is_file():
             return read_shape(folder / "config.json")
         if (folder / "weights.json").is_file():
-            return shape_from(typed(read_json(folder / "weights.json"), dict[str, Any])["model"])
+            return shape_from(typed(read_json(folder / "weights.json"), Record)["model"])
         if run is not None:
             return shape_from(read_yaml(run / "config.yaml").get("model", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:

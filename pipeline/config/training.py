@@ -17,7 +17,7 @@ from pydantic import (
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.mixture import Mixture, TokenCount
-from drover.pipeline.config.section import Section, added, execution
+from drover.pipeline.config.section import Section, added, execution, nested
 from drover.pipeline.config.shipped import HOOKS, SINKS
 
 FIRST = 3
@@ -262,7 +262,7 @@ class TrainConfig(Section):
     """On GPUs, compute the same bits at every start on the same ranks. Kernels are then deterministic (above all
     attention's backward pass), and sums have one order. It is slower: use it to compare a repeated step bit by bit.
     CPUs are always deterministic."""
-    guards: GuardConfig = execution({}, validate_default=True)
+    guards: GuardConfig = nested(execution)
     """Anomaly detection: what happens when the loss is NaN or spikes, or when replicas of the weights differ."""
     mixture: Mixture | None = None
     """Share of each source among the training tokens, by name. Give weights of any sum, or tokens as in {web: 8B, code:
@@ -287,7 +287,7 @@ class TrainConfig(Section):
     """URL in an object store (s3://bucket/prefix, gs://, az://, file://) from which token shards are read.
     `encode.copy_to` or `drover copy-tokens` uploads them. The encode stage's folder is then not needed. Keys and
     addresses come from the environment. null: read that folder."""
-    cache: TokenCacheConfig = execution({}, validate_default=True)
+    cache: TokenCacheConfig = nested(execution)
     """For `tokens_from`: the cache on each node."""
     loader_threads: PositiveInt = execution(1)
     """Threads that read and pack batches ahead. They never change which samples a batch holds."""
@@ -315,9 +315,9 @@ class TrainConfig(Section):
     """Length of a sample text in tokens."""
     prompts: list[str] = execution(["def main():", "import os\n", "class "])
     """Prompts of the sample texts."""
-    checkpoint: CheckpointConfig = execution({}, validate_default=True)
+    checkpoint: CheckpointConfig = nested(execution)
     """When to save, and what to keep."""
-    profile: ProfileConfig = execution({}, validate_default=True)
+    profile: ProfileConfig = nested(execution)
     """Profiles the time and memory of some steps: traces and tables in train/profile. See docs/memory.md."""
 
     @model_validator(mode="before")

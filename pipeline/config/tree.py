@@ -43,7 +43,7 @@ class Config(Section):
     model/presets.py). It can also take the shape of the weights in a folder. The other keys here override it."""
     train: TrainConfig = nested()
     """Stage 4: pretraining."""
-    parallel: ParallelConfig = execution({}, validate_default=True)
+    parallel: ParallelConfig = nested(execution)
     """How the model is distributed over ranks."""
     convert: ConvertConfig = nested()
     """Stage 5: export the checkpoint as a Hugging Face folder."""
@@ -51,7 +51,7 @@ class Config(Section):
     """Stage 6: validation bits per byte, tasks, continuations."""
     report: ReportConfig = nested()
     """Stage 7: write report.html and report.md."""
-    launch: LaunchConfig = execution({}, validate_default=True)
+    launch: LaunchConfig = nested(execution)
     """Processes on one machine, and what jobs request from Slurm."""
 
     def part(self, name: str) -> Any:

@@ -29,7 +29,7 @@ from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.core.files import changed_ns, sha256_json
+from drover.pipeline.core.files import Record, changed_ns, sha256_json
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.object_files import InputFile, ObjectFile
 
@@ -39,7 +39,6 @@ LONG_BYTES = 1_000_000_000
 """If more bytes than this are to be hashed, a line is printed."""
 HASHING = 4
 """Files hashed at one time."""
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _seen(record: Record) -> list[Any]:
     return [record["name"], record["bytes"], record["mtime_ns"]]
 
 
-def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
+def gathered(inputs: Sequence[Record]) -> list[Record]:
     """Records for `Work.commit(files=...)`, from what each unit recorded of the files that it read.
 
     Args:
@@ -179,7 +178,7 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
     Raises:
         UserError: units read different sizes, times or contents of one file.
     """
-    of_file: dict[str, list[Mapping[str, Any]]] = {}
+    of_file: dict[str, list[Record]] = {}
     for entry in inputs:
         of_file.setdefault(entry["name"], []).append(entry)
     records, changed = [], []
@@ -196,7 +195,7 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
     return records
 
 
-def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+def _hashes(entries: Sequence[Record]) -> set[str]:
     """The content hashes that the entries of one file result in: one, if all units read the same content."""
     found = {entry["digests"][0] for entry in entries if entry["whole"]}
     if ranges := {entry["start"]: entry["digests"] for entry in entries if not entry["whole"]}:
@@ -207,7 +206,7 @@ def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
     return found
 
 
-def places(stage: Stage, config: Config) -> dict[str, Any]:
+def places(stage: Stage, config: Config) -> Record:
     """The settings that name the places of the stage's outside files, by their full names."""
     if not {"files", "unit_files"} & stage.functions.keys():
         return {}
@@ -217,7 +216,7 @@ def places(stage: Stage, config: Config) -> dict[str, Any]:
     return {key: value for key, value in values.items() if OUTSIDE & set(key.split("."))}
 
 
-def changed_places(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+def changed_places(old: Record, new: Record) -> list[Difference]:
     """The differences of two `places`."""
     return [Difference(f"places.{key}", old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key)]

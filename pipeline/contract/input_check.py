@@ -6,15 +6,14 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import Record, sha256_file
 
 CHUNK_BYTES = 1 << 22
 """Bytes that are read and hashed at once. The thread takes no other memory."""
@@ -34,22 +33,16 @@ class Expected:
     fix: str
 
 
-def committed(folder: Path, records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:
-    """Outputs of `stage`, by their records in its manifest."""
-    return [output(folder, record, stage) for record in records]
-
-
-def output(folder: Path, record: Mapping[str, Any], stage: str) -> Expected:
+def output(folder: Path, record: Record, stage: str) -> Expected:
     """An output of `stage`, by its record in its manifest."""
     return Expected(folder / record["path"], record["sha256"], f"is not what the stage {stage} committed",
                     f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files")
 
 
-def outside(records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:
-    """Files from outside of the run, by the records that were made of them when `stage` started."""
-    return [Expected(Path(record["path"]), record["sha256"], f"has changed since the stage {stage} started",
-                     f"Restore the old file, or run --stage {stage} --force to use the new one")
-            for record in records]
+def outside(record: Record, stage: str) -> Expected:
+    """A file from outside of the run, by the record that was made of it when `stage` started."""
+    return Expected(Path(record["path"]), record["sha256"], f"has changed since the stage {stage} started",
+                    f"Restore the old file, or run --stage {stage} --force to use the new one")
 
 
 def wrong(file: Expected, found: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from drover.pipeline.core.files import (
     Count,
     Inside,
     Outputs,
+    Record,
     like,
     problems_of,
     read_record,
@@ -48,16 +49,16 @@ class Drift(TypedDict):
 class Fingerprint(TypedDict, total=False):
     """Identity of a stage."""
 
-    config: dict[str, Any]
+    config: Record
     inputs: dict[str, str | None]
     files: dict[str, str]
-    places: dict[str, Any]
+    places: Record
     listing: str
 
 
-OutsideFiles = Annotated[list[dict[str, Any]], like(list[OutsideFile])]
-Drifts = Annotated[list[dict[str, Any]], like(list[Drift])]
-Identity = Annotated[dict[str, Any], like(Fingerprint)]
+OutsideFiles = Annotated[list[Record], like(list[OutsideFile])]
+Drifts = Annotated[list[Record], like(list[Drift])]
+Identity = Annotated[Record, like(Fingerprint)]
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,20 @@ class Manifest:
     stage: str
     fingerprint: Identity
     outputs: Outputs
-    counts: dict[str, Any]
+    counts: Record
     config_sha256: str
     files: OutsideFiles = field(default_factory=list)
-    places: dict[str, Any] = field(default_factory=dict)
+    places: Record = field(default_factory=dict)
     drift: Drifts = field(default_factory=list)
     accepted: list[Identity] = field(default_factory=list)
     wall_s: float = 0.0
     started: str = ""
     finished: str = ""
     software: dict[str, str] = field(default_factory=dict)
-    git: dict[str, Any] = field(default_factory=dict)
+    git: Record = field(default_factory=dict)
     scratch: list[Inside] = field(default_factory=list)
     code: dict[str, str] = field(default_factory=dict)
-    execution: dict[str, Any] = field(default_factory=dict)
+    execution: Record = field(default_factory=dict)
     format: int = FORMAT
 
     @cached_property
@@ -146,12 +147,12 @@ class Manifest:
         return [problem for problem in problems_of(folder, self.outputs) if problem]
 
 
-def digest(outputs: Sequence[Mapping[str, Any]]) -> str:
+def digest(outputs: Sequence[Record]) -> str:
     """Hash of the paths and contents of outputs, by their records."""
     return sha256_json(sorted([record["path"], record["sha256"]] for record in outputs))
 
 
-def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:
+def check_record(record: Record, kind: Any, stage: str) -> None:
     """UserError unless an output record in the manifest of a stage has the fields of `kind` (see `typed`)."""
     try:
         typed(record, kind)
@@ -165,14 +166,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     return read_record(folder / MANIFEST, Manifest, "Use another run name, or --force to rebuild it.", FORMAT)
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
+def differences(old: Identity, new: Identity) -> list[Difference]:
     """The fields in which two fingerprints differ."""
     before, after = _fields(old), _fields(new)
     return [Difference(key, before.get(key), after.get(key))
             for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
 
 
-def _fields(fingerprint: dict[str, Any]) -> dict[str, Any]:
+def _fields(fingerprint: Identity) -> Record:
     """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`."""
     from drover.pipeline.config.section import flatten
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 from drover.pipeline.config.shapes import POSITIONS
-from drover.pipeline.contract.manifest import MANIFEST, read_manifest
+from drover.pipeline.contract.manifest import MANIFEST, Drifts, Identity, read_manifest
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
@@ -16,6 +15,7 @@ from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE
 from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 
 MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
 """Settings that may change under a checkpoint: its weights and optimizer state stay valid."""
@@ -40,7 +40,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     if state.kind == "to do" and state.differences and "renews" not in STAGES[name].functions:
         _tell_lost_units(run, name, state)
         return _start_from_scratch(run, name, options, part)
-    drift: list[dict[str, Any]] = _earlier_drift(run, name) if state.kind == "partial" else []
+    drift: Drifts = _earlier_drift(run, name) if state.kind == "partial" else []
     if state.kind == "done":
         report_done(run, name)
         return None
@@ -124,7 +124,7 @@ def _refuse_mixing(run: Run, name: str, state: State) -> None:
                         f"change.)")
 
 
-def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:
+def _earlier_drift(run: Run, name: str) -> Drifts:
     manifest = run.manifest(name)
     return [entry for entry in manifest.drift if entry["stage"] == name] if manifest else run.begun_drift(name)
 
@@ -135,7 +135,7 @@ def _withdraw(run: Run, name: str) -> None:
         (run.own_folder(name) / record).unlink(missing_ok=True)
 
 
-def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str, Any]) -> None:
+def _accept(run: Run, name: str, fingerprint: Identity, accepted: Record) -> None:
     """Accept a finished stage although its settings or inputs have changed, and record the changes in its manifest."""
     manifest = run.finished(name)
     manifest.drift.append(accepted)

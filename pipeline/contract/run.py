@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, warn
@@ -14,7 +14,6 @@ from drover.pipeline.config.section import identity
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import (
     Outside,
-    Record,
     changed_places,
     listed_files,
     listing_digest,
@@ -22,13 +21,21 @@ from drover.pipeline.contract.external_inputs import (
     places,
     source_of_place,
 )
-from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
+from drover.pipeline.contract.manifest import (
+    MANIFEST,
+    Difference,
+    Drifts,
+    Identity,
+    Manifest,
+    differences,
+    read_manifest,
+)
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
 from drover.pipeline.contract.tasks import finished_units, marked_parts
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
-from drover.pipeline.core.files import sha256_file, sha256_json
+from drover.pipeline.core.files import Record, sha256_file, sha256_json
 
 KEEPS = "will be made with the current settings; results that still fit are kept"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
@@ -128,7 +135,7 @@ class Run:
                             f"(--stage {stage}, or --stage all), or take it from another run with reuse=<folder>.")
         return manifest
 
-    def fingerprint(self, stage: str) -> dict[str, Any]:
+    def fingerprint(self, stage: str) -> Identity:
         """The identity that the stage would have if it started now; UserError if a stage before it is not done.
 
         It contains the hashes of outside files, but for files that units read only a digest of their list. The units
@@ -207,7 +214,8 @@ class Run:
             missing = manifest.missing_outputs(folder)
             if not missing and (due := spec.call("due", self.config, folder, manifest)):
                 return State("partial", reasons=[due])
-            return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
+            origin = [f"from {folder.parent}"] if self.is_reused(stage) else []
+            return State("damaged", reasons=missing) if missing else State("done", reasons=origin)
         if (started := read_start(folder)) is None:
             return State("to do")
         now = self.fingerprint(stage)
@@ -232,7 +240,7 @@ class Run:
         return "" if before is None or before == listing_digest(self.listing(stage)) else \
             "some of its input files are new, missing or changed since it was started"
 
-    def begun_drift(self, stage: str) -> list[dict[str, Any]]:
+    def begun_drift(self, stage: str) -> Drifts:
         """The accepted differences of a stage that is started and not finished."""
         started = read_start(self.own_folder(stage))
         return started.drift if started else []
@@ -255,13 +263,13 @@ class Run:
             found = found or here
         return found
 
-    def fingerprint_of_finished(self, stage: str) -> dict[str, Any]:
+    def fingerprint_of_finished(self, stage: str) -> Identity:
         """The identity that a finished stage would have now, with the places of its outside files. Missing files and
         stages keep their recorded hashes."""
         manifest = self.finished(stage)
         return {**self._compared(stage, manifest, manifest.fingerprint), "places": places(STAGES[stage], self.config)}
 
-    def _differences(self, stage: str, manifest: Manifest, old: dict[str, Any]) -> list[Difference]:
+    def _differences(self, stage: str, manifest: Manifest, old: Identity) -> list[Difference]:
         found = differences(old, self._compared(stage, manifest, old))
         outside, now = self._outside(stage), places(STAGES[stage], self.config)
         elsewhere = changed_places(old.get("places") or now, now)
@@ -271,13 +279,13 @@ class Run:
                          if source_of_place(difference.key, self.config) in outside.incomplete]
         return elsewhere + found
 
-    def _compared(self, stage: str, manifest: Manifest, old: dict[str, Any]) -> dict[str, Any]:
+    def _compared(self, stage: str, manifest: Manifest, old: Identity) -> Identity:
         before_it = {need: self.manifest(need) for need in STAGES[stage].needs}
         inputs = {need: made.digest if made else old.get("inputs", {}).get(need) for need, made in before_it.items()}
         return {"config": self._settings(stage), "inputs": inputs,
                 "files": self._outside(stage).compared(manifest.files, old.get("files", {}))}
 
-    def _settings(self, stage: str) -> dict[str, Any]:
+    def _settings(self, stage: str) -> Record:
         return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
 
     def refuse_stale_inputs(self, stage: str, *, files: bool = True) -> None:
@@ -320,9 +328,6 @@ class Run:
                 f"what still fits)")
         return UserError(f"The stage {stage} in {where} {was} with other inputs or settings, so it is neither used nor "
                          f"overwritten. Changes, old -> new:\n{listed(shown)}\nWays to continue: {ways}.")
-
-    def _origin(self, stage: str) -> list[str]:
-        return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
 
 
 def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:

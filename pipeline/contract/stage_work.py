@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
-from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
+from drover.pipeline.contract.input_check import Expected, InputCheck, output, outside
 from drover.pipeline.contract.locks import await_file_system
-from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.manifest import Drifts, Identity, Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
 from drover.pipeline.contract.start_record import StartRecord, sound_start
@@ -30,9 +30,9 @@ from drover.pipeline.contract.tasks import (
     UNITS,
     Ledger,
     Part,
-    Record,
     ShareDone,
     Unit,
+    UnitFunction,
     unit_keys,
     with_outputs,
 )
@@ -40,7 +40,15 @@ from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.console import ProgressBar, duration, first, say
 from drover.pipeline.core.errors import UserError, installed_version
-from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed, sha256_json
+from drover.pipeline.core.files import (
+    Outputs,
+    Record,
+    problem_of,
+    read_json,
+    remove_temporary,
+    renamed,
+    sha256_json,
+)
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -61,8 +69,8 @@ class Work:
 
     run: Run
     name: str
-    fingerprint: dict[str, Any]
-    drift: list[dict[str, Any]] = field(default_factory=list)
+    fingerprint: Identity
+    drift: Drifts = field(default_factory=list)
     part: Part | None = None
     began: float = field(default_factory=time.monotonic)
     started: str = field(default_factory=now)
@@ -87,7 +95,7 @@ class Work:
         return self.run.own_folder(self.name)
 
     @property
-    def _without_listing(self) -> dict[str, Any]:
+    def _without_listing(self) -> Identity:
         return {key: value for key, value in self.fingerprint.items() if key != "listing"}
 
     def say(self, text: str) -> None:
@@ -99,16 +107,16 @@ class Work:
         assert stage in STAGES[self.name].needs, f"{self.name} does not declare that it needs {stage}"
         return self.run.stage_folder(stage), self.run.finished(stage)
 
-    def committed(self, *stages: str, chosen: Callable[[dict[str, Any]], bool] = lambda record: True) -> list[Expected]:
+    def committed(self, *stages: str, chosen: Callable[[Record], bool] = lambda record: True) -> list[Expected]:
         """The committed outputs of stages that this one needs, if their record is `chosen`."""
-        return [file for stage in stages for folder, manifest in [self.input(stage)]
-                for file in committed(folder, [record for record in manifest.outputs if chosen(record)], stage)]
+        return [output(folder, record, stage) for stage in stages for folder, manifest in [self.input(stage)]
+                for record in manifest.outputs if chosen(record)]
 
     def outside(self) -> list[Expected]:
         """The stage's outside files, as they were at its start."""
-        return outside(self.run.files(self.name), self.name)
+        return [outside(record, self.name) for record in self.run.files(self.name)]
 
-    def listing(self) -> list[dict[str, Any]]:
+    def listing(self) -> list[Record]:
         """Name, path, bytes and mtime_ns of the outside files that its units read, as they were at its start."""
         return self.run.listing(self.name)
 
@@ -122,8 +130,8 @@ class Work:
         for check in self.checks:
             check.refuse()
 
-    def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], dict[str, Any]],
-                 unit_word: str = "units") -> list[dict[str, Any]]:
+    def do_units(self, phase: str, units: list[Unit], function: UnitFunction,
+                 unit_word: str = "units") -> list[Record]:
         """Do every unit that is not done yet, in worker processes. Returns the records in the order of `units`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
@@ -180,14 +188,15 @@ class Work:
         if hopeless:
             left += (f"; two starts in a row finished none before the time limit. Give the stage more time "
                      f"(launch.{self.name}.time), or make its units smaller")
-        return Stopped(f"{self.stop.reason}: {left}", self.stop.again, done, hopeless, idle)
+        return Stopped(f"{self.stop.reason}: {left}", hopeless, again=self.stop.again and not hopeless, units=done,
+                       idle=idle)
 
     def note_stopped(self, stopped: Stopped) -> None:
         """Record that the work was interrupted, for the launcher and for people."""
         folder, file = (self.folder, STATE) if self.part is None else (self.folder / PARTS, self.part.word)
         with suppress(OSError):
-            write_state(folder, "failed" if stopped.hopeless else "preempted", reason=stopped.reason,
-                        again=stopped.again and not stopped.hopeless, units=stopped.units, idle=stopped.idle, file=file)
+            write_state(folder, "failed" if stopped.hopeless else "preempted", file, reason=stopped.reason,
+                        **stopped.facts)
 
     def _refuse_later(self, part: Part, phase: str) -> None:
         """ShareDone if the body has come to a phase after the part's own: then its own phase had no units."""
@@ -212,8 +221,8 @@ class Work:
         self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
         raise ShareDone
 
-    def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False,
-               files: list[dict[str, Any]] | None = None, scratch: Sequence[Path] = ()) -> Manifest:
+    def commit(self, outputs: Outputs, counts: Record, *, verified: bool = False,
+               files: OutsideFiles | None = None, scratch: Sequence[Path] = ()) -> Manifest:
         """Verify the outputs and write the manifest, which makes the stage done.
 
         Args:
@@ -262,12 +271,12 @@ class Work:
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
 
-    def _fingerprint(self, files: list[dict[str, Any]]) -> dict[str, Any]:
+    def _fingerprint(self, files: OutsideFiles) -> Identity:
         """The identity of the finished stage: hashes of files take the place of the listing."""
         known = self._without_listing
         return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
 
-    def _all_drift(self) -> list[dict[str, Any]]:
+    def _all_drift(self) -> Drifts:
         found = list(self.drift)
         for need in before([self.name]):
             found += [entry for entry in self.run.finished(need).drift if entry not in found]
@@ -281,7 +290,7 @@ def processes(config: Config) -> int:
     return config.launch.processes or min(usable_cores(), allotted or sys.maxsize)
 
 
-def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]], part: Part | None = None,
+def begin(run: Run, name: str, fingerprint: Identity, drift: Drifts, part: Part | None = None,
           forced_by: str | None = None) -> Work:
     """Prepare the stage's folder: remove files of killed writers, record the start and the configuration.
 
@@ -323,7 +332,7 @@ def software_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions}
 
 
-def git_state() -> dict[str, Any]:
+def git_state() -> Record:
     """Commit of the checkout (or of the one that this is a copy of), and whether it has changes; empty without git."""
     if (IMPORTED_FROM / SNAPSHOT).is_file():  # a copy in runs/ may be inside of a checkout that has changed since
         snapshot = read_json(IMPORTED_FROM / SNAPSHOT)

@@ -16,11 +16,11 @@ import drover
 from drover.pipeline.config.kinds import imported
 from drover.pipeline.config.shipped import STAGE_FUNCTIONS
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import REPOSITORY as REPOSITORY
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.storage.object_files import InputFile
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-"""The folder with `pipeline`, `model` and the others."""
 IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
 """The folder on Python's path that holds `drover`: the repository, or where an installed package or a copy lies."""
 SNAPSHOT = "snapshot.json"
@@ -102,7 +102,7 @@ class Stage:
         return sorted((found for kind in kinds or ("files", "unit_files")
                        for found in self.call(kind, config, otherwise=())), key=itemgetter(0))
 
-    def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    def may_renew(self, old: Record, new: Record) -> bool:
         """Whether a stage with the old fingerprint may be made with the new one without `--force`."""
         return bool(self.call("renews", old, new))
 
@@ -112,7 +112,7 @@ class Stage:
         return [phase for phase in self.phases
                 if phase not in phases or operator.attrgetter(setting)(config) is not None]
 
-    def goes_on(self, config: Config, counts: dict[str, Any]) -> bool:
+    def goes_on(self, config: Config, counts: Record) -> bool:
         """Whether the configuration asks for more than the finished stage with these `counts` has done."""
         if self.goal is None:
             return False

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import append_line, read_lines, read_record, write_json, write_sealed
+from drover.pipeline.core.files import Record, append_line, read_lines, read_record, write_json, write_sealed
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
@@ -74,12 +74,12 @@ class StageState:
     at: str = ""
 
 
-def write_state(folder: Path, status: Status, *, step: int | None = None, reason: str = "",
-                again: bool = False, units: int | None = None, idle: int = 0, file: str = STATE) -> None:
+def write_state(folder: Path, status: Status, file: str = STATE, **facts: Any) -> None:
     """Write the status of the stage in `folder`, or of one share of it, which has a `file` of its own. Only one process
-    of the stage may call this. OSError if it cannot be written."""
+    of the stage may call this. facts: step, reason, again, units and idle of the `StageState`. OSError if it cannot be
+    written."""
     write_sealed(folder / file, asdict(StageState(
-        status, step, reason, again, units, idle, job=os.environ.get("SLURM_JOB_ID", ""),
+        status, **facts, job=os.environ.get("SLURM_JOB_ID", ""),
         restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), attempt=int(os.environ.get("DROVER_ATTEMPT") or 0),
         host=platform.node(), at=now())))
 
@@ -149,7 +149,7 @@ def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> No
     append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
 
 
-def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
+def read_attempts(run_folder: Path) -> list[Record]:
     """All events of `log_attempt`, in order; [] for a run without any."""
     found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
              for event in read_lines(path, Attempt, appended=True)]

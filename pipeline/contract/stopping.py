@@ -22,14 +22,13 @@ GRACE = 0.6
 class Stopped(BaseException):  # not an error: `except Exception` must not catch it
     """The stage leaves its body because of a request to stop.
 
-    reason: in words. again: whether to continue at once. units: how many units of the phase are done.
-    idle: how many starts in a row have finished no unit. hopeless: so many that continuing is useless.
+    reason: in words. hopeless: whether so many starts in a row have finished no unit that continuing is useless. facts:
+    more of the stage's final status (`drover.pipeline.contract.state.StageState`).
     """
 
-    def __init__(self, reason: str, again: bool, units: int | None = None, hopeless: bool = False,
-                 idle: int = 0) -> None:
+    def __init__(self, reason: str, hopeless: bool = False, **facts: Any) -> None:
         super().__init__(reason)
-        self.reason, self.again, self.units, self.hopeless, self.idle = reason, again, units, hopeless, idle
+        self.reason, self.hopeless, self.facts = reason, hopeless, facts
 
 
 class StopRequest:
@@ -115,4 +114,4 @@ class StopRequest:
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         if not self._waits:
-            raise Stopped(self.reason, self.again)
+            raise Stopped(self.reason, again=self.again)

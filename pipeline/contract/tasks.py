@@ -8,18 +8,20 @@ tasks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Ledger as Ledger
-from drover.pipeline.core.files import problems_of, sha256_json
+from drover.pipeline.core.files import Record, problems_of, sha256_json
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"
-Record = dict[str, Any]
+UnitFunction = Callable[[Path, Any], Record]
+"""(the stage's folder, a unit's payload) -> the unit's record."""
 T = TypeVar("T")
 
 
@@ -31,13 +33,13 @@ class Unit:
     payload: Any
 
 
-def unit_keys(identity: Mapping[str, Any], phase: str, units: Iterable[Unit]) -> dict[str, str]:
+def unit_keys(identity: Record, phase: str, units: Iterable[Unit]) -> dict[str, str]:
     """The key of each unit: a hash of the stage's identity, the phase and the payload."""
     before = sha256_json([dict(identity), phase])  # hashed once, because it may name a million files
     return {unit.name: sha256_json([before, unit.payload]) for unit in units}
 
 
-def with_outputs(records: dict[str, Record], folder: Path, say: Callable[[str], None]) -> dict[str, Record]:
+def with_outputs(records: dict[str, Record], folder: Path, say: Say) -> dict[str, Record]:
     """The records whose `outputs` exist in the stage's folder and have their recorded sizes."""
     outputs = [(name, output) for name, record in records.items() for output in record.get("outputs", [])]
     problems = problems_of(folder, [output for _, output in outputs])

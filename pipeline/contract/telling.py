@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.manifest import Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 
 CONNECT = timedelta(minutes=30)
 """How long a rank tries to reach rank 0's store: ranks of one start may begin minutes apart."""
@@ -117,7 +118,7 @@ class Channel:
                             f"{str(error).splitlines()[0]}. Start all ranks from one folder, in one "
                             f"environment.") from error
 
-    def _send(self, what: Mapping[str, Any]) -> None:
+    def _send(self, what: Record) -> None:
         self._said = True
         self._connect()
         self.store.set(_KEY, sign(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass"))))
@@ -136,11 +137,11 @@ class ReceivedRun(Run):
     """A run as rank 0 has sent it: folders, counts and (for some stages) outputs of the stages before, and the stage's
     own outside files."""
 
-    def __init__(self, config: Config, inputs: Mapping[str, Mapping[str, Any]], files: list[dict[str, Any]]) -> None:
+    def __init__(self, config: Config, inputs: Mapping[str, Record], files: OutsideFiles) -> None:
         super().__init__(config)
         self._inputs, self._files = inputs, files
 
-    def files(self, stage: str) -> list[dict[str, Any]]:
+    def files(self, stage: str) -> OutsideFiles:
         """The stage's outside files as rank 0 found them."""
         return self._files
 

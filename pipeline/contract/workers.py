@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from drover.pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
-from drover.pipeline.contract.tasks import Record, Unit
+from drover.pipeline.contract.tasks import Unit, UnitFunction
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.core.orphans import end_with_parent
 
 POLL_S = 0.5
@@ -59,7 +60,7 @@ class Workers:
             self._source = None
             gc.unfreeze()
 
-    def do(self, function: Callable[[Path, Any], Record], folder: Path, units: list[Unit],
+    def do(self, function: UnitFunction, folder: Path, units: list[Unit],
            stop: StopRequest) -> Iterator[tuple[str, Record]]:
         """Yield (name, record) as units finish. This process itself does a single unit, or all units if `most` is 1, so
         that a debugger can step in.
@@ -127,7 +128,7 @@ class Workers:
         return self._started[:count]
 
 
-def _in_place(function: Callable[[Path, Any], Record], folder: Path, units: list[Unit],
+def _in_place(function: UnitFunction, folder: Path, units: list[Unit],
               stop: StopRequest) -> Iterator[tuple[str, Record]]:
     for unit in units:
         if stop.heard:

@@ -36,23 +36,19 @@ class BackgroundWorker(Generic[T]):
         if stays:
             self._start()
 
-    def put(self, item: T) -> list[T]:
-        """Hand over an item; returns the items that are dropped for it.
-
-        With `newest_only` that is the item that waited. If too many wait or the thread has ended, it is the item
-        itself.
-        """
+    def put(self, item: T) -> bool:
+        """Hand over an item. Returns whether it is taken: not if too many wait or the thread has ended. With
+        `newest_only` the item that waited is dropped."""
         with self._changed:
             if self.error is not None or self.closing or len(self._waiting) == self._most:
-                return [item]
+                return False
             if not self._runs:
                 self._start()
-            dropped = list(self._waiting) if self._newest_only else []
             if self._newest_only:
                 self._waiting.clear()
             self._waiting.append(item)
             self._changed.notify_all()
-            return dropped
+            return True
 
     def pending(self) -> list[T]:
         """The item that is being handled, and the waiting ones."""

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
+Say = Callable[[str], None]
+"""Prints a message for the user."""
+
 
 def say(stage: str, text: str) -> None:
     """Print one line of a stage's output, flushed immediately so that logs and pipes show it."""

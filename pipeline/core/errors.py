@@ -17,7 +17,9 @@ EXTRAS = {"lm_eval": "eval", "deepspeed": "deepspeed", "submitit": "slurm", "dat
           "fasttext": "clean", "fastokens": "fast", "obstore": "objects", "uvicorn": "serve", "starlette": "serve",
           "torchao": "fp8"}
 """The extra in pyproject.toml that installs an optional module."""
-CHECKOUT = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
+REPOSITORY = Path(__file__).resolve().parents[2]
+"""The folder with `pipeline`, `model` and the others."""
+CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
 """Whether this is a checkout, in which pip installs Drover's requirements and not a package named drover."""
 
 

@@ -148,7 +148,9 @@ def append_line(path: Path, value: Any) -> None:
 def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
-        torn = file.seek(0, os.SEEK_END) > 0 and not _ends_with_newline(file)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        torn = file.read(1) not in (b"", b"\n")
         data = (b"\n" if torn else b"") + line
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -156,7 +158,7 @@ def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
             flush(file)
 
 
-def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False) -> Iterator[Any]:
+def read_lines(path: Path, kind: Any = Record, *, appended: bool = False) -> Iterator[Any]:
     """Every complete line of a JSON-lines file. A last line that a kill truncated is skipped.
 
     kind: the type of a line (`typed`): a TypedDict or a dataclass.
@@ -180,11 +182,6 @@ def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False
                 continue
             if whole:
                 yield value
-
-
-def _ends_with_newline(file: IO[bytes]) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
 
 
 def changed_ns(stat: Any) -> int:
@@ -221,7 +218,7 @@ def _canonical(value: Any) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
+def output_record(folder: Path, path: Path, **counts: Any) -> Record:
     """A manifest's record of one output file: path inside the stage's folder, bytes, sha256, counts.
 
     The file is read back from the disk, so the hash is of what a reader will see.
@@ -230,7 +227,7 @@ def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
             "sha256": sha256_file(path), **counts}
 
 
-def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) -> str:
+def problem_of(path: Path, record: Record, *, hashed: bool = True) -> str:
     """Why a file differs from its record, as a sentence without its full stop; "" if it does not. hashed: also compare
     the hash."""
     try:
@@ -246,7 +243,7 @@ def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) ->
         f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {found[:12]}"
 
 
-def problems_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def problems_of(folder: Path, records: Iterable[Record]) -> Iterator[str]:
     """`problem_of` for each file of a folder, by size only, several at a time."""
     return ordered_map(lambda record: problem_of(folder / record["path"], record, hashed=False), records, batch=512)
 
@@ -259,15 +256,13 @@ class Output(TypedDict):
     sha256: str
 
 
-Outputs = Annotated[list[dict[str, Any]], like(list[Output])]
+Outputs = Annotated[list[Record], like(list[Output])]
 
 
-def remove_temporary(folder: Path) -> int:
-    """Delete what killed writers left (files and folders `*.tmp`) under `folder`; returns how many."""
-    leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
-    for path in leftovers:
+def remove_temporary(folder: Path) -> None:
+    """Delete what killed writers left (files and folders `*.tmp`) under `folder`, which may be missing."""
+    for path in list(folder.rglob("*.tmp")):
         remove(path, ignore_errors=True)  # an orphan may still write into a folder, which the next start removes
-    return len(leftovers)
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
@@ -290,7 +285,7 @@ _WAS_SEAL = re.compile(rb"seal|[0-9a-f]{64}")
 _SEAL_BYTES = 84
 
 
-def write_sealed(path: Path, value: dict[str, Any]) -> None:
+def write_sealed(path: Path, value: Record) -> None:
     """Write a JSON object as `write_json` does, with its checksum; an old checksum in `value` is dropped."""
     content = {key: item for key, item in value.items() if key != SEAL}
     assert content, f"{path}: an empty record is not sealed"
@@ -337,20 +332,19 @@ class Ledger:
     def add(self, name: str, key: str, record: Any, *, durable: bool = True) -> None:
         """Commit a task. record: a JSON value; None cancels earlier commits. Without `durable` a power cut may lose
         it."""
-        path, folder = self.folder / f"{platform.node()}-{os.getpid()}.jsonl", self.folder.is_dir()
+        path = self.folder / f"{platform.node()}-{os.getpid()}.jsonl"
         new = durable and not path.exists()
         line = json.dumps({"task": name, "key": key, "record": record, "at": time.time_ns()})
         _append(path, _sealed(line), durable=durable)
         if new:
             sync(self.folder)
-            if not folder:
-                sync(self.folder.parent)
+            sync(self.folder.parent)  # the folder may be new, too
 
     def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """The records of the tasks that are finished under these keys."""
         return {name: record for name, key, record in self.lines() if keys.get(name) == key}
 
-    def of_key(self, key: str) -> dict[str, Any]:
+    def of_key(self, key: str) -> Record:
         """The records of all tasks that are finished under one key, by name."""
         return {name: record for name, own, record in self.lines() if own == key}
 

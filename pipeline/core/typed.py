@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 Record = dict[str, Any]
-"""A JSON object."""
+"""A JSON object: a line of a log, a manifest's record of a file, a marker."""
 Make = Callable[[Any], Any]
 
 

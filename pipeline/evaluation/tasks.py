@@ -19,8 +19,7 @@ from urllib.parse import quote
 import yaml
 
 from drover.pipeline.config.yaml_source import read_task
-from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.core.errors import UserError, meant
+from drover.pipeline.core.errors import REPOSITORY, UserError, meant
 from drover.pipeline.core.files import Record
 
 if TYPE_CHECKING:

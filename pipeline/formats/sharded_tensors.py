@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -65,7 +65,11 @@ class TensorShard:
         rectangle_in(self.shape, self.offset, self.tensor.shape)
 
 
-def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorShard]]) -> Index:
+Pieces = dict[str, list[TensorShard]]
+"""The pieces of tensors that one rank holds, by the tensor's name."""
+
+
+def write_part(path: Path, pieces: Pieces) -> Index:
     """Write the pieces of one rank to a safetensors file, hash it on the way and fsync it. Returns the file's index.
 
     Pieces without elements are left out. The file is also written if a rank owns nothing.
@@ -76,8 +80,7 @@ def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorSha
     """
     entries = dict[str, tuple[str, Dims, list[Rectangle]]]()
     tensors: dict[str, Tensor] = {}
-    for name, value in pieces.items():
-        found = [value] if isinstance(value, TensorShard) else list(value)
+    for name, found in pieces.items():
         kept = [piece for piece in found if piece.tensor.numel() or not math.prod(piece.shape)]
         for piece in kept:
             tensors[name if len(found) == 1 else _key(name, piece.offset)] = piece.tensor

@@ -11,7 +11,6 @@ import torch.nn.attention
 
 from drover.model.attention.backend import Where
 from drover.model.attention.choosing import Choice, choose
-from drover.model.config import ModelConfig
 from drover.pipeline.core.errors import UserError
 
 OWN = "fa2"
@@ -21,17 +20,14 @@ FLASH = {"fa3": ("flash_attn_interface", (9,)), "fa4": ("flash_attn.cute", (9, 1
 KERNELS: Any = torch.nn.attention
 
 
-def choose_attention(name: str, config: ModelConfig, device: torch.device, precision: torch.dtype,
-                     compiled: bool, segmented: bool = False) -> Choice:
-    """The backend that `train.attention` (name) selects on this device. compiled: whether blocks are compiled.
-    segmented: whether a rank attends to segments, under context parallelism.
+def choose_attention(name: str, where: Where) -> Choice:
+    """The backend that `train.attention` (name) selects.
 
     Raises:
         UserError: there is no such backend, or it cannot run here.
     """
     try:
-        return choose(name, Where(device, precision, compiled, config.head_width, config.sliding_window is not None,
-                                  segmented))
+        return choose(name, where)
     except ValueError as error:
         raise UserError(f"train.attention cannot be used here: {error}") from error
 

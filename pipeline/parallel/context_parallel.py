@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from drover.model.attention.backend import Backend, Documents, Keys, Where, moved
+from drover.model.loss import wide
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.context_plan import plan
 
@@ -163,7 +164,7 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.dtype = both.dtype
-        return torch.empty_like(both, dtype=_wide(both))
+        return torch.empty_like(both, dtype=wide(both.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -191,15 +192,11 @@ class _Packed(torch.autograd.Function):
         return SCATTER(total, "sum", ctx.ranks, ctx.group), None, None, None, None, None
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _sum(gradients: tuple[Tensor, ...], uses: Tensor) -> Tensor:
     """(gathered, len(gradients), kv_heads, head_dim) sums over both uses of each key, in float32 at least, of each
     (packed, kv_heads, head_dim)."""
     first = gradients[0]
-    total = first.new_empty((uses.shape[1], len(gradients), *first.shape[1:]), dtype=_wide(first))
+    total = first.new_empty((uses.shape[1], len(gradients), *first.shape[1:]), dtype=wide(first.dtype))
     for packed, sums in zip(gradients, total.unbind(1), strict=True):
         for number, use in enumerate(uses.unbind()):
             # Selected, not multiplied by 0: padding rows may hold NaN.

@@ -5,7 +5,6 @@ All ranks that share one replica must call it equally often, whatever work each 
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,14 +57,13 @@ class InStep:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
             self.broken = self.broken or self._calling
-            if not self.broken and (error is None or isinstance(error, Exception)):
+            if not self.broken and (kind is None or issubclass(kind, Exception)):
                 self._keep_up()
         finally:
-            self._mode.__exit__(kind, error, trace)
+            self._mode.__exit__(kind, *error)
 
     def _keep_up(self) -> None:
         self._empty = True

@@ -56,13 +56,11 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
     # a tensor of tensor parallelism, and fails. Kept, attention needs no such state (nothing in it is random).
     keep_attention = compiled and grid.tensor > 1 and grid.ranks.device.type == "cpu"
     checkpoint_activations(model, train, ("attention",) if keep_attention else (), grid.tensor)
-    options: dict[str, Any] = {}
+    options = EXCHANGE_DURING_PRODUCTS if grid.tensor * grid.context > 1 else None
     if parallel.async_tp:
         options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device)
-    elif grid.tensor * grid.context > 1:
-        options = EXCHANGE_DURING_PRODUCTS
     if compiled:
-        compile_blocks(model, train, options or None)
+        compile_blocks(model, train, options)
     if needs_fsdp2(grid, precision):
         shard_units(model, grid, precision, master, parallel.reshard == "always")
     return placed(model, initial, grid)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drover.model.llama import Llama
+from drover.model.loss import wide
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import gathered
@@ -85,14 +86,13 @@ class PipelinedModel(nn.Module):
                 found = out
             elif (to := self.parallel.stage_rank(number + 1)) != self.grid.pipeline_rank:
                 dist.send(out.contiguous(), group=self.group, group_dst=to)
-        wide = torch.promote_types(self.dtype, torch.float32)
         if labels is not None:
             shape = tokens.shape if named.get("reduction") == "none" else ()
-            return tokens.new_zeros(shape, dtype=wide) if found is None else found
+            return tokens.new_zeros(shape, dtype=wide(self.dtype)) if found is None else found
         if found is None:
             length, words = 1 if named.get("last_only") else tokens.shape[1], self.config.vocab_size
             assert words is not None
-            found = tokens.new_empty((tokens.shape[0], length, words), dtype=wide)
+            found = tokens.new_empty((tokens.shape[0], length, words), dtype=wide(self.dtype))
         found = found.contiguous()
         dist.broadcast(found, group=self.group, group_src=self.parallel.stage_rank(self.parallel.stages - 1))
         return found
@@ -128,7 +128,7 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
     hidden = torch.empty((rows, length // grid.tensor, model.config.dim), dtype=model.dtype, device="meta",
                          requires_grad=True)
     first = torch.empty(1, dtype=torch.int64, device="meta")
-    total = torch.empty((), dtype=torch.promote_types(model.dtype, torch.float32), device="meta", requires_grad=True)
+    total = torch.empty((), dtype=wide(model.dtype), device="meta", requires_grad=True)
     stages: list[Any] = [ReducingStage(stage, number, parallel.stages, device,
                                        input_args=first if stage.part.embeds else hidden,
                                        output_args=total if stage.part.predicts else hidden, group=model.group)

@@ -189,15 +189,11 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None,
             raise UserError(f"launch.device {error}") from None
         keep_freed_memory()
     if store is not None:
-        meeting = dist.PrefixStore("default_pg", store)
-        meeting.set_timeout(patience)
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
-                                device_id=group_device)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=patience, device_id=group_device)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience,
-                                device_id=group_device)
+        store = dist.PrefixStore("default_pg", store)
+        store.set_timeout(patience)
+    elif "RANK" not in os.environ:
+        store, world = dist.HashStore(), 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=group_device)
     return Ranks(rank, world, own, patience=patience)
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
 from drover.pipeline.core.errors import OtherVersionError, UserError
-from drover.pipeline.core.files import Outputs, like, read_record
+from drover.pipeline.core.files import Outputs, Record, like, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
@@ -40,8 +40,8 @@ class TrainingProgress:
     plan_sha256: str = ""
     precision: str = ""
     updates: int = 0
-    guards: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] | None = None
+    guards: Record = field(default_factory=dict)
+    record: Record | None = None
 
 
 def checkpoint_name(step: int) -> str:
@@ -65,13 +65,13 @@ def complete_checkpoints(train: Path) -> list[Path]:
 
 
 class _Config(TypedDict, total=False):
-    model: dict[str, Any]
-    train: dict[str, Any]
+    model: Record
+    train: Record
 
 
 class _Marked(TypedDict):
     format: int
-    progress: Annotated[dict[str, Any], like(TrainingProgress)]
+    progress: Annotated[Record, like(TrainingProgress)]
     files: Outputs
 
 
@@ -83,7 +83,7 @@ class Marker(_Marked, total=False):
     world_size: int
 
 
-def read_marker(path: Path) -> dict[str, Any]:
+def read_marker(path: Path) -> Record:
     """The marker of a checkpoint; UserError if the checkpoint is not complete."""
     marker = whole_marker(path)
     if marker is None:
@@ -92,7 +92,7 @@ def read_marker(path: Path) -> dict[str, Any]:
     return marker
 
 
-def whole_marker(path: Path) -> dict[str, Any] | None:
+def whole_marker(path: Path) -> Record | None:
     """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version."""
     try:
         marker = read_record(path / MARKER, Marker, "Continue with the version that wrote it (COMPLETE.json has the "

@@ -4,9 +4,8 @@ that starts from such a model keeps them next to its checkpoints, for its export
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from drover.pipeline.core.files import read_record, write_json
+from drover.pipeline.core.files import Record, read_record, write_json
 from drover.pipeline.records.checkpoints import CHECKPOINTS
 from drover.pipeline.records.weight_files import HUGGING_FACE, RUN, weights_folder
 
@@ -25,9 +24,9 @@ def settings_file(weights: Path) -> Path:
     return (folder.parents[1] if inside else weights) / FILE
 
 
-def read_settings(file: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> Record:
     """The content of a generation_config.json, {} if there is none; UserError if it is no JSON object."""
-    return read_record(file, dict[str, Any], FIX) or {}
+    return read_record(file, Record, FIX) or {}
 
 
 def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: int) -> None:
@@ -41,7 +40,7 @@ def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: in
         (train_folder / FILE).unlink(missing_ok=True)
         return
     folder = weights_folder(path)
-    ids = read_record(folder / HUGGING_FACE, dict[str, Any], FIX) or {}
+    ids = read_record(folder / HUGGING_FACE, Record, FIX) or {}
     found = {name: ids[name] for name in IDS if ids.get(name) is not None} | read_settings(settings_file(folder))
     said = found.get("eos_token_id")
     ends = said if isinstance(said, list) else [] if said is None else [said]

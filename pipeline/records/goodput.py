@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from drover.pipeline.contract.state import read_attempts
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.records.hangs import HANGS, read_hang
 from drover.pipeline.records.metrics import Event, Line
 
@@ -43,7 +42,6 @@ AFTER = {"restart": STARTUP, "stop": STOPPED}
 FINISHED = "finished"
 SKEW_S = 1.0
 """Clocks of nodes may differ by this many seconds without a note."""
-Record = dict[str, Any]
 _COUNTED = {"time", "step", "train_s"}
 _STARTED = {*_COUNTED, "startup_s"}
 """Fields of a record from which time is computed."""

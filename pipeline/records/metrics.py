@@ -4,10 +4,10 @@ events.jsonl."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
 from drover.pipeline.contract.state import Time
-from drover.pipeline.core.files import Count, read_lines
+from drover.pipeline.core.files import Count, Record, read_lines
 
 PLAN_CHANGED = "plan_changed"
 """The event of a start that continues under another plan. Its `number` counts such starts. Each line of metrics.jsonl
@@ -56,7 +56,7 @@ class Event(_Event, total=False):
     lost_s: float
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[Record]:
     """The records of a run's train/metrics.jsonl, one per step, in order: for plots and computations.
 
     The file only grows. After a kill training continues from its last checkpoint and repeats the steps since then. A
@@ -77,7 +77,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [record for _, record in sorted({record["step"]: record for record in standing_lines(Path(path))}.items())]
 
 
-def standing_lines(path: Path) -> list[dict[str, Any]]:
+def standing_lines(path: Path) -> list[Record]:
     """The lines of a metrics.jsonl in the order of the file, repeated steps included, without those that a change of
     the plan undid. Such a start continues from a checkpoint; later steps in the log before it belong to the former
     plan. They may have had another learning rate, batch or text, and the new plan may end before them."""

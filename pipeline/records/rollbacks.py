@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from drover.pipeline.core.files import read_record, write_sealed
+from drover.pipeline.core.files import Record, read_record, write_sealed
 from drover.pipeline.data.exclusion import Excluded, Range, spelled
 
 ROLLBACKS = "rollbacks.json"
@@ -63,7 +62,7 @@ def no_longer_left_out(rollbacks: Sequence[Rollback], links: Collection[str]) ->
             for rollback in rollbacks if rollback.plan_sha256 not in links]
 
 
-def is_abandoned(record: dict[str, Any], rollbacks: Sequence[Rollback], links: Collection[str]) -> bool:
+def is_abandoned(record: Record, rollbacks: Sequence[Rollback], links: Collection[str]) -> bool:
     """Whether a line of metrics.jsonl is of a step that a later rollback undid, and that will see other samples."""
     later = excluded_by(rollbacks[record.get("rollbacks", 0):], links).ranges
     return bool(later) and record["samples"][1] > later[0][0]

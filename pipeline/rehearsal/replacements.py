@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,7 +34,7 @@ class FlashKernel(Varlen):
     """Varlen's kernels without a GPU. A rehearsal needs only the shapes of their results and of what they keep (output
     and log-sum-exp), which torch knows."""
 
-    name: ClassVar[str] = "varlen"
+    name = "varlen"
 
     def lacks(self, where: Where) -> str:
         """Nothing: it never computes."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.training import KEPT_ACTIVATIONS
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import NotRehearsedError, UserError
 from drover.pipeline.rehearsal.fitting import TIGHT, Layout, Settings, changed, named, possible, rehearsed
 from drover.pipeline.rehearsal.lost_time import GAIN, before_exchanges
@@ -15,7 +16,7 @@ KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
 """Groups of `train.kept_activations` that the search adds together."""
 
 
-def spend(config: Config, ranks: int, memory: float, report: Callable[[str], None] = lambda _: None) -> list[Layout]:
+def spend(config: Config, ranks: int, memory: float, report: Say) -> list[Layout]:
     """The configuration's layout, then each layout that the search moved to.
 
     The search rehearses every single change (`changes`) that takes memory and may save waiting, recomputing or

@@ -52,17 +52,14 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
 
 
 def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
-    """The configuration as it is rehearsed, notes about it, and the network with its size of vocabulary."""
-    decided, notes = _decided(with_largest(config, ranks), gpu)
+    """The configuration as it is rehearsed, notes about it, and the network with its size of vocabulary. Settings that
+    cannot be rehearsed are replaced by the nearest that can."""
+    notes = []
     if config.train.phases:
-        notes.insert(0, f"{largest_phase(config, ranks).name} is rehearsed: its micro-batches have the most tokens")
-    return decided, notes, network(config)
-
-
-def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
-    """Replace settings that cannot be rehearsed by the nearest that can. Returns the configuration, and notes."""
+        notes.append(f"{largest_phase(config, ranks).name} is rehearsed: its micro-batches have the most tokens")
+    config = with_largest(config, ranks)
     train, parallel, model = config.train, config.parallel, config.model
-    name, notes, cpu = train.attention, [], torch.device("cpu")
+    name, cpu = train.attention, torch.device("cpu")
     precision: str = train.precision
     if precision == "auto":
         precision = "bf16" if gpu else choose_precision("auto", cpu)[0]
@@ -80,7 +77,7 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
         notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
     return config.model_copy(update={
         "train": train.model_copy(update={"compile": False, "precision": precision, "attention": name}),
-        "parallel": parallel.model_copy(update={"async_tp": False})}), notes
+        "parallel": parallel.model_copy(update={"async_tp": False})}), notes, network(config)
 
 
 @contextmanager

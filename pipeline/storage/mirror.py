@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -108,7 +108,7 @@ class Owner:
                             f"each run an address of its own.")
 
 
-def describe(owner: Mapping[str, Any]) -> str:
+def describe(owner: Record) -> str:
     """The process that claimed a place, in words."""
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
     return f"process {owner.get('process', '?')} on {owner.get('host', '?')}{job} (at {owner.get('at', '?')})"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.text_shards import read_shard
 
-Record = dict[str, Any]
 COVER = 4
 """Training text is sampled from shards with this many times as much text, so that the sample spreads over documents."""
 MOST_LOOKED_AT = 256

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.core.errors import UserError, installed_version
+from drover.pipeline.core.files import Record
 from drover.pipeline.tokenization.base import Tokenizer
-from drover.pipeline.tokenization.choosing import Record, beginnings, documents_of
+from drover.pipeline.tokenization.choosing import beginnings, documents_of
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder
 from drover.pipeline.tokenization.kinds import load_tokenizer
 

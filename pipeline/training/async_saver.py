@@ -17,9 +17,11 @@ import torch
 
 from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, is_full_disk
+from drover.pipeline.core.files import Record
 from drover.pipeline.formats.shard_index import Index
-from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import Pieces, TensorShard, write_index, write_part
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.messages import portable
 from drover.pipeline.parallel.ranks import Ranks
@@ -29,7 +31,6 @@ from drover.pipeline.training.checkpoint import Checkpoints
 T = TypeVar("T")
 SLAB_BYTES = 1 << 28
 """Host memory is allocated in pieces of this size, or of a larger tensor's size."""
-Pieces = dict[str, list[TensorShard]]
 Event = Callable[..., None]
 """event(name, **details): the loop logs it. Any thread may call it."""
 
@@ -42,8 +43,8 @@ class AsyncSaver:
         saved: called with the step of each complete checkpoint, on every rank, in the thread that saves.
     """
 
-    def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: dict[str, Any],
-                 say: Callable[[str], None], event: Event, saved: Callable[[int], None] = lambda step: None) -> None:
+    def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: Record,
+                 say: Say, event: Event, saved: Callable[[int], None] = lambda step: None) -> None:
         self.checkpoints, self.config, self.about, self.say, self.event = checkpoints, config, about, say, event
         self.saved = saved
         self.on_gpu = ranks.device.type == "cuda"

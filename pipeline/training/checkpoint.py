@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import problem_of, publish, renamed, write_sealed
+from drover.pipeline.core.files import Outputs, Record, problem_of, publish, renamed, write_sealed
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
     FORMAT,
@@ -34,7 +34,7 @@ class Checkpoints:
 
     folder: Path
     ranks: Ranks
-    say: Callable[[str], None]
+    say: Say
     needed: Callable[[int], bool] = lambda step: False
 
     def path(self, step: int) -> Path:
@@ -47,13 +47,12 @@ class Checkpoints:
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
 
-    def publish(self, temporary: Path, records: list[dict[str, Any]], progress: TrainingProgress,
-                about: dict[str, Any]) -> Path:
+    def publish(self, temporary: Path, records: Outputs, progress: TrainingProgress,
+                about: Record) -> None:
         """Give a written folder its name, then its marker: from that moment it counts. Called on rank 0."""
         final = self.place(temporary, progress.step)
         write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
                                       "world_size": self.ranks.world, **about})
-        return final
 
     def place(self, temporary: Path, step: int) -> Path:
         """Give a written folder without a marker the name of the checkpoint after `step`. Called on rank 0."""
@@ -108,7 +107,7 @@ class Checkpoints:
                 shutil.rmtree(path)
         return found
 
-    def damage(self, path: Path, records: list[dict[str, Any]]) -> list[str]:
+    def damage(self, path: Path, records: Outputs) -> list[str]:
         """The problems of a checkpoint's files. Each rank hashes its share, and all get the result."""
         found = [problem_of(path / record["path"], record) for record in records[self.ranks.rank::self.ranks.world]]
         return [problem for part in self.ranks.gather(found) for problem in part if problem]

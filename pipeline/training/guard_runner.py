@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.console import Say
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Range
 from drover.pipeline.data.provenance import documents_of, named
 from drover.pipeline.data.sampling.loader import TrainingData
@@ -28,7 +29,7 @@ class GuardRunner(Guards):
         rollbacks: all rollbacks of the run.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Callable[[str], None]) -> None:
+    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Say) -> None:
         super().__init__(work.config.train.guards)
         self.folder, self.ranks, self.data, self.say, self.batch_sequences = work.folder, ranks, data, say, 0
         self._read()
@@ -64,7 +65,7 @@ class GuardRunner(Guards):
             add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, plan, verdict.text))
         self._read()
 
-    def step_fields(self, verdict: Verdict, before: int, after: int) -> dict[str, Any]:
+    def step_fields(self, verdict: Verdict, before: int, after: int) -> Record:
         """Fields of a step's line in metrics.jsonl about skipped updates and excluded samples; empty if there are
         none."""
         fields = {"skipped": verdict.skipped, "rollbacks": len(self.rollbacks),

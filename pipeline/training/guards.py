@@ -17,12 +17,13 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Range, spelled
 
 PHASED = " (with train.phases: end the phase at this step by `until`, and add one with a lower `lr`)"
@@ -78,7 +79,7 @@ class Verdict:
         """Why the update was skipped: `nonfinite` or `spike`; None if it was not."""
         return ("spike" if self.finite else "nonfinite") if self.event == "skip" else None
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> Record:
         """The event's fields, as JSON: numbers that are not finite are written as text."""
         return {"step": self.step, "samples": [list(part) for part in self.samples], "loss": json_number(self.loss),
                 "grad_norm": json_number(self.grad_norm), "text": self.text}
@@ -95,7 +96,7 @@ class Guards:
         self.config = config
         self.go_on({}, 0)
 
-    def go_on(self, state: dict[str, Any], rollbacks: int) -> None:
+    def go_on(self, state: Record, rollbacks: int) -> None:
         """Continue from a state that `state` returned.
 
         rollbacks: how many the run has made. A checkpoint's state does not count them: it was saved before.
@@ -112,7 +113,7 @@ class Guards:
         """The documents in ranges of samples. Called only when training must stop."""
         return ""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Record:
         """The state as JSON. A `Guards` that is given it judges exactly as this one would."""
         return {"losses": list(self._losses), "grad_norms": list(self._norms), "skipped_total": self.skipped_total,
                 "spikes_total": self.spikes_total, "consecutive_skipped": self.consecutive_skipped}

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drover.pipeline.config.kinds import Kind
+from drover.pipeline.core.files import Record
 
 if TYPE_CHECKING:
     from drover.pipeline.training.engines.engine import StepResult
@@ -38,7 +39,7 @@ class Hook:
         """The backward passes of the next step are done, and its gradients are reduced (`Engine.gradients`, `held`).
         Guards may still skip its update."""
 
-    def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
+    def on_step(self, loop: Loop, result: StepResult, record: Record) -> None:
         """A step was done and not rolled back; nothing of it is saved yet. `record` is its line of metrics.jsonl."""
 
     def on_save(self, loop: Loop) -> None:
@@ -52,7 +53,7 @@ class Hook:
         saves."""
         return False
 
-    def look(self, loop: Loop) -> dict[str, Any]:
+    def look(self, loop: Loop) -> Record:
         """Measurements of the model, as further fields of the last step's line. If a checkpoint was due after the step,
         it is being written already. Also called at a start that finds the line of its checkpoint's step missing."""
         return {}

@@ -25,11 +25,11 @@ from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.generation_settings import keep_settings
 from drover.pipeline.records.weight_files import RUN
 
-DEPARTURES = ("qkv_bias", "qk_norm", "sliding_window", "full_attention_interval", "no_rope_layer_interval")
-"""Settings in which Llama's descendants differ."""
-SAME = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_width",
-        "ffn_dim": "hidden",
-        "tied_embeddings": "tied_embeddings", "norm_eps": "norm_eps", **{name: name for name in DEPARTURES}}
+DERIVED = {"head_dim": "head_width", "ffn_dim": "hidden"}
+"""Settings that may be left out, and the attributes of a ModelConfig that then have the value."""
+SAME = {name: DERIVED.get(name, name) for name in (
+    "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "tied_embeddings", "norm_eps", "qkv_bias", "qk_norm",
+    "sliding_window", "full_attention_interval", "no_rope_layer_interval")}
 """What must equal the weights' own model: the setting, and the attribute of a ModelConfig."""
 TOKENIZER = "tokenizer.json"
 

@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -24,7 +23,7 @@ from drover.pipeline.contract.stage_work import Work, git_state, software_versio
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import write_state
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import output_record
+from drover.pipeline.core.files import Record, output_record
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.compiling import compiles
 from drover.pipeline.parallel.fp8 import fp8_lines
@@ -332,7 +331,7 @@ class Loop:
     def _log_step(self) -> None:
         """Measure the model, and write the step's line. This comes after the step's checkpoint, which holds the line
         too: a measurement may fail (memory, a bad prompt), and must not cost the steps since the last save."""
-        record, seen = self.progress.record or {}, dict[str, Any]()
+        record, seen = self.progress.record or {}, Record()
         for hook in self.hooks:
             seen |= hook.look(self)
         if seen or "weight_norms" in record or self.due(self.config.train.log_every):
@@ -436,7 +435,7 @@ class Loop:
             self._commit(found[0])
         self.ranks.barrier()
 
-    def _settle(self) -> dict[str, Any]:
+    def _settle(self) -> Record:
         """Wait until the last checkpoint is on disk. Returns fields for the event that ends this start."""
         self.watchdog.pause()
         began = time.perf_counter()
@@ -473,7 +472,7 @@ class Loop:
             "validation_bpb": metrics[-1].get("validation_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
 
-    def _consumed(self, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    def _consumed(self, metrics: list[Record]) -> Record:
         """Epochs of each source, and for each phase the tokens by source, trained on and excluded by rollbacks. With
         packed documents these are estimates by the mean of a source's sequences; `learned` is the counted sum, if
         the log has it."""
@@ -508,7 +507,7 @@ class Loop:
         if self.ranks.leads:
             self.work.say(text)
 
-    def _start_facts(self) -> dict[str, Any]:
+    def _start_facts(self) -> Record:
         """Fields of the event that records this start."""
         ranks, train = self.ranks, self.config.train
         return {"samples": self.progress.samples, "startup": self.startup, "drift": self.work.drift,
@@ -520,7 +519,7 @@ class Loop:
                 "flash": self.engine.flash, "compile": train.compile, **packing_facts(self.data),
                 "torch": torch.__version__, "job": os.environ.get("SLURM_JOB_ID", "")}
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> Record:
         """Fields of a checkpoint's marker on how it was made. Rank 0 writes the marker; {} on the others."""
         if not self.ranks.leads:
             return {}

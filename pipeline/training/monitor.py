@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drover.model.generate import generate
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.shard_table import files_in, open_shards
@@ -53,7 +54,7 @@ class Norms(Hook):
         due = not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1)
         self._norms = StepNorms(loop.engine, loop.ranks.exact) if due else None  # not those of a step that was undone
 
-    def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
+    def on_step(self, loop: Loop, result: StepResult, record: Record) -> None:
         """See Hook."""
         if self._norms is not None:
             norms, self._norms = self._norms.finish(), None
@@ -73,7 +74,7 @@ class Validation(Hook):
         self.batches.keep_own()
         self._first = True  # it may have to compile
 
-    def look(self, loop: Loop) -> dict[str, Any]:
+    def look(self, loop: Loop) -> Record:
         """Validation bits per byte of each source. NaN is logged and omitted."""
         if not loop.due(loop.config.train.validation_every):
             return {}
@@ -126,7 +127,7 @@ class Samples(Hook):
         room = loop.config.model.context_length - train.sample_tokens
         return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in train.prompts]
 
-    def look(self, loop: Loop) -> dict[str, Any]:
+    def look(self, loop: Loop) -> Record:
         """Sample texts. No token ends a text early, so that every rank does the same number of passes."""
         train, split = loop.config.train, loop.grid.tensor
         if not self.prompts or not loop.due(train.sample_every):
@@ -166,7 +167,7 @@ class Fp8Watch(Hook):
         stages = engine.model.stages if isinstance(engine.model, PipelinedModel) else [engine.model]
         self.layers = {name: layer for stage in stages for name, layer in converted_layers(stage)}
 
-    def look(self, loop: Loop) -> dict[str, Any]:
+    def look(self, loop: Loop) -> Record:
         """The statistics as curves; by layer they go into events.jsonl. Also measured after the first step of a start,
         so that a lack of memory shows at once."""
         if not loop.done or not (loop.done == 1 or loop.due(loop.config.train.fp8_watch_every)):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +14,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import first, spelled
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_json
+from drover.pipeline.core.files import Record, sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 SHOWN_NODES = 4
@@ -32,7 +31,7 @@ class RankAgreement:
         nodes: the node of each rank.
     """
 
-    def __init__(self, members: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, members: Sequence[Record]) -> None:
         self.members, self.nodes = members, [member["node"] for member in members]
 
     @classmethod
@@ -100,7 +99,7 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
-def describe_this(ranks: Ranks, work: Work) -> dict[str, Any]:
+def describe_this(ranks: Ranks, work: Work) -> Record:
     """This rank, as plain values. code: a hash of the code that it runs. world: the number of ranks that the launcher
     wanted to start, if known."""
     meant = os.environ.get("DROVER_RANKS")

@@ -14,6 +14,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import Progress, ProgressRecord
 from drover.pipeline.core.console import duration
+from drover.pipeline.core.files import Record
 from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
@@ -39,7 +40,7 @@ class Recorder:
     def __init__(self, work: Work, ranks: Ranks, plan: PhasePlan) -> None:
         self.work, self.ranks, self.plan = work, ranks, plan
         self.log: TrainingLog | None = None
-        self._events = deque[tuple[str, dict[str, Any]]]()
+        self._events = deque[tuple[str, Record]]()
         self._live, self._shown = sys.stdout.isatty(), 0.0
         self._progress = ProgressRecord(work.folder)
         self._newest: Progress | None = None
@@ -68,7 +69,7 @@ class Recorder:
         self._began, self.look_s = time.perf_counter(), 0.0
 
     def step(self, before: TrainingProgress, after: TrainingProgress, result: StepResult, step_s: float,
-             waited_s: float, rate: float) -> dict[str, Any]:
+             waited_s: float, rate: float) -> Record:
         """The line of a step for metrics.jsonl. Also shows progress on a terminal.
 
         Args:
@@ -77,7 +78,7 @@ class Recorder:
         """
         tokens_per_s, now = (after.tokens - before.tokens) / step_s, time.time()
         self._trained = round(train_s(before) + step_s, 5)
-        record: dict[str, Any] = {
+        record: Record = {
             "step": after.step, "loss": json_number(result.loss), "lr": rate,
             "grad_norm": json_number(result.grad_norm), "samples": [before.samples, after.samples],
             "tokens": after.tokens, "targets": after.targets - before.targets, "tokens_per_s": round(tokens_per_s, 1),
@@ -100,7 +101,7 @@ class Recorder:
             self._show(record, left_s)
         return record
 
-    def _show(self, record: dict[str, Any], left_s: float) -> None:
+    def _show(self, record: Record, left_s: float) -> None:
         """Print a step: live on a terminal, every 10 s elsewhere; the last step always."""
         now, step, steps = time.monotonic(), record["step"], self.plan.steps
         if now - self._shown < (LIVE_S if self._live else PLAIN_S) and step != steps:

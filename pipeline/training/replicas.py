@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.formats.tensor_file import Dims
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.engines.engine import Engine, LocalWeights
@@ -116,14 +117,14 @@ class ReplicaCheck(Hook):
         self._last_equal = step
 
 
-def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[int, ...], int]]]) -> list[str]:
+def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, Dims, int]]]) -> list[str]:
     """A sentence for each weight whose replicas differ.
 
     Args:
         labels: the ranks' names, e.g. `rank 3 on node7`.
         held: by rank, (name, place, fingerprint) of each replicated weight.
     """
-    ranks = defaultdict[tuple[str, tuple[int, ...]], defaultdict[int, list[str]]](lambda: defaultdict(list))
+    ranks = defaultdict[tuple[str, Dims], defaultdict[int, list[str]]](lambda: defaultdict(list))
     for label, weights in zip(labels, held, strict=False):  # `held` is empty on all ranks but rank 0
         for name, place, value in weights:
             ranks[name, place][value].append(label)

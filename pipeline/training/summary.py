@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from drover.model.config import ModelConfig
@@ -11,6 +9,7 @@ from drover.model.kernels import chosen
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.sampling.consumption import planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.parallel.grid import Grid
@@ -30,7 +29,7 @@ def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: Training
             *map(str, data.packings)]
 
 
-def packing_facts(data: TrainingData) -> dict[str, Any]:
+def packing_facts(data: TrainingData) -> Record:
     """Facts about the packing of documents and the planned tokens of phases; {} if documents are concatenated."""
     if not data.packings:
         return {}

@@ -16,23 +16,33 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import torch.distributed as dist
 
-from drover.pipeline.contract.manifest import differences
+from drover.pipeline.contract.manifest import Drifts, differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, change_start
 from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
+from drover.pipeline.core.files import (
+    Outputs,
+    Record,
+    atomic_file,
+    output_record,
+    read_record,
+    renamed,
+    sha256_file,
+    write_sealed,
+)
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
@@ -73,8 +83,6 @@ SLACK = timedelta(minutes=5)
 """Rank 0 stops waiting for the last upload this long before a collective times out."""
 PATIENCE = timedelta(days=365)
 """The longest time that ranks wait for the next upload, and rank 0 for the slowest rank."""
-Files = list[dict[str, Any]]
-"""A checkpoint's files, as the copy lists them."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ class Uploads(Hook):
         uploaded: on rank 0, the newest step with a complete copy; -1 before there is one.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Callable[[str], None],
+    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Say,
                  event: Event) -> None:
         """Claim the store.
 
@@ -257,7 +265,7 @@ class Uploads(Hook):
             return problem
         return str(self.ranks.by_leader(wait))
 
-    def _claim(self) -> tuple[list[int], Files]:
+    def _claim(self) -> tuple[list[int], Drifts]:
         """Claim the store. Returns the steps in it and the drift of their training. Called on rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
@@ -298,7 +306,7 @@ class Uploads(Hook):
         markers = [record["sha256"] for record in files if record["path"] == MARKER]
         return any((folder / MARKER).is_file() and sha256_file(folder / MARKER) in markers for folder in folders)
 
-    def _conflict(self, theirs: dict[str, Any] | None, mine: Training | None, mark: str) -> str:
+    def _conflict(self, theirs: Record | None, mine: Training | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
         url, name = self.url, self.work.config.name
         if theirs is None:
@@ -344,7 +352,7 @@ class Uploads(Hook):
         final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
-        def ready() -> Files:
+        def ready() -> Outputs:
             files = _listed(copy, step)
             needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
             if free < needed:
@@ -418,9 +426,9 @@ class Uploads(Hook):
     def _attempt(self, step: int) -> Exception | None:
         """Upload a checkpoint once, each rank its share of the files. Returns the error."""
         copy, folder, ranks = self._copies.of(step), self.checkpoints.path(step), self.ranks
-        files: Files = []
+        files: Outputs = []
 
-        def opened() -> Files:
+        def opened() -> Outputs:
             """The files to upload. First makes sure that the store has no complete copy of this step: while its objects
             are replaced one by one, it would be a mixture of both."""
             files.extend(read_marker(folder)["files"])
@@ -455,7 +463,7 @@ class Uploads(Hook):
         self._copies.prune(self.config.keep, self.config.permanent_every)
 
 
-def _listed(copy: Mirror, step: int) -> Files:
+def _listed(copy: Mirror, step: int) -> Outputs:
     """The files of a listed copy; DamagedCopyError if its copy.json is missing, damaged or of another step."""
     try:
         found = copy.read()
@@ -485,7 +493,7 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
     return found
 
 
-def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> None:
+def take_records(fetched: Path, folder: Path, say: Say) -> None:
     """Put fetched files into the train folder. A local file that continues the fetched one stays. One with other
     content is renamed, and this is logged."""
     for path in sorted(fetched.iterdir()):

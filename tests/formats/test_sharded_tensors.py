@@ -98,11 +98,11 @@ def test_the_library_reads_the_files(tmp_path):
     alone = {"model.w": random_bits((4, 3), torch.bfloat16), "flag": torch.tensor([True, False, True]),
              "exp_avg.w": torch.randn(4, 3, dtype=torch.float64), "step": torch.tensor(7), "empty": torch.zeros(0, 5)}
     pieces = [piece(tensor, *part) for part in rectangles(tensor.shape, 3, 17)]
-    write_part(path, {**{name: whole(each) for name, each in alone.items()}, "cut": pieces})
+    write_part(path, {**{name: [whole(each)] for name, each in alone.items()}, "cut": pieces})
     expected = alone | {"cut@0,3": tensor[:1, 3:], "cut@1,0": tensor[1:4], "cut@4,0": tensor[4:, :1]}
     found = load_file(path)
     assert found.keys() == expected.keys() and all(same(found[name], each) for name, each in expected.items())
-    for nothing in ({}, {"x": TensorShard(torch.zeros(0, 4), (3, 0), (3, 4))}):
+    for nothing in ({}, {"x": [TensorShard(torch.zeros(0, 4), (3, 0), (3, 4))]}):
         write_part(path, nothing)
         assert load_file(path) == {}
 
@@ -114,7 +114,7 @@ def open_files():
 def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_OPEN_FILES", 2)
     tensor = torch.randn(7, 3)
-    write_index(tmp_path, Index.joined(write_part(tmp_path / str(row), {"x": piece(tensor, (row, 0), (1, 3))})
+    write_index(tmp_path, Index.joined(write_part(tmp_path / str(row), {"x": [piece(tensor, (row, 0), (1, 3))]})
                                        for row in range(7)))
     before = open_files()
     with CheckpointReader(tmp_path) as reader:
@@ -140,16 +140,16 @@ def test_holes_and_overlaps_are_refused(shape, cuts, seed):
 
 def test_ranks_that_disagree_are_refused(tmp_path):
     tensor = torch.zeros(4, 2)
-    parts = [write_part(tmp_path / "0", {"x": piece(tensor, (0, 0), (2, 2))}),
-             write_part(tmp_path / "1", {"x": piece(tensor.double(), (2, 0), (2, 2))})]
+    parts = [write_part(tmp_path / "0", {"x": [piece(tensor, (0, 0), (2, 2))]}),
+             write_part(tmp_path / "1", {"x": [piece(tensor.double(), (2, 0), (2, 2))]})]
     refused(ValueError, r"F32 .* in one part, F64 .* in 1", Index.joined, parts)
 
 
 def test_pieces_that_cannot_be_are_refused(tmp_path):
     for offset, shape in (((3, 0), (4, 2)), ((-1, 0), (4, 2)), ((0,), (4, 2)), ((0, 0), (4, 2, 1))):
         refused(ValueError, "does not lie in", TensorShard, torch.zeros(2, 2), offset, shape)
-    refused(ValueError, "not contiguous", write_part, tmp_path / "x", {"x": whole(torch.zeros(3, 2).T)})
-    refused(ValueError, "host memory", write_part, tmp_path / "x", {"x": whole(torch.zeros(3, 2, device="meta"))})
+    refused(ValueError, "not contiguous", write_part, tmp_path / "x", {"x": [whole(torch.zeros(3, 2).T)]})
+    refused(ValueError, "host memory", write_part, tmp_path / "x", {"x": [whole(torch.zeros(3, 2, device="meta"))]})
 
 
 def cut_off(path, left=-1):
@@ -157,7 +157,7 @@ def cut_off(path, left=-1):
 
 
 @pytest.mark.parametrize("damage", [
-    Path.unlink, cut_off, lambda path: write_part(path, {"x": whole(torch.zeros(9, 9))})])
+    Path.unlink, cut_off, lambda path: write_part(path, {"x": [whole(torch.zeros(9, 9))]})])
 def test_a_damaged_part_is_named(tmp_path, damage):
     write_checkpoint(tmp_path, {"x": torch.randn(6, 4)}, ranks=1, cuts=0)
     damage(tmp_path / "rank-00000.safetensors")
@@ -205,5 +205,5 @@ def test_a_full_disk_that_numpy_tells_without_an_errno_is_known(tmp_path):
 def test_writes_that_come_up_short_are_continued(tmp_path):
     """A file system may take less than it was given, and a limit may be hit in the middle."""
     with files_of(2000), pytest.raises(OSError) as caught:
-        write_part(tmp_path / "x", {"x": whole(torch.randn(1000))})
+        write_part(tmp_path / "x", {"x": [whole(torch.randn(1000))]})
     assert caught.value.errno == errno.EFBIG and (tmp_path / "x").stat().st_size == 2000

@@ -9,7 +9,6 @@ from drover.model.attention.backend import Backend, Documents, Where
 from drover.model.attention.by_document import ByDocument
 from drover.model.attention.choosing import choose, load
 from drover.model.attention.flex import Flex, first_tokens, rule
-from drover.model.attention.layout import Layout, attend
 from drover.model.attention.sdpa import Sdpa
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
@@ -48,7 +47,7 @@ def inputs(rows, kv_heads=2, dtype=torch.float64):
 
 
 def attended(backend, three, rows, **known):
-    return attend(*three, Layout.of(None, backend, Documents(numbered(rows), **known), three[0].dtype))
+    return backend.attend(*three, backend.prepare(Documents(numbered(rows), **known), three[0].dtype))
 
 
 def names(backend):

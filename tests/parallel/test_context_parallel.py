@@ -8,9 +8,7 @@ import torch
 
 from drover.model.attention.backend import Documents, Where
 from drover.model.attention.choosing import choose
-from drover.model.attention.layout import Layout, attend
 from drover.model.attention.sdpa import Sdpa
-from drover.model.config import ModelConfig
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
@@ -41,13 +39,12 @@ def attended(ranks, kv_heads, window):
             return whole.gather(1, index.expand(-1, -1, *whole.shape[2:]))
 
         three = inputs(rows, kv_heads)
-        windowed = window is not None
-        expected = attend(*three, Layout.of(None, Sdpa(), Documents(numbered(rows)), torch.float64, window), windowed)
+        expected = Sdpa().attend(*three, Sdpa().prepare(Documents(numbered(rows), window=window), torch.float64))
         parts = [mine(whole.detach()).requires_grad_() for whole in three]
         context = ContextParallel(backend, mesh)
-        layout = Layout.of(None, context, Documents(mine(numbered(rows)[..., None, None])[..., 0, 0],
-                                                    [length for row in rows for length in row]), torch.float64, window)
-        found = attend(parts[0], *context.offer(*parts[1:]), layout, windowed)
+        documents = Documents(mine(numbered(rows)[..., None, None])[..., 0, 0],
+                              [length for row in rows for length in row], window)
+        found = context.attend(parts[0], *context.offer(*parts[1:]), context.prepare(documents, torch.float64))
         upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(expected, three, upstream)
         for ours, golden in zip((found, *torch.autograd.grad(found, parts, mine(upstream))), (expected, *gradients),
@@ -123,4 +120,4 @@ def test_backends_that_know_no_segments_are_not_taken():
     where = Where(CPU, torch.float32, compiled=False, head_dim=64, segmented=True)
     assert choose("auto", where).backend.name == "by_document"
     refused(UserError, r"'flex' knows no context parallelism\. Take auto, which is by_document here", choose_attention,
-            "flex", ModelConfig(), CPU, torch.float32, compiled=False, segmented=True)
+            "flex", where)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drover.pipeline.contract.input_check import committed, refuse_changed
+from drover.pipeline.contract.input_check import output, refuse_changed
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.token_shards import TokenShard
@@ -51,8 +51,7 @@ class Part:
         """UserError if the shard has changed since the stage encode wrote it."""
         if not self.shard.path.is_file():
             raise UserError(f"{self.shard.path} is missing. Run --stage encode again: it makes only what is missing.")
-        [expected] = committed(self.folder, [self.shard.record], "encode")
-        refuse_changed(expected)
+        refuse_changed(output(self.folder, self.shard.record, "encode"))
 
     def lengths(self) -> np.ndarray:
         """Exported tokens of each document."""

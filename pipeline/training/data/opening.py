@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, all_problems, listed
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
@@ -27,18 +27,17 @@ def read_shard_table(work: Work) -> ShardTable:
     return ShardTable.of(work.input("encode")[1].outputs)
 
 
-def open_training_data(work: Work, table: ShardTable | None = None, opener: Opener | None = None,
+def open_training_data(work: Work, table: ShardTable, opener: Opener | None = None,
                        planner: Planner | None = None) -> TrainingData:
     """The training split of the encode stage, in the order of the configuration's sources.
 
     Args:
-        table: its shards, if they are read already (`read_shard_table`). No shard is opened before it is used.
+        table: its shards (`read_shard_table`). No shard is opened before it is used.
         opener: opens them; None: as files of the encode stage.
         planner: makes the plans of a packing, on all ranks alike. None: plans are read from their files; a missing one
             is made elsewhere, with a message on stderr. This is for tools, which print results on stdout.
     """
     folder, manifest = work.input("encode")
-    table = read_shard_table(work) if table is None else table
     train, sources = work.config.train, work.config.shard.source_names
     packing = None if train.packing == "concatenate" else (
         work.folder / "packing", planner or (lambda planning: read(planning, partial(print, file=sys.stderr))))
@@ -46,7 +45,7 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
                         work.config.seed, table.content("train"), manifest.counts.get("vocab_size"), packing)
 
 
-def refuse_beyond(train: TrainConfig, data: TrainingData, say: Callable[[str], None]) -> None:
+def refuse_beyond(train: TrainConfig, data: TrainingData, say: Say) -> None:
     """Log what the plan will consume, if there are phases or a mixture; UserError if that is more than
     train.max_epochs allows."""
     if not train.phases and train.mixture is None and train.max_epochs is None:

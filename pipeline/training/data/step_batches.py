@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +10,9 @@ from numpy.typing import NDArray
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.core.console import say
+from drover.pipeline.core.console import Say, say
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.sampling.loader import Prefetcher
@@ -48,7 +48,7 @@ class StepBatches:
     """
 
     def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
-                 say: Callable[[str], None]) -> None:
+                 say: Say) -> None:
         self.config, self.grid, self.plan, self._of_phase = work.config, grid, plan, of_phase
         self.ranks, self.url, self.say = grid.ranks, work.config.train.tokens_from, say
         # Rank 0 reads the table, whose size grows with the shards, and broadcasts it. One rank checks each shard.
@@ -80,14 +80,14 @@ class StepBatches:
         """Seconds that the last step waited for its batch."""
         return self._loader.waited_s
 
-    def fields(self, tokens: int, padding: int) -> dict[str, Any]:
+    def fields(self, tokens: int, padding: int) -> Record:
         """Fields of a step's line about its batch of `tokens` tokens, and about this rank's reading so far."""
         found = {"padding_share": round(padding / tokens, 6)} if self.data.packings else {}
         if self.opener is not None:
             found |= {f"store_{name}": round(value, 4) for name, value in self.opener.figures.values().items()}
         return found
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Record:
         """Statistics of reading from the store, summed over ranks, for the final event. Called on all ranks alike."""
         if self.opener is None:
             return {}

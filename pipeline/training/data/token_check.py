@@ -13,11 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drover.pipeline.contract.input_check import output
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_sealed, renamed, write_sealed
+from drover.pipeline.core.files import Record, read_sealed, renamed, write_sealed
 from drover.pipeline.data.sampling.packing import forget
 from drover.pipeline.data.sampling.shard_checks import Damage, ShardChecks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, step_of
@@ -105,7 +105,7 @@ class TokenCheck(Hook):
                 forget(packing)
         raise UserError("\n".join([*(one.text for one in found), *self.ranks.by_leader(lambda: self._go_back(found))]))
 
-    def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
+    def on_step(self, loop: Loop, result: StepResult, record: Record) -> None:
         """See Hook."""
         record["shards_checked"] = self.checked
 

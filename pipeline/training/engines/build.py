@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from drover.model.attention.backend import Where
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
@@ -29,21 +30,21 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
 
     precision: the element type of `config.train.precision`, which must be decided (not `auto`).
     """
-    tp = config.parallel.tp
+    train, parallel, device = config.train, config.parallel, grid.ranks.device
     assert model.vocab_size is not None
-    if model.vocab_size % tp:
-        raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({tp}) does not divide. Set "
-                        f"model.vocab_size to a multiple (ids beyond the tokenizer's are never used), or another "
-                        f"parallel.tp.")
-    if config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv" and torch.__version__ < ZBV_TORCH:
+    if model.vocab_size % parallel.tp:
+        raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({parallel.tp}) does not "
+                        f"divide. Set model.vocab_size to a multiple (ids beyond the tokenizer's are never used), or "
+                        f"another parallel.tp.")
+    if parallel.pp > 1 and parallel.pp_schedule == "zbv" and torch.__version__ < ZBV_TORCH:
         raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot split "
                         f"the backward passes of these blocks. Use 1f1b or interleaved.")
-    refuse_without_compiler(config.train, grid.ranks.device)
-    refuse_without_fp8(config, grid.ranks.device)
-    attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
-                                 compiles(config.train, grid.ranks.device, config.parallel), grid.context > 1)
-    flash = choose_flash(config.train.flash, grid.ranks.device)
-    backend, train, parallel = attention.backend, config.train, config.parallel
+    refuse_without_compiler(train, device)
+    refuse_without_fp8(config, device)
+    where = Where(device, precision, compiles(train, device, parallel), model.head_width,
+                  model.sliding_window is not None, grid.context > 1)
+    attention, flash = choose_attention(train.attention, where), choose_flash(train.flash, device)
+    backend = attention.backend
     if grid.context > 1:
         from drover.pipeline.parallel.context_parallel import ContextParallel
         backend = ContextParallel(backend, grid.mesh["context"])
@@ -69,7 +70,6 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
             placed = place()
         engine = kind(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid, config)
     # Under context parallelism `part_of` already marks a whole sequence as one document.
-    engine.across_documents, engine.attention = train.across_documents and grid.context == 1, attention
-    engine.flash = flash
-    engine.windowed = model.sliding_window is not None
+    engine.across_documents = train.across_documents and grid.context == 1
+    engine.attention, engine.flash, engine.windowed = attention, flash, where.windowed
     return engine

@@ -21,7 +21,7 @@ from drover.model.loss import IGNORED
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces
 from drover.pipeline.parallel.attention import OWN
 from drover.pipeline.parallel.pipeline_parallel import parameter_names
 from drover.pipeline.training.guards import StepLimits
@@ -93,12 +93,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def gradients(self) -> dict[str, list[TensorShard]]:
+    def gradients(self) -> Pieces:
         """This rank's share of the gradients, summed over ranks and before clipping, by parameter; one that has none is
         missing. Only between the last backward pass of a step and its update."""
 
     @abstractmethod
-    def state_shards(self) -> dict[str, list[TensorShard]]:
+    def state_shards(self) -> Pieces:
         """This rank's share of weights and the optimizer's states, by name; each element of the whole is in one piece
         on one rank.
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, TensorShard
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult
 from drover.pipeline.training.guards import StepLimits
@@ -92,12 +92,12 @@ class FsdpEngine(Engine):
         dist.all_reduce(values)
         return values
 
-    def gradients(self) -> dict[str, list[TensorShard]]:
+    def gradients(self) -> Pieces:
         """See Engine. All ranks that hold the same rectangle return it."""
         return {name: [TensorShard(gradient, self.parts[name].offset, tuple(self.weights[name].shape))]
                 for name, gradient in self._gradients()}
 
-    def state_shards(self) -> dict[str, list[TensorShard]]:
+    def state_shards(self) -> Pieces:
         """See Engine. Replicated pieces are distributed among the ranks that hold them."""
         found = {}
         for name, kind, tensor in self._state():

@@ -19,7 +19,8 @@ from drover.model.llama import Llama
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.formats.shard_index import rectangles
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, TensorShard
+from drover.pipeline.formats.tensor_file import Dims
 from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.parallel.zero import spread_by_zero
@@ -27,21 +28,8 @@ from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepRe
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.optimizers.base import ElementwiseOptimizer
 
-Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
+Read = Callable[[str, str, Dims, Dims], Tensor]
 """(kind, name, offset, size) -> that rectangle."""
-
-
-def guard(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> torch.optim.Optimizer:
-    """Make the optimizer skip updates while `allowed` returns false. DeepSpeed calls `step` several times a step, once
-    its global norm is known, and has no hook for this decision."""
-    update = optimizer.step
-
-    def step(closure: Any = None) -> None:
-        if allowed():
-            update()
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]
-    return optimizer
 
 
 @dataclass(frozen=True)
@@ -71,8 +59,16 @@ class ZeroEngine(Engine):
         self.limits = StepLimits()
 
         def guarded(model: Llama) -> torch.optim.Optimizer:
+            """The optimizer, which skips updates beyond the limits. DeepSpeed calls `step` several times a step, once
+            its global norm is known, and has no hook for this decision."""
             self.optimizer = make_optimizer(model)
-            return guard(self.optimizer.torch, lambda: self._norm() <= self.limits.grad_norm)
+            inner, update = self.optimizer.torch, self.optimizer.torch.step
+
+            def step(closure: Any = None) -> None:
+                if self._norm() <= self.limits.grad_norm:
+                    update()
+            inner.step = step  # type: ignore[method-assign, assignment]
+            return inner
 
         self.zero: Any = spread_by_zero(model, ranks, precision, config.train, config.parallel, accumulation, attention,
                                         guarded)
@@ -113,7 +109,7 @@ class ZeroEngine(Engine):
         norm = float(self.zero.optimizer._global_grad_norm)
         return norm if norm >= 0 else float("nan")
 
-    def gradients(self) -> dict[str, list[TensorShard]]:
+    def gradients(self) -> Pieces:
         """See Engine."""
         found = {}
         for name, parameter in self.names.items():
@@ -128,9 +124,9 @@ class ZeroEngine(Engine):
             found[name] = _cut(flat.narrow(0, fragment.start if whole else 0, fragment.count), shape, fragment)
         return found
 
-    def state_shards(self) -> dict[str, list[TensorShard]]:
+    def state_shards(self) -> Pieces:
         """See Engine."""
-        found: dict[str, list[TensorShard]] = {}
+        found: Pieces = {}
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
             for kind, flat in self._flat(fragment).items():
@@ -190,7 +186,7 @@ class ZeroEngine(Engine):
         """See Engine. DeepSpeed reshards weights by itself."""
 
 
-def _cut(flat: Tensor, shape: tuple[int, ...], fragment: Fragment) -> list[TensorShard]:
+def _cut(flat: Tensor, shape: Dims, fragment: Fragment) -> list[TensorShard]:
     pieces, at = [], 0
     for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
         count = torch.Size(size).numel()

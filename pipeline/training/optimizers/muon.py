@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drover.model.loss import wide
 from drover.pipeline.config.optimizers import optimizer_settings
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
@@ -100,7 +101,7 @@ def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
     first, third, fifth = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     value = matrix.T if tall else matrix  # the products are of the shorter side
-    norm = torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(value, dtype=wide(value.dtype))
     value = value / norm.clamp(min=EPSILON).to(value.dtype)  # no singular value above 1
     for _ in range(iterations):
         square = value @ value.T

@@ -36,15 +36,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.state import now
 from drover.pipeline.core.background import BackgroundWorker
-from drover.pipeline.core.files import flush, read_record, write_json
+from drover.pipeline.core.console import Say
+from drover.pipeline.core.files import Record, flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """Fields of a step's record that are not drawn: they only count."""
@@ -68,13 +69,13 @@ GROUPS = {"validation_bpb": "validation/bits_per_byte", "gradient_norms": "norms
 class Sink(Protocol):
     """An open logger."""
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """One training step: the line of metrics.jsonl. `curves` returns the numbers in it."""
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """One sample text, generated after a step; `text` continues the prompt."""
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
+    def event(self, kind: str, details: Record) -> None:
         """An event: start, resume, checkpoint, stop, finish ..., as in events.jsonl."""
 
     def close(self) -> None:
@@ -112,7 +113,7 @@ class SinkSettings(Kind):
         """Open the logger. An error disables it."""
 
 
-def curves(record: Mapping[str, Any]) -> dict[str, float]:
+def curves(record: Record) -> dict[str, float]:
     """The curves of a step's record: every number under train/ or data/, and those of GROUPS.
 
     A NaN loss is text in the record, and is not drawn.
@@ -123,7 +124,7 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
                     for source, value in record.get(name, {}).items() if isinstance(value, (int, float))}
 
 
-def checkpoint_curves(kind: str, details: Mapping[str, Any]) -> dict[str, float]:
+def checkpoint_curves(kind: str, details: Record) -> dict[str, float]:
     """The curves of an event. For a checkpoint: seconds that training stalled, and seconds to write it. For its upload:
     seconds to upload, seconds from the checkpoint to its complete upload, and bytes."""
     shown = {"checkpoint": {"stall_s": "stall_s", "seconds": "seconds"},
@@ -162,11 +163,11 @@ class CurveSink:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log one point of each curve, by name."""
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """See Sink."""
         self.log(curves(record), record["step"])
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
+    def event(self, kind: str, details: Record) -> None:
         """See Sink."""
         if kind in ("finish", "stop"):
             self.ended = kind
@@ -231,7 +232,7 @@ class JsonLines:
                 file.truncate(file.tell() - len(line))
         return file
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """One training step."""
         self._write("metrics", record)
 
@@ -239,9 +240,9 @@ class JsonLines:
         """One sample text."""
         self._write("samples", {"step": step, "prompt": prompt, "text": text})
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
+    def event(self, kind: str, details: Record) -> None:
         """An event, with the time."""
-        self._write("events", {"event": kind, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **details})
+        self._write("events", {"event": kind, "time": now(), **details})
 
     def close(self) -> None:
         """Make everything durable."""
@@ -249,7 +250,7 @@ class JsonLines:
             flush(file)
             file.close()
 
-    def _write(self, name: str, record: dict[str, Any]) -> None:
+    def _write(self, name: str, record: Record) -> None:
         """Append one object, flushed so that a kill loses at most the last."""
         self._files[name].write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._files[name].flush()
@@ -276,7 +277,7 @@ class BackgroundSink:
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of the logger. Returns at once and raises nothing."""
-        if not self.failure and self._worker.put((method, arguments)) and not self.failure:
+        if not (self.failure or self._worker.put((method, arguments)) or self.failure):
             self._switch_off(f"it is {MOST_WAITING:,} calls behind")
 
     def close(self, until: float) -> None:
@@ -322,7 +323,7 @@ class TrainingLog:
     continues. Training relies on the JSON lines, so their errors stop it.
     """
 
-    def __init__(self, lines: JsonLines, about: About, sinks: list[Kind], say: Callable[[str], None]) -> None:
+    def __init__(self, lines: JsonLines, about: About, sinks: list[Kind], say: Say) -> None:
         self._lines, self._say = lines, say
         if lines.torn_bytes:
             say(f"cut {lines.torn_bytes} bytes of a line that a killed run left unfinished in its logs")
