@@ -239,11 +239,10 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
     for job in jobs:
         for text in _misfits(job, nodes, site):
             found.setdefault(text, []).append(job.key)
-    yield from (f"{', '.join(keys)}: {text}." for text, keys in found.items())
-    for job in jobs:
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
             yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before its end "
                    f"(launch.signal_s): no time would be left to train.")
+    yield from (f"{', '.join(keys)}: {text}." for text, keys in found.items())
     if site.jobs is not None and (count := queued(jobs)) > site.jobs:
         yield (f"{count} jobs would be queued, although no stage is divided; the site allows {site.jobs} "
                f"(launch.limits.jobs; without it, what Slurm says). Request fewer stages at a time (--stage), or fewer "

@@ -164,7 +164,7 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
             signal.signal(ending, signal.default_int_handler)
     try:
         nodes = 2 if sum(kind.nodes for kind in here) > 1 else 1
-        gpus = bool(max(kind.gpus for kind in here))
+        gpus = any(kind.gpus for kind in here)
         code, content = planned_snapshot(folder)
         take_snapshot(code, content)
         script = _script(name, nodes, gpus, launch, folder, code)
@@ -249,7 +249,7 @@ def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str
     cpu = next((kind for kind in kinds if not kind.gpus), None)
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits."]
     if gpu is not None:
-        per = gpu.cpus // max(1, gpu.gpus) if gpu.gpus else min(4, gpu.cpus)
+        per = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus)
         lines += [f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
                   f"cpus: {max(1, per)}  # {gpu.cpus} cores a node" + f", {gpu.gpus} GPUs" * bool(gpu.gpus),
                   'train: {mem: "0"}  # all memory of a node', 'evaluate: {mem: "0"}',

@@ -8,9 +8,7 @@ import re
 EXPECTED = ("", "None", "Dependency", "JobArrayTaskLimit", "Singleton")
 """Reasons that need no explanation: the job waits as planned."""
 FEWER = "; to continue sooner, cancel it and submit the same command with fewer --nodes"
-SHORTER = "a shorter launch.train.time may let it start before"
-ALONE = "it starts when some of them end, and never if it alone requests more{fewer}"
-NODES_GONE = "waits for nodes that are down, drained or reserved{nodes}; it starts when they are back{fewer}"
+ALONE = "it starts when some of them end, and never if it alone requests more"
 UNAVAILABLE = re.compile(r"UnavailableNodes:\s*([^)\s]+)")
 REASONS = (
     ("BeginTime", "was requeued, or may not start yet; Slurm starts a requeued job after about two minutes"),
@@ -28,10 +26,11 @@ REASONS = (
     ("PartitionTimeLimit", "will never run: it requests more time than the partition allows (launch.time)"),
     ("PartitionDown|PartitionInactive", "waits: its partition takes no jobs now; it starts when the administrators "
                                         "open it, or elsewhere with another launch.partition"),
-    ("ReqNodeNotAvail.*[Mm]aintenance", f"waits: nodes are reserved for maintenance, which would begin before the "
-                                        f"job's time limit; {SHORTER}"),
-    (r"ReservedForMaintenance", f"waits: nodes are reserved for maintenance; {SHORTER}"),
-    ("ReqNodeNotAvail|NodeDown|NodeNotAvail|Nodes required for job are DOWN", NODES_GONE),
+    ("ReqNodeNotAvail.*[Mm]aintenance|ReservedForMaintenance",
+     "waits: nodes are reserved for maintenance, which would begin before the job's time limit; a shorter "
+     "launch.train.time may let it start before"),
+    ("ReqNodeNotAvail|NodeDown|NodeNotAvail|Nodes required for job are DOWN",
+     "waits for nodes that are down, drained or reserved{nodes}; it starts when they are back{fewer}"),
     ("BadConstraints|.*constraints can not be satisfied", "will never run: no nodes of the partition fit its request "
                                                           "(launch.constraint, gpus_per_node, mem, cpus, extra)"),
     ("ReservationDeleted", "will never run: its reservation (launch.extra) no longer exists"),
@@ -51,9 +50,9 @@ REASONS = (
     (r"AssocGrp.*(Minutes|RunMinutes)|QOSGrp.*(Minutes|RunMinutes)|QOSUsageThreshold",
      "waits: the budget of the account or of the quality of service is used up; request more, or use another "
      "launch.account"),
-    (r"AssocGrp|Association|AssocMax", f"waits: the account's jobs have reached its limit; {ALONE}"),
-    ("QOSMax|QOSJobLimit", f"waits: your jobs have reached the quality of service's limit per user; {ALONE}"),
-    (r"QOS", f"waits: the jobs of its quality of service have reached the limit; {ALONE}"),
+    (r"AssocGrp|Association|AssocMax", "waits: the account's jobs have reached its limit; {alone}{fewer}"),
+    ("QOSMax|QOSJobLimit", "waits: your jobs have reached the quality of service's limit per user; {alone}{fewer}"),
+    (r"QOS", "waits: the jobs of its quality of service have reached the limit; {alone}{fewer}"),
     ("Cleaning|Prolog", "is being prepared, or cleaned up after its last start"),
     ("JobLaunchFailure|SystemFailure", "could not be started; Slurm tries again, or `scontrol show job {job}` shows "
                                        "the reason"),
@@ -70,7 +69,7 @@ REFUSALS = (
     ("qos spec|QOS|nvalid account", "set launch.account and launch.qos; `sacctmgr show associations user=$USER "
                                     "format=account,partition,qos` shows yours"),
     (OUT_OF_MEMORY, "set launch.mem: without it a job gets what the site gives by default, which is too little"),
-    ("[Pp]rolog", "the site's own test of a node failed: tell the administrators (`sinfo -R` shows the node)"),
+    ("[Pp]rolog", "the site's own test of a node failed: ask the administrators (`sinfo -R` shows the node)"),
     ("Memory required", "set launch.mem, launch.train.mem and launch.evaluate.mem to what the partition allows "
                         "(`scontrol show partition`: MaxMemPerNode, MaxMemPerCPU)"),
     ("feature spec|generic resource|node config", "no nodes of the partition fit (launch.constraint, gpus_per_node, "
@@ -93,7 +92,7 @@ def meaning(reason: str, job: str = "", *, several: bool = False) -> str:
         return (f"waits; Slurm gives the reason {reason}, which `scontrol show job {job}` and JOB REASON CODES in "
                 f"`man squeue` explain")
     gone = UNAVAILABLE.search(reason)
-    return text.format(job=job, nodes=f" ({gone[1]})" if gone else "", fewer=FEWER if several else "")
+    return text.format(job=job, nodes=f" ({gone[1]})" if gone else "", alone=ALONE, fewer=FEWER if several else "")
 
 
 def refusal(said: str, otherwise: str) -> tuple[str, str]:

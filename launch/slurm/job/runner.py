@@ -263,7 +263,7 @@ class Runner:
         words = last_lines(folder, end.rank, self.spec.tasks_per_node, 25)
         if end.exit_code is None:
             words = ["it used more memory than the job requested (launch.mem, launch.<stage>.mem)"] * bool(
-                re.search(OUT_OF_MEMORY, "\n".join([end.cause, *words])))
+                re.search(OUT_OF_MEMORY, str([end.cause, *words])))
         end = replace(end, cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words[-1:])])))
         return Outcome(
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
@@ -347,7 +347,7 @@ class Runner:
         their nodes to do nothing. If it is done, what comes after them waits for this job instead. They stay while the
         submission is not complete, or if Slurm refuses."""
         later, chain = self._later_links(), read_chain(self.run_folder)
-        if self.part or not later or chain is None or len(chain.jobs) < chain.planned:
+        if self.part or not later or chain is None or chain.partial:
             return
         waiting = [job.id for job in chain.jobs if done and later[-1] in job.dependencies]
         problems = [self.scheduler.wait_for_another(job, later[-1], self.here.name) for job in waiting]

@@ -111,8 +111,8 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         mine = Scheduler().mine()
         queued = [found.id for found in mine or () if found.comment.split(" ")[0] == token(job.chain, job.key)]
         if not queued:
-            why, advice = refusal(str(error), "to run without Slurm, on this machine, use --cluster local")
-            why = why or f"sbatch did not answer within {SBATCH_S} s"
+            why, advice = refusal(str(error).strip() or f"sbatch did not answer within {SBATCH_S} s",
+                                  "to run without Slurm, on this machine, use --cluster local")
             if mine is None:
                 why += f"; squeue does not answer, so the job may be queued: `drover cancel {config.folder}` finds it"
             raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
