@@ -122,7 +122,7 @@ def _stage(stage: str, texts: list[str], place: Path, run: str, *settings: str) 
     sources = [{"kind": "files", "name": "text", "paths": [f"{folder}/*.jsonl"]}]
     config = place / f"{run}.yaml"
     config.write_text(json.dumps({"name": run, "runs_dir": str(place), "launch": {"processes": PROCESSES},
-                                  "shard": {"shard_mb": 4, "sources": sources, "heldout_share": 0.05}}))
+                                  "shard": {"shard_mb": 4, "sources": sources, "validation_share": 0.05}}))
     return [sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(config), *settings]
 
 

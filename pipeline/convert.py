@@ -45,7 +45,7 @@ def _convert(work: Work) -> None:
     import torch
 
     from drover.pipeline.config.shapes import export_problem
-    from drover.pipeline.data.stored.opening import heldout_file
+    from drover.pipeline.data.stored.opening import validation_file
     from drover.pipeline.formats.base import reader
     from drover.pipeline.formats.huggingface import Source, huggingface_files, write_folder
     from drover.pipeline.formats.weights import MeanWeights
@@ -63,7 +63,7 @@ def _convert(work: Work) -> None:
     work.check([*work.committed("tokenizer"), *work.committed(
         "train", chosen=lambda record: record["path"] == FILE or record["path"].startswith(
             f"{trained.counts['checkpoint']}/")),
-        *work.committed("encode", chosen=heldout_file(work.config, work.input("encode")[0]))])
+        *work.committed("encode", chosen=validation_file(work.config, work.input("encode")[0]))])
     others = [train_folder / CHECKPOINTS / checkpoint_name(step) for step in work.config.convert.average]
     work.check([expected for other in others if other != checkpoint for expected in _files_of(other)])
     config = work.config.model.model_copy(update={"vocab_size": trained.counts["vocab_size"]})
@@ -124,7 +124,7 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[st
 
     compared = compare_folder(folder, config, read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
-    ids, texts = _heldout(work)
+    ids, texts = _validation(work)
     return_freed_memory()
     found = compare_logits(folder, config, read, ids)
     work.say(f"transformers computes it block by block ({config.layers} layers): {found.sentence}")
@@ -146,7 +146,7 @@ def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any
     return {"documents_compared": len(texts)}
 
 
-def _heldout(work: Work) -> tuple[Any, list[str]]:
+def _validation(work: Work) -> tuple[Any, list[str]]:
     """Text for the comparison: a window of validation tokens (1, length), and the texts of their documents. Without a
     validation split, training text."""
     import torch
@@ -157,7 +157,7 @@ def _heldout(work: Work) -> tuple[Any, list[str]]:
     folder, manifest = work.input("encode")
     length = min(CHECKED_TOKENS, work.config.model.context_length)
     found, texts, tokenizer = [], [], _tokenizer(work)
-    split = "heldout" if any(record.get("split") == "heldout" for record in manifest.outputs) else "train"
+    split = "validation" if any(record.get("split") == "validation" for record in manifest.outputs) else "train"
     table = ShardTable.of(manifest.outputs)
     opener = opener_of(work.config, folder, table, work.say)
     for shard in (shard for source in work.config.shard.sources

@@ -50,10 +50,10 @@ def encode(work: Work) -> None:
     work.check(work.committed("tokenizer"))
     vocabulary = vocabulary_record(tokenizer)
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
-    records = [record for split in ("train", "heldout") for record in shard_records(manifest, split)]
+    records = [record for split in ("train", "validation") for record in shard_records(manifest, split)]
     work.say(f"{sum(record['text_bytes'] for record in records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
-    fast = admitted(work, tokenizer, made.counts, shards, shard_records(manifest, "heldout"))
+    fast = admitted(work, tokenizer, made.counts, shards, shard_records(manifest, "validation"))
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
     units = [Unit(shard_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]

@@ -37,7 +37,7 @@ def evaluate(work: Work) -> None:
     from drover.pipeline.contract.stages import STAGES
     from drover.pipeline.contract.tasks import UNITS
     from drover.pipeline.evaluation.baselines import Baselines
-    from drover.pipeline.evaluation.heldout import wanted_texts
+    from drover.pipeline.evaluation.validation import wanted_texts
     from drover.pipeline.evaluation.kept import Kept
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     from drover.pipeline.training.rank_agreement import RankAgreement
@@ -48,14 +48,14 @@ def evaluate(work: Work) -> None:
         inputs = work.check(_read_here(work, ranks))
         opened = _load(work, ranks)
         kept = Kept(work.folder / UNITS / "measured", code_hashes(STAGES[work.name]), ranks, work.say)
-        of_what = _deciding(work, "shard encode", "heldout_tokens compressed_mb")
+        of_what = _deciding(work, "shard encode", "validation_tokens compressed_mb")
         # The baselines are computed in the background, unless earlier results are kept.
         wanted = None if kept.has("baselines", of_what) else ranks.by_leader(lambda: wanted_texts(work), share=False)
         with Baselines(ranks, *work.input("shard"), wanted or {}, TRAINING_BYTES,
                        int(work.config.evaluate.compressed_mb * 1e6)) as compared:
-            heldout = kept.get(
-                "held-out text", _deciding(work, "encode convert", "heldout_tokens sequence_length dtype"),
-                lambda: measure_heldout(work, ranks, opened))
+            validation = kept.get(
+                "held-out text", _deciding(work, "encode convert", "validation_tokens sequence_length dtype"),
+                lambda: measure_validation(work, ranks, opened))
             texts = kept.get(
                 "continuations", _deciding(work, "tokenizer convert", "prompts prompt_tokens temperature top_p dtype"),
                 lambda: continue_prompts(work, ranks, opened))
@@ -63,13 +63,13 @@ def evaluate(work: Work) -> None:
             if work.config.evaluate.contamination:
                 look_for_items(work, ranks, kept, tasks)
             try:
-                heldout["baselines"] = kept.get("baselines", of_what, compared.result)
+                validation["baselines"] = kept.get("baselines", of_what, compared.result)
             except UserError:  # on every rank: the text has changed or is damaged; report a damaged input first
                 _prove_inputs(ranks, inputs, kept)
                 raise
         _prove_inputs(ranks, inputs, kept)
         if ranks.leads:
-            _write(work, ranks, opened, {"heldout": heldout, "tasks": tasks, "continuations": texts}, kept.seconds)
+            _write(work, ranks, opened, {"validation": validation, "tasks": tasks, "continuations": texts}, kept.seconds)
         ranks.barrier()  # the others end when the stage is committed
     finally:
         stop_ranks()
@@ -86,10 +86,10 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
 
     Training text is not hashed: only beginnings of shards are read, and each document is compared with its own hash.
     """
-    from drover.pipeline.data.stored.opening import heldout_file
+    from drover.pipeline.data.stored.opening import validation_file
     files = [*work.committed("convert", "tokenizer"), *work.outside(),
-             *work.committed("shard", chosen=lambda record: record.get("split") == "heldout"),
-             *work.committed("encode", chosen=heldout_file(work.config, work.input("encode")[0]))]
+             *work.committed("shard", chosen=lambda record: record.get("split") == "validation"),
+             *work.committed("encode", chosen=validation_file(work.config, work.input("encode")[0]))]
     return files[ranks.rank::ranks.world]
 
 
@@ -120,19 +120,19 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
         raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
 
 
-def measure_heldout(work: Work, ranks: Ranks, opened: OpenedModel) -> dict[str, Any]:
-    """The loss on each source's validation text, and how much text was measured; see `results.heldout_results`. Every
+def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel) -> dict[str, Any]:
+    """The loss on each source's validation text, and how much text was measured; see `results.validation_results`. Every
     rank reads the documents of its own batches."""
     from drover.pipeline.data.chosen_documents import ChosenDocuments
-    from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-    from drover.pipeline.evaluation.heldout import chosen_documents, heldout_shards
+    from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
+    from drover.pipeline.evaluation.validation import chosen_documents, validation_shards
 
     chosen = ranks.by_leader(lambda: chosen_documents(work))
-    shards = heldout_shards(work, chosen)
-    texts = {source: HeldoutText(ChosenDocuments(shards[source], documents), int(documents.text_bytes.sum()),
+    shards = validation_shards(work, chosen)
+    texts = {source: ValidationText(ChosenDocuments(shards[source], documents), int(documents.text_bytes.sum()),
                                  documents.lengths.tolist())
              for source, documents in chosen.items()}
-    batches = HeldoutBatches(texts, batch=work.config.evaluate.batch, length=window_length(work, opened),
+    batches = ValidationBatches(texts, batch=work.config.evaluate.batch, length=window_length(work, opened),
                              rank=ranks.rank, world=ranks.world)
     found = measure(lambda tokens, labels, documents, positions: opened.model(
         tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device,
@@ -141,7 +141,7 @@ def measure_heldout(work: Work, ranks: Ranks, opened: OpenedModel) -> dict[str, 
         "nats": found[source].nats, "targets": found[source].targets, "bytes": found[source].text_bytes,
         "documents": len(documents), "tokens": int(documents.lengths.sum()), "of_documents": documents.of_documents,
         "of_tokens": documents.of_tokens} for source, documents in chosen.items()},
-        "without_heldout_text": [source.name for source in work.config.shard.sources if source.name not in chosen]}
+        "without_validation_text": [source.name for source in work.config.shard.sources if source.name not in chosen]}
 
 
 def window_length(work: Work, opened: OpenedModel) -> int:
@@ -227,9 +227,9 @@ def _write(work: Work, ranks: Ranks, opened: OpenedModel, found: dict[str, Any],
     for line in said:
         work.say(line)
     outputs = [output_record(work.folder, work.folder / name) for name in ("results.json", "results.md")]
-    total = results["heldout"]["overall"]
-    work.commit(outputs, {"bits_per_byte": total["bits_per_byte"], "heldout_tokens": total["targets"],
-                          "heldout_bytes": total["bytes"], "tasks": len(results["tasks"]), "ranks": ranks.world,
+    total = results["validation"]["overall"]
+    work.commit(outputs, {"bits_per_byte": total["bits_per_byte"], "validation_tokens": total["targets"],
+                          "validation_bytes": total["bytes"], "tasks": len(results["tasks"]), "ranks": ranks.world,
                           "dp_shard": opened.placed.shards, "device": str(ranks.device.type),
                           "device_name": ranks.device_name, "seconds": seconds})
 

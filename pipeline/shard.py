@@ -6,7 +6,7 @@ digests (`drover.pipeline.data.planning`) then sort and match them in partitions
 and in which split and shard. Last, each shard is written as a unit. No pass holds the corpus in memory. Each pass has
 units for processes and for several nodes. Documents keep the order of sources, file names and records, so the bytes
 depend on the input only, not on the number of processes or on interruptions. The validation split is chosen after the
-reading, by the digests or by the sizes of all documents (`shard.heldout_rule`). Filters come first, so that documents
+reading, by the digests or by the sizes of all documents (`shard.validation_rule`). Filters come first, so that documents
 are compared, hashed and split by the text that is trained on.
 """
 
@@ -160,7 +160,7 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
     """UserError if too much was unreadable, or if a source or split is empty. No shard is written before."""
     config, problems = work.config.shard, []
     for source, own in counts["sources"].items():
-        if own["train"] + own["heldout"] == 0:
+        if own["train"] + own["validation"] == 0:
             problems.append(f"source {source} yields no documents: {own['documents_in']:,} read, of which "
                             f"{_counted(own['dropped'])}, {own['rejected']:,} unreadable{_first(work.folder, source)}. "
                             f"Correct the source{' or shard.filters' if config.filters else ''}, or leave it out.")
@@ -177,18 +177,18 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
                             f"names all of them. Repair or remove them, or raise shard.max_rejected_share: the same "
                             f"command then continues.")
             break
-    documents = counts["train"] + counts["heldout"]
+    documents = counts["train"] + counts["validation"]
     more = "or give more documents; a `separator` makes many of one text file."
-    if documents == 1 and config.heldout_rule == "hash":
+    if documents == 1 and config.validation_rule == "hash":
         problems.append("the corpus is a single document, which cannot be used for both training and validation. Cut "
                         "it into documents with the source's `separator`, use its end for validation "
-                        "(shard.heldout_rule: tail), or give more files.")
-    elif documents and not counts["heldout"]:
-        problems.append(f"none of the {documents:,} documents is in the validation split. shard.heldout_share is "
-                        f"{config.heldout_share:g}. Raise it (for example to {min(0.5, 5 / documents):.2g}), {more}")
+                        "(shard.validation_rule: tail), or give more files.")
+    elif documents and not counts["validation"]:
+        problems.append(f"none of the {documents:,} documents is in the validation split. shard.validation_share is "
+                        f"{config.validation_share:g}. Raise it (for example to {min(0.5, 5 / documents):.2g}), {more}")
     elif documents and not counts["train"]:
-        problems.append(f"all of the {documents:,} documents are in the validation split. shard.heldout_share is "
-                        f"{config.heldout_share:g}. Lower it, {more}")
+        problems.append(f"all of the {documents:,} documents are in the validation split. shard.validation_share is "
+                        f"{config.validation_share:g}. Lower it, {more}")
     if problems:
         raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 
@@ -217,7 +217,7 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
         for split, word in zip(SPLITS, ("train", "validation"), strict=True):
             if not own[split]:
                 work.say(f"warning: source {source} has no {word} document ({own['train']} train, "
-                         f"{own['heldout']} validation); shard.heldout_share is {work.config.shard.heldout_share:g}")
+                         f"{own['validation']} validation); shard.validation_share is {work.config.shard.validation_share:g}")
         for field, found in counts["cards"][source].get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {found['in']:,} of {found['of']:,} documents")
     if counts["rejected"]:
@@ -228,7 +228,7 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
                  f"{own['changed']:,} changed")
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
     shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
-    work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
+    work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['validation']:,} "
              f"validation + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
              f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
     for name, tasks in counts.get("contamination", {}).items():

@@ -52,11 +52,11 @@ def make_tokenizer(work: Work) -> None:
     """Make one tokenizer from the training split, or take a ready one, and verify it on validation documents."""
     shards, manifest = work.input("shard")
     work.check(work.outside())
-    train, heldout = (shard_records(manifest, split) for split in ("train", "heldout"))
+    train, validation = (shard_records(manifest, split) for split in ("train", "validation"))
     made = _made(work, shards, train)
     tokenizer = load_tokenizer(work.folder)
 
-    checked = beginnings_by_source(heldout, work.config.tokenizer.check_mb * 1e6)
+    checked = beginnings_by_source(validation, work.config.tokenizer.check_mb * 1e6)
     units = [_check_unit(place(shards, work.folder), record, tokenizer, limit)
              for record, limit in (*checked, *beginnings(train, LOOK_BYTES))]
     checks = work.do_units("check", units, check_shard, "shards")
@@ -64,21 +64,21 @@ def make_tokenizer(work: Work) -> None:
     refuse_failures(whole, [failure for check in checks for failure in check["failures"]])
 
     tallies = {source: summed(check["tally"] for check, (record, _) in zip(checks, checked, strict=False)
-                              if record["source"] == source) for source in {record["source"] for record in heldout}}
+                              if record["source"] == source) for source in {record["source"] for record in validation}}
     seen = set().union(*(from_bitmap(check["seen"]) for check in checks))
     marks = manifest.counts.get("documents_with_u2581", 0) if loses_marks(tokenizer) else 0
     report = described(tokenizer, tallies, summed(check["tally"] for check in checks[len(checked):]), seen, marks,
-                       sum(record["docs"] for record in heldout))
+                       sum(record["docs"] for record in validation))
     write_json(work.folder / "report.json", report)
     outputs = [*made["outputs"], output_record(work.folder, work.folder / "report.json")]
     speed = whole["text_bytes"] / 1e6 / max(1e-9, sum(check["encode_s"] for check in checks))
     if marks:
-        work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['heldout']:,} documents have the character "
+        work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['validation']:,} documents have the character "
                  f"U+2581 (\u2581), sentencepiece's own sign for a space: it is decoded as a space. If this matters, "
                  f"use tokenizer.kind tiktoken, huggingface or byte")
     counts = _told(work, tokenizer, report, made["sample"], speed)
     if work.config.encode.encoder != "reference":
-        counts[COUNT] = verdict(work.folder, shards, heldout)
+        counts[COUNT] = verdict(work.folder, shards, validation)
     work.commit(outputs, counts)
 
 
@@ -164,13 +164,13 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
     work.say(f"around each document: {bos} ({tokenizer.bos_id}) before it, {eos} ({tokenizer.eos_id}) after it")
     notable = (("literal_marks", "but for U+2581, which came back as a space"), ("nul_documents", "with NUL"),
                ("cut_documents", "encoded in parts"))
-    some = f" of {report['heldout_documents']:,}" if "heldout_documents" in report else ""
+    some = f" of {report['validation_documents']:,}" if "validation_documents" in report else ""
     work.say(f"{total['documents']:,}{some} validation and {report['training_sample']['documents']:,} training "
              f"documents: all read back, all with equal ids in hf/tokenizer.json"
              + "".join(f"; {total[name]:,} validation documents {words}" for name, words in notable if total[name]))
     return {"kind": tokenizer.kind, "vocab_size": tokenizer.size, "used": tokenizer.used,
             "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "sha256": tokenizer.sha256,
-            "trained_on": sample, "heldout": total, "documents_with_u2581_as_space": report["marks_as_spaces"],
+            "trained_on": sample, "validation": total, "documents_with_u2581_as_space": report["marks_as_spaces"],
             "unused_pieces": report["unused_pieces"],
             "encode_mb_per_s": round(speed, 3)}
 

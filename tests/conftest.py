@@ -36,13 +36,13 @@ needs_compiler = pytest.mark.skipif(
 
 MINI = {
     "name": "mini",
-    "shard": {"shard_mb": 0.03, "heldout_share": 0.1},
+    "shard": {"shard_mb": 0.03, "validation_share": 0.1},
     "tokenizer": {"vocab_size": 768, "train_mb": 1.0},
     "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "context_length": 128},
     "train": {"steps": 12, "sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4, "lr": 0.01,
-              "warmup_steps": 3, "heldout_every": 4, "heldout_tokens": 2000, "sample_every": 6, "sample_tokens": 8,
+              "warmup_steps": 3, "validation_every": 4, "validation_tokens": 2000, "sample_every": 6, "sample_tokens": 8,
               "prompts": ["def ", "import "], "checkpoint": {"every_steps": 4}},
-    "evaluate": {"heldout_tokens": 4000, "prompts": ["def "], "prompt_tokens": 8},
+    "evaluate": {"validation_tokens": 4000, "prompts": ["def "], "prompt_tokens": 8},
     "launch": {"processes": 2},
 }
 

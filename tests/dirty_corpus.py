@@ -110,10 +110,10 @@ def every_pass(folder: Path) -> dict[str, Any]:
         "sources": [{"kind": "files", "name": "web", "paths": [f"{texts}/web/*"], "id_field": "id"},
                     {"kind": "files", "name": "books", "paths": [f"{texts}/books.txt"], "separator": "\n=====\n"},
                     {"kind": "files", "name": "tables", "paths": [f"{texts}/*.parquet"], "id_field": "id"}],
-        "filters": [{"kind": "length", "least_words": 20}, {"kind": "gopher_repetition"},
+        "filters": [{"kind": "length", "min_words": 20}, {"kind": "gopher_repetition"},
                     {"kind": "decontamination", "files": [{"path": f"{folder}/evaluation/questions.jsonl",
                                                            "task": "questions", "fields": ["question", "answer"]}]}],
-        "shard_mb": 0.02, "heldout_share": 0.1, "max_document_mb": 0.2, "max_rejected_share": 0.2,
+        "shard_mb": 0.02, "validation_share": 0.1, "max_document_mb": 0.2, "max_rejected_share": 0.2,
         "keep_dropped": True, "near_duplicates": {"verify": 0.7}}
 
 

@@ -33,7 +33,7 @@ def extended(tmp_path_factory, corpus):
     (texts / "loud.txt").write_text("ALL OF THIS IS SHOUTED, EVERY LAST WORD OF IT.\n" * 20)
     (texts / "eager.txt").write_text("It goes on and on!!! " * 40)
     demo = write_config(home, texts, name="demo", runs_dir=str(home / "runs"),
-                        train={"steps": 6, "warmup_steps": 2, "lr": 0.05, "heldout_every": 6, "sample_every": 6})
+                        train={"steps": 6, "warmup_steps": 2, "lr": 0.05, "validation_every": 6, "sample_every": 6})
     demo.rename(home / "configs/demo.yaml")
     for name, text in FILES.items():
         (home / "configs" / name).write_text(text)

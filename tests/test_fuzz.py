@@ -78,7 +78,7 @@ def _config(folder: Path) -> None:
     (folder / "c.yaml").write_text("""
 base: base.yaml
 name: a
-shard: {sources: [{kind: files, name: t, paths: [t.txt]}], filters: [{kind: length, least_words: 2}]}
+shard: {sources: [{kind: files, name: t, paths: [t.txt]}], filters: [{kind: length, min_words: 2}]}
 model: &model {dim: 96, context_length: 512, rope_scaling: {factor: 8, original_context_length: 256}}
 train: {phases: [{until: 819200, mixture: {t: 1}}, {until: 1474560, lr: 0.1}]}
 launch: {train: {nodes: 2}, setup: [module load x]}
@@ -150,7 +150,7 @@ def _read_token_shards(folder: Path) -> None:
     if manifest is None:
         return
     table = ShardTable.of(manifest.outputs)
-    for split in ("train", "heldout"):
+    for split in ("train", "validation"):
         for shard in open_shards(encode, table, split):
             if shard.size_problem():
                 continue

@@ -48,7 +48,7 @@ def home(tmp_path_factory, corpus):
     folder = checkout(tmp_path_factory.mktemp("home"))
     shutil.copytree(REPOSITORY / "configs/tasks", folder / "configs/tasks")
     path = write_config(folder, corpus, name="demo", runs_dir="runs", evaluate={"tasks": ["python_line"]},
-                        train={"steps": 30, "warmup_steps": 5, "heldout_every": 10, "micro_batch": 8})
+                        train={"steps": 30, "warmup_steps": 5, "validation_every": 10, "micro_batch": 8})
     path.rename(folder / "configs/demo.yaml")
     mine = yaml.safe_load(re.search(r"```yaml\n# configs/mine.yaml\n(.*?)```", README, re.DOTALL)[1])
     (folder / "configs/mine.yaml").write_text(yaml.safe_dump(mine))
@@ -105,7 +105,7 @@ def test_the_first_run_ends_with_a_report(demo):
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stdout + result.stderr
     assert WHOLE_CHAIN == "drover run --config configs/demo.yaml --cluster local"
     assert result.stdout.rstrip().endswith("report: runs/demo/report.html")
-    overall = json.loads((folder / "evaluate/results.json").read_text())["heldout"]["overall"]
+    overall = json.loads((folder / "evaluate/results.json").read_text())["validation"]["overall"]
     assert f"{overall['bits_per_byte']:.3f}" in (folder / "report.html").read_text()
     metrics = read_metrics(folder / "train/metrics.jsonl")
     assert metrics[-1]["loss"] < 0.75 * metrics[0]["loss"]

@@ -22,7 +22,7 @@ def test_the_models_are_no_larger_than_nanogpts(name, layers, width):
     assert (config.model.layers, config.model.heads, config.model.dim) == (layers, layers, width)
     parameters = config.model.model_copy(update={"vocab_size": ROWS}).parameter_count
     assert 0.95 * gpt_parameters(layers, width) < parameters <= gpt_parameters(layers, width)
-    assert (config.shard.heldout_rule, config.shard.heldout_share) == ("tail", 0.1)
+    assert (config.shard.validation_rule, config.shard.validation_share) == ("tail", 0.1)
 
 
 def test_the_small_one_sees_as_many_tokens_as_nanogpts():

@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     {name: section for name, section in MINI.items() if name not in ("name", "shard", "evaluate")})
     config["shard"]["sources"][0]["dataset"] = "data/stories"
     config["evaluate"] |= {"prompt_tokens": 8}
-    config["shard"] |= {"heldout_share": 0.05, "shard_mb": 0.1}
+    config["shard"] |= {"validation_share": 0.05, "shard_mb": 0.1}
     (folder / CONFIG).write_text(yaml.safe_dump(config))
     return folder
 

@@ -1,7 +1,7 @@
 """Compare models on the same items: a table of scores, paired differences with their significance, and plots.
 
     drover compare --models runs/demo runs/trial/convert/hf --tasks python_line --to compared
-    drover compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
+    drover compare --checkpoints runs/demo --tasks python_line --validation runs/demo --to over_time
 
 A model is a run (its export or, before that is made, its newest checkpoint), a training checkpoint inside a run, or a
 Llama in Hugging Face form. --to receives comparison.json, comparison.md, the result of every item and, with
@@ -77,9 +77,9 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="names of tasks")
     parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
                         metavar="FOLDER", help="where they are looked for (default: configs/tasks)")
-    parser.add_argument("--heldout", type=find_run, metavar="RUN",
+    parser.add_argument("--validation", type=find_run, metavar="RUN",
                         help="also bits per byte of this run's validation text")
-    parser.add_argument("--heldout-documents", type=int, metavar="N",
+    parser.add_argument("--validation-documents", type=int, metavar="N",
                         help="only the first N documents of each source (default: all)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N items of each task (default: all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
@@ -103,14 +103,14 @@ def _candidates(options: argparse.Namespace) -> list[Candidate]:
 
 
 def _conditions(options: argparse.Namespace) -> Conditions:
-    refuse_low(options, "limit", "batch", "length", "heldout_documents")
-    if not options.tasks and options.heldout is None:
-        raise UserError("There is nothing to measure: give --tasks, --heldout or both.")
+    refuse_low(options, "limit", "batch", "length", "validation_documents")
+    if not options.tasks and options.validation is None:
+        raise UserError("There is nothing to measure: give --tasks, --validation or both.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
-    heldout = None if options.heldout is None else run_in(options.heldout)
+    validation = None if options.validation is None else run_in(options.validation)
     settings = EvaluateConfig(task_limit=options.limit, dtype=options.dtype, batch=options.batch,
                               sequence_length=options.length, bootstrap_iters=options.bootstrap_iters)
-    return Conditions(tasks, settings, heldout, options.heldout_documents)
+    return Conditions(tasks, settings, validation, options.validation_documents)
 
 
 def compare(candidates: Sequence[Candidate], conditions: Conditions, options: argparse.Namespace,

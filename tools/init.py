@@ -185,7 +185,7 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     place = glob.escape(str(corpus.folder.resolve()))
     patterns = [f"{place}/**/*{ending}" for ending in sorted(corpus.endings)]
     few = corpus.files < FEW_DOCUMENTS
-    heldout = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
+    validation = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
     rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
     prompts = corpus.prompts or ["The "]
     vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
@@ -198,8 +198,8 @@ shard:
   sources:
     - {{kind: files, name: text, paths: {_flow(patterns)}}}
   shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
-  heldout_share: {heldout:.2g}
-  heldout_rule: {rule}
+  validation_share: {validation:.2g}
+  validation_rule: {rule}
 
 tokenizer:
   {vocabulary}
@@ -221,7 +221,7 @@ train:   # {tokens_text(proposal.tokens)} tokens, {proposal.limit}; beyond {EPOC
   optimizer: {'muon' if muon else 'adamw'}
   lr: {lr:.2g}
   warmup_steps: {max(1, steps // 20)}
-  heldout_every: {max(1, steps // 4)}
+  validation_every: {max(1, steps // 4)}
   sample_every: {max(1, steps // 2)}
   prompts: {_flow(prompts)}
   checkpoint: {{every_steps: {max(1, steps // 4)}}}

@@ -48,11 +48,11 @@ def windows(reference: Sequence[Record], found: Sequence[Record]) -> list[tuple[
                                                         for side in (0, 1))) for part in parts]
 
 
-def heldout(reference: Sequence[Record], found: Sequence[Record]) -> dict[str, tuple[float, float]]:
+def validation(reference: Sequence[Record], found: Sequence[Record]) -> dict[str, tuple[float, float]]:
     """Bits per byte of each source at the last step at which both runs measured it: (reference, found)."""
-    theirs = {record["step"]: record.get("heldout_bpb", {}) for record in reference}
+    theirs = {record["step"]: record.get("validation_bpb", {}) for record in reference}
     return {source: (theirs[record["step"]][source], bits) for record in found
-            for source, bits in record.get("heldout_bpb", {}).items() if source in theirs.get(record["step"], {})}
+            for source, bits in record.get("validation_bpb", {}).items() if source in theirs.get(record["step"], {})}
 
 
 def report(reference: Sequence[Record], found: Sequence[Record], band: float) -> tuple[list[str], bool]:
@@ -68,7 +68,7 @@ def report(reference: Sequence[Record], found: Sequence[Record], band: float) ->
                      f"{', BEYOND' * (not within)}")
     for number, (first, last, theirs, ours) in enumerate(windows(reference, found)):
         judge(f"steps {first} to {last}: loss", theirs, ours, judged=number >= WINDOWS // 5)
-    measured = heldout(reference, found)
+    measured = validation(reference, found)
     for source, (theirs, ours) in measured.items():
         judge(f"validation text {source}:", theirs, ours, " bits per byte")
     if not measured:

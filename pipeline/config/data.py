@@ -104,7 +104,7 @@ class NearDuplicates(Section):
     verify: float | None = Field(None, gt=0, le=1)
     """Drop a near-duplicate only if its Jaccard similarity to a kept document of its component is at least this. Else
     it is kept, too. The similarity is computed on shingles of 3 `words`. null: keep one document of each component.
-    With `heldout_rule: hash`, all kept documents of a component are in the same split."""
+    With `validation_rule: hash`, all kept documents of a component are in the same split."""
 
 
 class ShardConfig(Section):
@@ -115,16 +115,16 @@ class ShardConfig(Section):
     shard_mb: PositiveFloat = 64.0
     """Text per shard in MB (10^6 bytes). `encode` works shard by shard: choose a size that gives many shards per
     process."""
-    heldout_share: float = Field(0.01, gt=0, lt=1)
-    """Share of the corpus in the validation set, on which no step trains. `heldout_rule` defines what it is a share
+    validation_share: float = Field(0.01, gt=0, lt=1)
+    """Share of the corpus in the validation set, on which no step trains. `validation_rule` defines what it is a share
     of."""
-    heldout_rule: Literal["hash", "tail"] = "hash"
-    """How the validation set is chosen. `hash`: heldout_share of the documents, chosen by the hash of each text. Equal
-    texts always fall into the same split. `tail`: heldout_share of the characters of each source, from its end. Its
+    validation_rule: Literal["hash", "tail"] = "hash"
+    """How the validation set is chosen. `hash`: validation_share of the documents, chosen by the hash of each text. Equal
+    texts always fall into the same split. `tail`: validation_share of the characters of each source, from its end. Its
     documents are in order (files by name, then records), without duplicates. Of n characters the first int(n * (1 -
     share)) are trained on. The document at the border is cut in two. Use `tail` for one long text."""
     drop_duplicates: bool = True
-    """Exact deduplication: keep only one of the documents with equal text, over all sources. Without it, `heldout_rule:
+    """Exact deduplication: keep only one of the documents with equal text, over all sources. Without it, `validation_rule:
     tail` can put one text into both splits."""
     keep_duplicate: Literal["first", "last"] = added("first")
     """Which of several duplicates or near-duplicates stays, in the order of sources, files and records. Use `last` if
@@ -134,7 +134,7 @@ class ShardConfig(Section):
     names the kept document for each dropped one, exact duplicates included."""
     filters: list[DocumentFilter] = added([])
     """Filters that drop or change documents, in this order, before deduplication. Each item has a `kind` and the
-    settings of that kind, as in {kind: length, least_words: 20}. The kinds are length, repetition, characters, masking,
+    settings of that kind, as in {kind: length, min_words: 20}. The kinds are length, repetition, characters, masking,
     c4, gopher_quality, gopher_repetition, fineweb_quality, language, encoding_repair, normalization and
     decontamination. Write my_module:MyFilter for one of your own. An item's `name` appears in the counts; null: its
     kind. docs/data.md describes all kinds."""

@@ -28,7 +28,7 @@ class ConvertConfig(Section):
 class EvaluateConfig(Section):
     """Stage 6: validation bits per byte, tasks, continuations."""
 
-    heldout_tokens: PositiveInt | None = 4_194_304
+    validation_tokens: PositiveInt | None = 4_194_304
     """Validation tokens to measure per source; null: all. Whole documents are taken in the order of their keys, which
     are hashes. Runs on the same text shards and vocabulary therefore measure the same documents. Results state how many
     of how many were measured. If you change it, only this part is measured again."""

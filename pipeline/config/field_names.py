@@ -39,7 +39,7 @@ ELSEWHERE = {
     "train.compile": "torch_compile",
     "train.loader_threads": "num_workers dataloader_num_workers",
     "train.log_every": "log_interval logging_steps log_freq log_every_n_steps",
-    "train.heldout_every": "eval_every eval_interval eval_steps val_check_interval val_interval",
+    "train.validation_every": "eval_every eval_interval eval_steps val_check_interval val_interval",
     "train.checkpoint.every_steps": "save_every save_steps save_interval checkpoint_every checkpoint_interval",
     "train.checkpoint.keep": "save_total_limit keep_last keep_latest_k",
     "train.guards": "spike_detection",

@@ -1,7 +1,7 @@
 """Settings with a `kind`: a name from a table of built-in classes, or `my_module:MyClass` for a class of your own.
 
-A kind is a class that holds its own settings: `{kind: length, least_characters: 200}` becomes a
-`Length(least_characters=200)`. Settings of built-in kinds are checked when a configuration is read, with file and line.
+A kind is a class that holds its own settings: `{kind: length, min_characters: 200}` becomes a
+`Length(min_characters=200)`. Settings of built-in kinds are checked when a configuration is read, with file and line.
 A module of your own is imported only shortly before its class is used. Programs that merely inspect a run therefore
 execute none of its code.
 """

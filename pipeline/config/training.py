@@ -305,9 +305,9 @@ class TrainConfig(Section):
     hooks: list[TrainingHook] = execution([])
     """Your own hooks of the training loop, for example guards. Each is my_module:MyHook, with its settings.
     pipeline/training/hooks.py shows how to write one."""
-    heldout_every: PositiveInt = execution(100)
+    validation_every: PositiveInt = execution(100)
     """Steps between two measurements of validation bits per byte. The last step is measured too."""
-    heldout_tokens: PositiveInt = execution(65536)
+    validation_tokens: PositiveInt = execution(65536)
     """Validation tokens to measure per source. Whole documents are taken, always the same ones."""
     sample_every: PositiveInt = execution(200)
     """Steps between two sets of sample texts. The last step writes one too."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Manifest
 
 SUFFIX = ".json"
-SPLITS = ("train", "heldout")
+SPLITS = ("train", "validation")
 BLOCK = tarfile.BLOCKSIZE
 END = bytes(2 * BLOCK)
 """Ends a tar."""

@@ -29,7 +29,7 @@ import numpy as np
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.orphans import end_with_parent
-from drover.pipeline.evaluation.heldout import Wanted, byte_counts, read_texts, training_byte_counts
+from drover.pipeline.evaluation.validation import Wanted, byte_counts, read_texts, training_byte_counts
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks

@@ -35,7 +35,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class HeldoutText:
+class ValidationText:
     """The validation documents of one source.
 
     Attributes:
@@ -58,7 +58,7 @@ class TextPiece:
     stop: int
 
 
-class HeldoutBatch(NamedTuple):
+class ValidationBatch(NamedTuple):
     """Windows ready for the model.
 
     windows: their numbers among all windows, (windows,) int64; empty for a batch that only keeps ranks in step. inputs:
@@ -69,7 +69,7 @@ class HeldoutBatch(NamedTuple):
     inputs: tuple[Tensor, ...]
 
 
-class HeldoutBatches:
+class ValidationBatches:
     """This rank's share of the batches; every rank has the same number of them, because a sharded model needs all
     ranks in each forward pass. Documents are read for the batch that holds them, so a rank holds what it is measuring.
 
@@ -80,7 +80,7 @@ class HeldoutBatches:
         rank, world: this process among all.
     """
 
-    def __init__(self, texts: Mapping[str, HeldoutText], *, length: int, batch: int, rank: int = 0,
+    def __init__(self, texts: Mapping[str, ValidationText], *, length: int, batch: int, rank: int = 0,
                  world: int = 1) -> None:
         self.texts, self.length, self.batch, self.rank, self.world = dict(texts), length, batch, rank, world
         self._windows: list[tuple[str, list[TextPiece]]] = []
@@ -111,12 +111,12 @@ class HeldoutBatches:
     def __len__(self) -> int:
         return math.ceil(math.ceil(len(self._windows) / self.batch) / self.world)
 
-    def __iter__(self) -> Iterator[HeldoutBatch]:
+    def __iter__(self) -> Iterator[ValidationBatch]:
         for turn in range(len(self)):
             first = self._first(turn)
             yield self._build(range(first, min(first + self.batch, len(self._windows))))
 
-    def _build(self, windows: range) -> HeldoutBatch:
+    def _build(self, windows: range) -> ValidationBatch:
         shape = (max(1, len(windows)), self.length)
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         documents, positions = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
@@ -130,7 +130,7 @@ class HeldoutBatches:
                 documents[row, place] = number
                 positions[row, place] = np.arange(piece.stop - piece.start)
                 at = place.stop
-        return HeldoutBatch(torch.tensor(windows, dtype=torch.int64),
+        return ValidationBatch(torch.tensor(windows, dtype=torch.int64),
                             tuple(map(torch.from_numpy, (tokens, labels, documents, positions))))
 
 
@@ -150,7 +150,7 @@ def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
 
 
 @torch.no_grad()
-def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | str = "cpu",
+def measure(forward: Forward, batches: ValidationBatches, device: torch.device | str = "cpu",
             copies: int = 1, together: AbstractContextManager[Any] | None = None) -> dict[str, Measurement]:
     """Nats, targets and bytes of each source, the same on every rank.
 

@@ -41,13 +41,13 @@ class Conditions:
     Attributes:
         tasks: to measure, in this order.
         settings: how, as the stage evaluate has it: task_limit, dtype, batch, sequence_length, bootstrap_iters.
-        heldout: the run whose validation documents are measured; None: none.
+        validation: the run whose validation documents are measured; None: none.
         documents: validation documents per source; None: all.
     """
 
     tasks: Sequence[TaskFile]
     settings: EvaluateConfig
-    heldout: Run | None = None
+    validation: Run | None = None
     documents: int | None = None
 
 
@@ -58,7 +58,7 @@ def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ra
     ranks: share the requests. log: file for the harness's messages. UserError if the windows exceed the model's
     context.
     """
-    settings, heldout = conditions.settings, conditions.heldout
+    settings, validation = conditions.settings, conditions.validation
 
     @cache
     def harness() -> HarnessModel:
@@ -86,27 +86,27 @@ def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ra
         decides = {**own, "task": [[name, sha256_file(path)] for name, path in task.inputs()],
                    "limit": settings.task_limit, "bootstrap_iters": settings.bootstrap_iters}
         found[task.name] = kept.get(f"{candidate.name} {task.name}", decides, partial(by_task, task))
-    if heldout is not None:
-        decides = {**own, "text": heldout.finished("shard").digest, "documents": conditions.documents}
-        found[f"validation text of {heldout.config.name}"] = kept.get(
-            f"{candidate.name} validation text", decides, lambda: _heldout(harness(), heldout, conditions.documents))
+    if validation is not None:
+        decides = {**own, "text": validation.finished("shard").digest, "documents": conditions.documents}
+        found[f"validation text of {validation.config.name}"] = kept.get(
+            f"{candidate.name} validation text", decides, lambda: _validation(harness(), validation, conditions.documents))
     return found
 
 
-def _heldout(harness: HarnessModel, run: Run, documents: int | None) -> Record:
+def _validation(harness: HarnessModel, run: Run, documents: int | None) -> Record:
     """Bits per byte on a run's validation documents, as in the stage evaluate. Each model uses its own tokenizer; the
     bytes are the same. UserError if there are none."""
     from drover.pipeline.data.text_shards import read_shard, shard_records
 
     folder, manifest = run.stage_folder("shard"), run.finished("shard")
     texts: dict[str, str] = {}
-    for source in dict.fromkeys(record["source"] for record in shard_records(manifest, "heldout")):
-        records = sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"]))
+    for source in dict.fromkeys(record["source"] for record in shard_records(manifest, "validation")):
+        records = sorted(shard_records(manifest, "validation", source), key=lambda record: str(record["path"]))
         read = (document for record in records for document in read_shard(folder, record))
         texts |= {f"{source}/{document.key}": document.text for document in islice(read, documents)}
     if not texts:
-        raise UserError(f"The run {run.folder} has no validation text. Omit --heldout, or give a run with "
-                        f"shard.heldout_share above 0.")
+        raise UserError(f"The run {run.folder} has no validation text. Omit --validation, or give a run with "
+                        f"shard.validation_share above 0.")
     ids = [[harness.prefix_token_id, *harness.tok_encode(text), harness.eot_token_id] for text in texts.values()]
     items = [(-value / math.log(2), float(len(text.encode())))
              for value, text in zip(harness.documents(ids), texts.values(), strict=True)]

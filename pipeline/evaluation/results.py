@@ -35,17 +35,17 @@ DEFINITIONS = {
 }
 
 
-def heldout_results(found: Record) -> Record:
-    """The section `heldout` of results.json. found: `sources`, the exact sums by name; `baselines`, the result of
-    `baselines.compare`; `without_heldout_text`, the sources without validation text."""
+def validation_results(found: Record) -> Record:
+    """The section `validation` of results.json. found: `sources`, the exact sums by name; `baselines`, the result of
+    `baselines.compare`; `without_validation_text`, the sources without validation text."""
     sources, compared = found["sources"], found["baselines"]
     everything = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
     whole = compared[OVERALL] if len(sources) > 1 else next(iter(compared.values()))
-    return {"sources": {name: _heldout_entry(counts, compared[name]) for name, counts in sources.items()},
-            "overall": _heldout_entry(everything, whole), "without_heldout_text": found["without_heldout_text"]}
+    return {"sources": {name: _validation_entry(counts, compared[name]) for name, counts in sources.items()},
+            "overall": _validation_entry(everything, whole), "without_validation_text": found["without_validation_text"]}
 
 
-def _heldout_entry(counts: Record, compared: dict[str, float]) -> Record:
+def _validation_entry(counts: Record, compared: dict[str, float]) -> Record:
     """One source, or all of them."""
     found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
     return rounded({
@@ -72,7 +72,7 @@ def as_json(config: Config, model: ModelConfig, window: int, found: Record) -> R
         "format": FORMAT,
         "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
                   "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
-        "heldout": {**heldout_results(found["heldout"]), "window": window}, "tasks": tasks,
+        "validation": {**validation_results(found["validation"]), "window": window}, "tasks": tasks,
         "continuations": found["continuations"],
         "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
@@ -88,16 +88,16 @@ def library_versions() -> dict[str, str]:
 
 def say_results(results: Record) -> Iterator[str]:
     """A summary of the stage in a few lines."""
-    total = results["heldout"]["overall"]
+    total = results["validation"]["overall"]
     others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
     yield f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); {others}"
-    for name, entry in results["heldout"]["sources"].items():
+    for name, entry in results["validation"]["sources"].items():
         if entry["documents"] < entry["of_documents"]:
-            yield f"{name}: measured on {_share(entry)}; evaluate.heldout_tokens=null takes all"
+            yield f"{name}: measured on {_share(entry)}; evaluate.validation_tokens=null takes all"
         if entry["compressed_bytes"] < entry["bytes"]:
             yield (f"{name}: gzip and xz were given the first {entry['compressed_bytes']:,} of {entry['bytes']:,} "
                    f"bytes (evaluate.compressed_mb)")
-    for source in results["heldout"]["without_heldout_text"]:
+    for source in results["validation"]["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
         shown = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())

@@ -183,7 +183,7 @@ def only_kept_differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
     def rest(fingerprint: dict[str, Any]) -> dict[str, Any]:
         settings = {name: value for name, value in fingerprint["config"]["evaluate"].items()
-                    if name not in ("tasks", "contamination", "heldout_tokens", "compressed_mb")}
+                    if name not in ("tasks", "contamination", "validation_tokens", "compressed_mb")}
         return {**fingerprint, "config": {**fingerprint["config"], "evaluate": settings},
                 "files": {name: digest for name, digest in fingerprint["files"].items() if name.startswith(both)}}
     return rest(old) == rest(new)

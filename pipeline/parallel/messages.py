@@ -23,7 +23,7 @@ from drover.pipeline.core.errors import UserError
 MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
         "Rollback": "drover.pipeline.records.rollbacks", "Damage": "drover.pipeline.data.sampling.shard_checks",
         "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
-        "HeldoutText": "drover.pipeline.evaluation.bits_per_byte",
+        "ValidationText": "drover.pipeline.evaluation.bits_per_byte",
         "DamagedCopyError": "drover.pipeline.storage.mirror",
         "UserError": "drover.pipeline.core.errors", "OSError": "builtins", "RuntimeError": "builtins"}
 """The classes of records and errors that ranks send each other, and the module of each."""

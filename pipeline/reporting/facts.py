@@ -70,9 +70,9 @@ class Facts:
         return self.manifests[stage].wall_s + sum(self.earlier.get(stage, ()))
 
     @property
-    def heldout(self) -> Record:
+    def validation(self) -> Record:
         """The results of evaluate on validation text; empty if there is none."""
-        return self.results.get("heldout", {})
+        return self.results.get("validation", {})
 
     @property
     def updates(self) -> list[Record]:

@@ -27,7 +27,7 @@ COUNT = "fast_encoder"
 FUZZ_STRINGS = 6000
 RUN_CHARACTERS = (17, 65, 257, 30_000)
 """Lengths of the runs of one kind of character; Llama 3's tokenizer cuts the longest."""
-HELDOUT_BYTES = 4_000_000
+VALIDATION_BYTES = 4_000_000
 """Bytes of validation text that are compared."""
 ODD = (
     "", " ", "a", "  two  spaces  ", "tabs\tand\r\nline ends\r\rhere\n\n\n    indented", "nul \0 inside\0",
@@ -46,13 +46,13 @@ BLANKS = 9 * " \n\t\r\u2581'0"
 """Repeated, so that about a quarter of the characters of a random string are of these."""
 
 
-def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, heldout: Sequence[dict[str, Any]],
+def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, validation: Sequence[dict[str, Any]],
              ) -> str | None:
     """The version of the fast encoder if it is used; None if the reference is. The choice is printed.
 
     Args:
         tokenizer: folder of the tokenizer stage, `counts` those of its manifest.
-        heldout: records of validation text shards in `shards`, for a test if that stage has none of this version.
+        validation: records of validation text shards in `shards`, for a test if that stage has none of this version.
 
     Raises:
         UserError: encode.encoder asks for the fast one, and it is missing or gives other ids.
@@ -61,7 +61,7 @@ def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, 
     if wanted != "reference":
         found = counts.get(COUNT, {})
         if found.get("versions") != _versions():
-            found = verdict(tokenizer, shards, heldout)
+            found = verdict(tokenizer, shards, validation)
         version, problem = found["versions"][NAME], found["problem"]
         if not problem:
             work.say(f"{NAME} {version} encodes: equal ids to {kind} on {found['texts']:,} validation documents and "
@@ -73,13 +73,13 @@ def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, 
     return None
 
 
-def verdict(tokenizer: Path, shards: Path, heldout: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def verdict(tokenizer: Path, shards: Path, validation: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Compare the fast encoder with the finished tokenizer in a folder. Returns `versions` of all libraries, the number
     of `texts` with equal ids, and the `problem` if a text has other ids or there is no such encoder."""
     reference, texts, problem = load_tokenizer(tokenizer), 0, ""
     try:
         encoder = FastEncoder(reference, tokenizer)
-        compared = [*odd_strings(reference), *(document.text for record, limit in beginnings(heldout, HELDOUT_BYTES)
+        compared = [*odd_strings(reference), *(document.text for record, limit in beginnings(validation, VALIDATION_BYTES)
                                                for document in documents_of(shards, record, limit))]
         refuse_other_ids(encoder, reference, compared)
         texts = len(compared)

@@ -15,7 +15,7 @@ _SHARES = (("bytes_per_token", "text_bytes", "tokens"), ("characters_per_token",
 
 
 def described(tokenizer: Tokenizer, tallies: Mapping[str, Mapping[str, int]], sample: Mapping[str, int],
-              seen: set[int], marks: int, heldout: int) -> dict[str, Any]:
+              seen: set[int], marks: int, validation: int) -> dict[str, Any]:
     """The report as JSON; the same text and vocabulary give the same report.
 
     Args:
@@ -23,14 +23,14 @@ def described(tokenizer: Tokenizer, tallies: Mapping[str, Mapping[str, int]], sa
         sample: sums of the training documents that were checked, too.
         seen: ids that occurred in any of them.
         marks: documents of all text whose U+2581 is decoded as a space.
-        heldout: number of validation documents; reported if not all of them were checked.
+        validation: number of validation documents; reported if not all of them were checked.
     """
     total = summed(tallies.values())
     pieces = [token for token in range(tokenizer.used) if token not in tokenizer.special_ids
               and token not in tokenizer.byte_fallback_ids and token != tokenizer.unk_id]
     unused = [token for token in pieces if token not in seen]
     longest = sorted(pieces, key=lambda token: (-len(tokenizer.token_bytes(token)), token))
-    some = {"heldout_documents": heldout} if total["documents"] < heldout else {}
+    some = {"validation_documents": validation} if total["documents"] < validation else {}
     return {"kind": tokenizer.kind, "size": tokenizer.size, "used": tokenizer.used, **some,
             "special_ids": len(tokenizer.special_ids),
             "pieces": len(pieces), "unused_pieces": len(unused),

@@ -470,7 +470,7 @@ class Loop:
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
             **packing_facts(self.data), **self.guards.counters(), "token_shards_checked": self.tokens.checked,
             "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
-            "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
+            "validation_bpb": metrics[-1].get("validation_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
 
     def _consumed(self, metrics: list[dict[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from drover.model.generate import generate
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.shard_table import open_shards
-from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
 from drover.pipeline.parallel.compiling import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import whole_losses
 from drover.pipeline.parallel.grid import own
@@ -66,16 +66,16 @@ class Validation(Hook):
     every rank and for every number of ranks, up to rounding."""
 
     def __init__(self, loop: Loop) -> None:
-        texts = loop.ranks.by_leader(lambda: heldout_texts(loop))
+        texts = loop.ranks.by_leader(lambda: validation_texts(loop))
         first = loop.batch_of_phase[0]  # the first phase's length in all phases, so that the values form one curve
-        self.batches = HeldoutBatches(texts, length=first.sequence_length, batch=first.micro_batch,
+        self.batches = ValidationBatches(texts, length=first.sequence_length, batch=first.micro_batch,
                                       rank=loop.grid.data_rank, world=loop.grid.data_ranks)
         self.batches.keep_own()
         self._first = True  # it may have to compile
 
     def look(self, loop: Loop) -> dict[str, Any]:
         """Validation bits per byte of each source. NaN is logged and omitted."""
-        if not loop.due(loop.config.train.heldout_every):
+        if not loop.due(loop.config.train.validation_every):
             return {}
         model, grid = loop.engine.model, loop.grid
 
@@ -93,17 +93,17 @@ class Validation(Hook):
         found = {source: result.bits_per_byte for source, result in measured.items()}
         if missing := [source for source, bits in found.items() if not math.isfinite(bits)]:
             loop.say(f"after step {loop.progress.step} the validation loss on {', '.join(missing)} is NaN")
-        return {"heldout_bpb": {source: bits for source, bits in found.items() if source not in missing}}
+        return {"validation_bpb": {source: bits for source, bits in found.items() if source not in missing}}
 
 
-def heldout_texts(loop: Loop) -> dict[str, HeldoutText]:
+def validation_texts(loop: Loop) -> dict[str, ValidationText]:
     """The validation text by source. Called on rank 0, which broadcasts it."""
     folder, found = loop.work.input("encode")[0], {}
     for source in loop.config.shard.sources:
-        shards = open_shards(folder, loop.batches.table, "heldout", source.name, loop.batches.opener)
-        chosen = choose(shards, loop.config.train.heldout_tokens)
+        shards = open_shards(folder, loop.batches.table, "validation", source.name, loop.batches.opener)
+        chosen = choose(shards, loop.config.train.validation_tokens)
         if len(chosen):
-            found[source.name] = HeldoutText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
+            found[source.name] = ValidationText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
     return found
 
 

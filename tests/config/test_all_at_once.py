@@ -61,7 +61,7 @@ train: {steps: 50, warmup_steps: 7, batch_tokens: 960, sequence_length: 96, samp
         compile: false, activation_checkpointing: selective, recomputed_blocks: 6, max_epochs: {web: 2},
         guards: {hang_minutes: 1}, init_from: a}
 shard: {sources: [{kind: files, name: web, paths: [x.txt]}], keep_dropped: true, near_duplicates: {},
-        filters: [{kind: length, least_words: 3}]}
+        filters: [{kind: length, min_words: 3}]}
 parallel: {tp: 3, pp: 2, pp_schedule: zbv, reshard: never, timeout_minutes: 4, reduce: last, dp_shard: 4,
            dp_replicate: -1}
 tokenizer: {kind: byte}

@@ -38,17 +38,17 @@ def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_o
 def test_a_changed_setting_is_refused_until_drift_is_accepted_which_leaves_its_trace(place, refusal):
     """In every stage that follows, those that were made before included; and the report is made again."""
     assert call(place, "shard", copy_corpus) == call(place, "tokenizer", count_bytes) == 0
-    report, other = place / "runs/a/report", "shard.heldout_share=0.5"
+    report, other = place / "runs/a/report", "shard.validation_share=0.5"
     report.mkdir()
     read_manifest(place / "runs/a/tokenizer").write(report)
     for stage in ("shard", "tokenizer"):
-        assert "shard.heldout_share: 0.01 -> 0.5" in refusal(stage, other)
+        assert "shard.validation_share: 0.01 -> 0.5" in refusal(stage, other)
     assert call(place, "shard", never, other, "--accept-drift") == 0 and read_manifest(report) is None
     assert call(place, "shard", never, other) == call(place, "tokenizer", never, other) == 0  # once is enough
     assert call(place, "encode", count_bytes_again, other) == 0
     for stage in ("shard", "tokenizer", "encode"):
         assert read_manifest(place / "runs/a" / stage).drift == [
-            {"stage": "shard", "differences": ["shard.heldout_share: 0.01 -> 0.5"]}]
+            {"stage": "shard", "differences": ["shard.validation_share: 0.01 -> 0.5"]}]
 
 
 def test_outputs_that_do_not_read_back_are_not_committed_and_a_damaged_manifest_is_named(place, refusal):
@@ -94,7 +94,7 @@ def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses
     made = read_manifest(place / "runs/b/tokenizer")
     assert made.fingerprint["inputs"]["shard"] == read_manifest(place / "runs/a/shard").digest
     assert call(place, "shard", never, "name=c", through) == call(place, "tokenizer", never, "name=c", through) == 0
-    for *arguments, said in (("name=b", reuse, "shard.heldout_share=0.5", "shard.heldout_share: 0.01 -> 0.5"),
+    for *arguments, said in (("name=b", reuse, "shard.validation_share=0.5", "shard.validation_share: 0.01 -> 0.5"),
                              ("name=b", f"reuse={place}/runs/nothing", "holds no run"),
                              (reuse, "this same run"), (through, "this same run")):
         assert said in refusal("tokenizer", *arguments)

@@ -93,9 +93,9 @@ def test_parts_of_a_corrected_input_start_afresh_together(twelve):
         assert "Latin-1" in twelve.run("--part", f"{index}/2", status=2, REFUSE="1")
     assert read_state(twelve.folder) is None
     (twelve.folder / "left.txt").touch()
-    for part in [twelve.start("--part", f"{index}/2", "shard.heldout_share=0.5") for index in range(2)]:
+    for part in [twelve.start("--part", f"{index}/2", "shard.validation_share=0.5") for index in range(2)]:
         ended(part)
-    twelve.run("shard.heldout_share=0.5")
+    twelve.run("shard.validation_share=0.5")
     assert twelve.units() == Counter(range(12)) and not (twelve.folder / "left.txt").exists()
 
 
@@ -108,7 +108,7 @@ def test_parts_of_other_settings_are_not_done(twelve):
     def done(*overrides, parts=13):
         return done_parts(Run(load_config(twelve.place / "c.yaml", list(overrides))), "shard", parts, "read")
     assert done() == done("launch.processes=2") == {11, 12}
-    assert done(parts=2) == done("shard.heldout_share=0.5") == done("name=b") == set()
+    assert done(parts=2) == done("shard.validation_share=0.5") == done("name=b") == set()
     (twelve.place / "corpus.txt").write_text("other text\n")
     assert done() == set()
 

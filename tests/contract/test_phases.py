@@ -86,7 +86,7 @@ def test_phases_in_parts_each_once_the_one_before_is_done_make_what_one_run_make
     assert contents(count.folder("b")) == ours and (one.outputs, one.counts) == (other.outputs, other.counts)
 
 
-OTHER = "shard.heldout_share=0.5"
+OTHER = "shard.validation_share=0.5"
 
 
 def marks(count):
@@ -101,7 +101,7 @@ def test_a_refusal_that_is_none_of_the_input_gives_no_leave_to_remove_units(coun
             capsys.readouterr()
             assert count(OTHER, *arguments) == 2
             told = capsys.readouterr().err
-            assert "was started with other" in told and "shard.heldout_share: 0.01 -> 0.5" in told
+            assert "was started with other" in told and "shard.validation_share: 0.01 -> 0.5" in told
     assert count("--part", "0/2") == 0
     assert count("--part", "0/2", "--phase", "sort") == 2  # it cannot begin
     others_are_refused()
@@ -127,7 +127,7 @@ def test_what_is_removed_after_a_refused_input_is_told_and_a_part_that_goes_on_f
     capsys.readouterr()
     assert count(OTHER) == 0
     [told] = [line for line in capsys.readouterr().out.splitlines() if "finished units that are removed" in line]
-    assert "shard.heldout_share: 0.01 -> 0.5" in told and told.endswith("removed: 49")
+    assert "shard.validation_share: 0.01 -> 0.5" in told and told.endswith("removed: 49")
     assert count.made["n-00000"] == 2
 
 

@@ -48,14 +48,14 @@ def test_the_state_of_a_finished_stage_is_made_right(place):
     assert call(place, "shard", never) == 0 and state(place) == ("done", None)
     write_state(path.parent, "running")  # killed between the manifest and this
     assert call(place, "shard", never) == 0 and state(place) == ("done", None)
-    assert call(place, "shard", never, "shard.heldout_share=0.5") == 2 and state(place) == ("failed", None)
-    assert call(place, "shard", never, "shard.heldout_share=0.5", "--accept-drift") == 0
+    assert call(place, "shard", never, "shard.validation_share=0.5") == 2 and state(place) == ("failed", None)
+    assert call(place, "shard", never, "shard.validation_share=0.5", "--accept-drift") == 0
     assert state(place) == ("done", None)
     path.write_text("{")  # torn
     held = lock(place / "runs/a", "shard")
-    assert call(place, "shard", never, "shard.heldout_share=0.5") == 0 and path.read_text() == "{"  # others have it
+    assert call(place, "shard", never, "shard.validation_share=0.5") == 0 and path.read_text() == "{"  # others have it
     held.close()
-    assert call(place, "shard", never, "shard.heldout_share=0.5") == 0 and state(place) == ("done", None)
+    assert call(place, "shard", never, "shard.validation_share=0.5") == 0 and state(place) == ("done", None)
 
 
 def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):

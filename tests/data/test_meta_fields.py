@@ -21,7 +21,7 @@ def test_fields_are_counted_over_all_units_and_one_of_no_record_is_refused(tmp_p
         records[0] |= {"text": ""} | ({"rare": 1} if number == 3 else {})
         write_jsonl(tmp_path / f"{number}.jsonl", [*records, ["no object"]])
     config = write_config(tmp_path, [files_source("web", tmp_path / "*.jsonl", meta_fields=["url", "ulr"])],
-                          shard_mb=0.001, heldout_share=0.2, max_rejected_share=0.5)
+                          shard_mb=0.001, validation_share=0.2, max_rejected_share=0.5)
     assert run(config) == 2
     told = said(capsys)
     assert "source web: none of the 80 records that could be read has a field named ulr" in told
@@ -39,7 +39,7 @@ def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, kind, 
     for number in range(2):
         (tmp_path / f"in/{number}.{kind.split()[0]}").write_bytes(file_bytes(kind, tmp_path))
     source = files_source("tables", tmp_path / "in" / "*", meta_fields=["name", "lang"])
-    config = write_config(tmp_path, [source], heldout_share=0.2, max_rejected_share=1.0)
+    config = write_config(tmp_path, [source], validation_share=0.2, max_rejected_share=1.0)
     assert run(config) == 2
     told = said(capsys)
     assert "source tables: none of its 2 files has a column named lang; the columns of 1." in told

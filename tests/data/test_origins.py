@@ -20,7 +20,7 @@ def corpus(folder):
         write_jsonl(folder / "in" / name, [{"id": f"{name}-{number}", "text": f"{name} {number} " + draw.randbytes(
             draw.randrange(words)).hex()} for number in range(count)])
     return write_config(folder, [files_source("web", folder / "in/*.jsonl", id_field="id")], shard_mb=0.1,
-                        heldout_share=0.2, heldout_rule="tail")
+                        validation_share=0.2, validation_rule="tail")
 
 
 def test_file_and_record_of_every_document(tmp_path, monkeypatch):

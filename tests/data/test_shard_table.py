@@ -37,7 +37,7 @@ def opened(monkeypatch):
 def make_shards(folder, count):
     """Records of real shards of both sources, in an order that is not that of their paths."""
     draw = np.random.default_rng(0)
-    return write_shards(folder, [(f"{'train' if number % 5 else 'heldout'}/{SOURCES[number % 2]}-{count - number:05d}",
+    return write_shards(folder, [(f"{'train' if number % 5 else 'validation'}/{SOURCES[number % 2]}-{count - number:05d}",
                                   [draw.integers(0, 500, length) for length in draw.integers(0, 40, 7)])
                                  for number in range(count)])
 
@@ -58,7 +58,7 @@ def test_a_table_says_of_each_shard_what_its_record_does(tmp_path):
     table, kept = ShardTable.of(records), ("path", "sha256", "split", "source", "dtype", *NUMBERS)
     assert [table.record(row) for row in range(len(table))] == [{key: record[key] for key in kept}
                                                                 for record in records]
-    for split, source in product(("train", "heldout"), (*SOURCES, None)):
+    for split, source in product(("train", "validation"), (*SOURCES, None)):
         assert [shard.record["path"] for shard in open_shards(tmp_path, table, split, source)] == sorted(
             record["path"] for record in records if record["split"] == split and source in (None, record["source"]))
     empty = ShardTable.of([])

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from drover.pipeline.evaluation.baselines import baselines
-from drover.pipeline.evaluation.heldout import byte_counts
+from drover.pipeline.evaluation.validation import byte_counts
 
 
 def test_unigram_and_entropy_by_hand():

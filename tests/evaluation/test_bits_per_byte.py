@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drover.pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure
+from drover.pipeline.evaluation.bits_per_byte import IGNORED, ValidationBatches, ValidationText, measure
 from drover.pipeline.evaluation.measurement import Measurement
 
 VOCABULARY = 50
@@ -23,9 +23,9 @@ def uniform(tokens, labels, documents, positions):
 
 def test_a_uniform_model_needs_log2_of_the_vocabulary_for_each_token():
     lengths, sizes, targets = {"a": [2, 9, 40, 17, 1], "b": [33], "none": []}, [123, 77, 0], [64, 32, 0]
-    texts = {name: HeldoutText([np.zeros(length, np.uint16) for length in lengths[name]], size)
+    texts = {name: ValidationText([np.zeros(length, np.uint16) for length in lengths[name]], size)
              for name, size in zip(lengths, sizes, strict=True)}
-    found = measure(uniform, HeldoutBatches(texts, length=16, batch=3))
+    found = measure(uniform, ValidationBatches(texts, length=16, batch=3))
     for one, count, size in zip(found.values(), targets, sizes, strict=True):
         bits = math.log2(VOCABULARY) * count / size if size else math.nan
         assert one.targets == count and one.bits_per_byte == pytest.approx(bits, rel=1e-12, nan_ok=True)
@@ -39,9 +39,9 @@ def test_every_target_counts_exactly_once(lengths, batch, world):
     """Documents of 0 to 3 windows: each (document, place) is a label once, and its input is the token before it."""
     window = 8
     # Token t of document d is d * 100 + t, so a window shows what it holds.
-    text = HeldoutText([np.arange(length, dtype=np.int64) + 100 * number for number, length in enumerate(lengths)], 1)
+    text = ValidationText([np.arange(length, dtype=np.int64) + 100 * number for number, length in enumerate(lengths)], 1)
     seen: Counter[int] = Counter()
-    shares = [HeldoutBatches({"x": text}, length=window, batch=batch, rank=rank, world=world) for rank in range(world)]
+    shares = [ValidationBatches({"x": text}, length=window, batch=batch, rank=rank, world=world) for rank in range(world)]
     assert len({len(list(share)) for share in shares} | {len(share) for share in shares}) == 1
     for part in chain(*shares):
         for row in zip(*map(Tensor.tolist, part.inputs), strict=True):

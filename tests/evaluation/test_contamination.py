@@ -26,7 +26,7 @@ def corpus(folder, shards, held=()):
         for text in (text if isinstance(text, str) else " ".join(text) for text in documents):
             key = document_key(digest(text.encode()))
             members.append((key, to_json(Document(text, "s", key, {}))))
-        split = "heldout" if number == len(shards) else "train"
+        split = "validation" if number == len(shards) else "train"
         write_members(folder / f"{number}.tar", members)
         records.append(output_record(folder, folder / f"{number}.tar", split=split, source="s", docs=len(documents)))
     return folder, Manifest("shard", {}, records, {}, "")

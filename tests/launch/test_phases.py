@@ -17,7 +17,7 @@ from drover.pipeline.records.checkpoints import TrainingProgress
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
                               "mixture": {"web": 1, "code": 1}}]
-COUNTS = {"splits": {"train": {"web": {"tokens": 100_001}, "code": {"tokens": 5001}}, "heldout": {}}}
+COUNTS = {"splits": {"train": {"web": {"tokens": 100_001}, "code": {"tokens": 5001}}, "validation": {}}}
 
 
 def run_of(folder, counts=COUNTS, **train):

@@ -62,7 +62,7 @@ def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(fresh):
     """However many weights and ranks there are; a comparison of replicas has one more. The saves after the second and
     fourth step are written during the next ones, and what ranks say of them goes through the channel."""
     run_stage("train", fresh, "train.hooks=[tests.parallel.channel_case:Counting]", "train.steps=6",
-              "train.heldout_every=6", "train.sample_every=6", "train.checkpoint.every_steps=2",
+              "train.validation_every=6", "train.sample_every=6", "train.checkpoint.every_steps=2",
               "train.guards.replica_hash_every=3", "parallel.dp_replicate=2", "parallel.tp=2", ranks=4)
     steps = json.loads((train_folder(fresh) / "calls.json").read_text())
     assert steps[2] == ["all_reduce"] * 3 and steps[4] == ["all_reduce"] * 2

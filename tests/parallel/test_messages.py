@@ -19,7 +19,7 @@ from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.data.chosen_documents import Chosen
 from drover.pipeline.data.sampling.shard_checks import Damage
 from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.evaluation.bits_per_byte import HeldoutText
+from drover.pipeline.evaluation.bits_per_byte import ValidationText
 from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.rollbacks import Rollback
@@ -36,7 +36,7 @@ TOLD = {
         Damage("torn", None), Chosen(COUNTS[::2], COUNTS, COUNTS, COUNTS, 9, 2 ** 62),
         ShardTable(COUNTS.reshape(2, 3), np.zeros((0, 32), np.uint8), ["a/\u20ac"], COUNTS.astype(np.int32),
                    (("train", "web", "uint16"),)),
-        HeldoutText([np.array([1, 65535], np.uint16), np.array([], np.uint32)], 12)],
+        ValidationText([np.array([1, 65535], np.uint16), np.array([], np.uint32)], 12)],
     "errors": [UserError("a\nb"), DamagedCopyError("c"), RuntimeError("d"), OSError(ENOSPC, "full", "/x"), None],
     "arrays": [np.float32([NAN, 1]), np.array(2.5), COUNTS.astype(">u8").reshape(3, 1, 2), Path("/runs/\udcff")],
 }

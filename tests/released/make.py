@@ -23,15 +23,15 @@ STEPS = 4
 SETTINGS = {
     "name": "tiny",
     "runs_dir": "runs",
-    "shard": {"shard_mb": 0.01, "heldout_share": 0.2, "sources": [
+    "shard": {"shard_mb": 0.01, "validation_share": 0.2, "sources": [
         {"kind": "files", "name": "text", "paths": ["text.txt"], "separator": "\n\n"}]},
     "tokenizer": {"vocab_size": 640},
     "model": {"dim": 8, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 16, "context_length": 32,
               "tied_embeddings": True},
     "train": {"steps": STEPS, "sequence_length": 32, "batch_tokens": 128, "micro_batch": 4, "lr": 0.01,
-              "warmup_steps": 1, "heldout_every": 2, "heldout_tokens": 500, "sample_every": 4, "sample_tokens": 4,
+              "warmup_steps": 1, "validation_every": 2, "validation_tokens": 500, "sample_every": 4, "sample_tokens": 4,
               "prompts": ["Ba"], "log_to": [], "checkpoint": {"every_steps": 2, "keep": 1}},
-    "evaluate": {"heldout_tokens": 500, "tasks": [], "prompts": ["Ba"], "prompt_tokens": 4},
+    "evaluate": {"validation_tokens": 500, "tasks": [], "prompts": ["Ba"], "prompt_tokens": 4},
     "launch": {"processes": 1},
 }
 """As small as a run can be: its embeddings are most of the file."""

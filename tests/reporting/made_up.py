@@ -45,7 +45,7 @@ def metrics(steps: int = 600) -> list[dict]:
         "samples": [step * 32 - 32, step * 32], "tokens": step * 8192, "tokens_per_s": 28000, "data_wait_s": 0.0004,
         "step_s": 0.29, "memory_mb": 912.5, "mfu": None} for step in range(1, steps + 1)]
     for record in found[99::100]:
-        record["heldout_bpb"] = {"stdlib": 1.85 + 200 / record["step"], "prose": 2.02 + 200 / record["step"]}
+        record["validation_bpb"] = {"stdlib": 1.85 + 200 / record["step"], "prose": 2.02 + 200 / record["step"]}
     return found
 
 

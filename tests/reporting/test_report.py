@@ -140,7 +140,7 @@ def test_what_a_former_longer_plan_left_is_not_shown(tmp_path):
 
 def test_text_that_was_held_out_from_the_end_and_cut_is_told(tmp_path):
     run, settings = write_run(tmp_path)
-    settings = settings.model_copy(update={"shard": settings.shard.model_copy(update={"heldout_rule": "tail"})})
+    settings = settings.model_copy(update={"shard": settings.shard.model_copy(update={"validation_rule": "tail"})})
     manifest = read_manifest(run.own_folder("shard"))
     for counts in (manifest.counts, *manifest.counts["sources"].values()):
         counts["cut_in_two"] = 2

@@ -24,7 +24,7 @@ def made(tmp_path):
     Recorded(run.folder).play(LAUNCHED)
     for step, bits in ((200, 2.5), (400, 2.25)):
         found = results()
-        found["heldout"]["overall"]["bits_per_byte"] = bits
+        found["validation"]["overall"]["bits_per_byte"] = bits
         write_json(run.folder / f"evaluations/step-{step:08d}/evaluate/results.json", found)
     (run.folder / "evaluations/step-00000600/train").mkdir(parents=True)  # owed, not measured yet
     return run

@@ -35,7 +35,7 @@ STEPS, EVERY = 72, 4
 WAITS = range(EVERY + 2, STEPS, EVERY)
 """Steps before which rank 0 waits: each after another checkpoint."""
 SETTINGS = {
-    "train": {"steps": STEPS, "precision": "fp64", "micro_batch": 4, "heldout_every": 24, "sample_every": 100,
+    "train": {"steps": STEPS, "precision": "fp64", "micro_batch": 4, "validation_every": 24, "sample_every": 100,
               "checkpoint": {"every_steps": EVERY}},
     "launch": {"processes": 1, "preflight": False, "time": 600}}
 

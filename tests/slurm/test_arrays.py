@@ -67,7 +67,7 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(c
         assert ours is not None and theirs is not None and ours.outputs == theirs.outputs, story
         assert {**ours.counts, SPEED: 0} == {**theirs.counts, SPEED: 0}
     counts = read_manifest(one / "shard").counts
-    assert all(counts["dropped"].values()) and counts["heldout"] and counts["rejected"], "every pass had work"
+    assert all(counts["dropped"].values()) and counts["validation"] and counts["rejected"], "every pass had work"
 
 
 def token_shards(run):

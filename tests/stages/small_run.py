@@ -42,7 +42,7 @@ def write_task(folder, name, *items):
 
 def settings(folder):
     return {"name": "small", "runs_dir": str(folder / "runs"),
-            "shard": {"heldout_share": 0.4, "shard_mb": 0.002, "sources": [
+            "shard": {"validation_share": 0.4, "shard_mb": 0.002, "sources": [
                 {"kind": "files", "name": name, "paths": [str(folder / f"{name}.txt")], "separator": "\n\n"}
                 for name in ("code", "prose")]},
             "tokenizer": {"kind": "byte"}, "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2,

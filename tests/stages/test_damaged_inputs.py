@@ -67,7 +67,7 @@ def reusing(config, name):
 
 
 @pytest.mark.parametrize(("stage", "reads"), [
-    ("tokenizer", [("shard/train/*.tar", 3), ("shard/heldout/*.tar", 700), ("shard/train/*.tar", -1)]),
+    ("tokenizer", [("shard/train/*.tar", 3), ("shard/validation/*.tar", 700), ("shard/train/*.tar", -1)]),
     ("encode", [("shard/train/*.tar", -1), ("tokenizer/report.json", None)])])
 def test_text_shards_and_a_vocabulary(chain, capsys, stage, reads):
     """Wherever in it: the name of a member, text, padding, and a file of the vocabulary's that encode does not need."""
@@ -150,14 +150,14 @@ def test_what_convert_and_evaluate_read(trained, capsys):
     run = trained.parent / "runs/mini"
     before = digest(trained, "convert")
     for name in ("train/checkpoints/step-00000012/rank-00000.safetensors", "tokenizer/hf/tokenizer.json",
-                 "encode/heldout/more-00000.arrow"):
+                 "encode/validation/more-00000.arrow"):
         with flipped(run / name) as path:
             refused(capsys, trained, "convert", path, "--force")
     assert run_here("convert", trained) == 0
     assert digest(trained, "convert") == before
     assert run_here("evaluate", trained, body=lambda work: None) == 130
-    for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/heldout/code-00000.tar",
-                 "encode/heldout/more-00000.arrow", "tokenizer/vocabulary.json"):
+    for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/validation/code-00000.tar",
+                 "encode/validation/more-00000.arrow", "tokenizer/vocabulary.json"):
         with flipped(run / name) as path:
             refused(capsys, trained, "evaluate", path)
         assert not list(Ledger(run / "evaluate/units/measured").lines()), "what was measured of damaged inputs counts"

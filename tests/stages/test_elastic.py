@@ -74,7 +74,7 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
     settings = ["train.precision=fp64", "model.layers=4", "train.lr=0.002", f"train.steps={steps}",
                 f"train.batch_tokens={64 * SEQUENCES}", f"train.micro_batch={SEQUENCES}",
                 "train.checkpoint.every_steps=3", "train.checkpoint.keep=1",
-                f"train.heldout_every={steps // 4}", f"train.sample_every={steps // 2}", *options]
+                f"train.validation_every={steps // 4}", f"train.sample_every={steps // 2}", *options]
     for number, (ranks, parallel) in enumerate(layouts):
         before = lines(fresh)
         done = max((record["step"] for record in before), default=0)
@@ -92,7 +92,7 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
     assert {record["step"] for record in lines(fresh)} == set(whole)
     assert all(record[key] == whole[record["step"]][key] for record in lines(fresh) for key in ("samples", "targets"))
     assert steps > 16 or texts(fresh) == texts(fresh, "whole")
-    assert all(record.get("heldout_bpb", -1) == pytest.approx(whole[record["step"]].get("heldout_bpb", -1), rel=within)
+    assert all(record.get("validation_bpb", -1) == pytest.approx(whole[record["step"]].get("validation_bpb", -1), rel=within)
                for record in curve(fresh))
     assert difference(lines(fresh), whole) < within
     again = [(earlier[step], later[step]) for (one, earlier), (other, later) in pairwise(attempts) if one == other

@@ -41,7 +41,7 @@ def test_every_document_comes_back_from_its_tokens_and_counts_are_those_of_the_t
     vocabulary = load_tokenizer(run / "tokenizer")
     bounds = vocabulary.bos_id, vocabulary.eos_id
     text, tokens = read_manifest(run / "shard"), read_manifest(run / "encode")
-    for split in ("train", "heldout"):
+    for split in ("train", "validation"):
         records = sorted(shard_records(text, split), key=lambda record: record["path"])
         for source, token_shard in zip(records, open_shards(run / "encode", tokens.outputs, split), strict=True):
             [record] = [record for record in tokens.outputs if record["path"] == token_shard.record["path"]]
@@ -98,8 +98,8 @@ def test_counts_that_do_not_agree_stop_the_stage():
     def counts(*rows):
         return counted([{"split": split, "source": "web", "docs": docs, "text_bytes": size, "tokens": 5}
                         for split, docs, size in rows])
-    texts = counts(("train", 3, 30), ("heldout", 1, 10))
-    reconcile(texts, counts(("train", 2, 10), ("train", 1, 20), ("heldout", 1, 10)))
+    texts = counts(("train", 3, 30), ("validation", 1, 10))
+    reconcile(texts, counts(("train", 2, 10), ("train", 1, 20), ("validation", 1, 10)))
     with pytest.raises(UserError, match=r"train web: 3 docs in the text shards, 2 in the token shards"):
         reconcile(texts, counts(("train", 2, 30)))
 

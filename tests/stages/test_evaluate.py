@@ -31,9 +31,9 @@ def evaluated(small_run):
 def test_what_is_measured(small_run, evaluated):
     folder, results = evaluated
     run = Run(load_config(small_run))
-    held = results["heldout"]
+    held = results["validation"]
     for source in ("code", "prose"):
-        texts = [document.text.encode() for record in shard_records(run.finished("shard"), "heldout", source)
+        texts = [document.text.encode() for record in shard_records(run.finished("shard"), "validation", source)
                  for document in read_shard(run.stage_folder("shard"), record)]
         entry = held["sources"][source]
         assert (entry["documents"], entry["bytes"]) == (len(texts), sum(map(len, texts)))
@@ -51,7 +51,7 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
     run = Run(load_config(small_run))
     model = AutoModelForCausalLM.from_pretrained(run.own_folder("convert") / "hf").eval()
     nats = 0.0
-    for token_shard in open_shards(run.stage_folder("encode"), run.finished("encode").outputs, "heldout", "prose"):
+    for token_shard in open_shards(run.stage_folder("encode"), run.finished("encode").outputs, "validation", "prose"):
         for number in range(token_shard.documents):
             ids = torch.from_numpy(token_shard.document_tokens(number).astype("int64"))
             for start in range(0, len(ids) - 1, 64):
@@ -59,22 +59,22 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
                 with torch.no_grad():
                     scores = model(piece[None, :-1]).logits[0].double()
                 nats += cross_entropy(scores, piece[1:], reduction="sum").item()
-    assert evaluated[1]["heldout"]["sources"]["prose"]["nats"] == pytest.approx(nats, rel=1e-5)
+    assert evaluated[1]["validation"]["sources"]["prose"]["nats"] == pytest.approx(nats, rel=1e-5)
 
 
-def test_a_part_of_the_heldout_text_is_measured_and_said(evaluated, copied, tmp_path, capsys):
+def test_a_part_of_the_validation_text_is_measured_and_said(evaluated, copied, tmp_path, capsys):
     """Another amount costs the figures of held-out text only, and is asked for without --force."""
     limit, folder = 200, tmp_path / "copy/evaluate"
-    assert run_here("evaluate", *copied, "evaluate.heldout_tokens=null") == 0
+    assert run_here("evaluate", *copied, "evaluate.validation_tokens=null") == 0
     assert read_json(folder / "results.json") == evaluated[1], "the default takes all of so little"
     capsys.readouterr()
-    assert run_here("evaluate", *copied, f"evaluate.heldout_tokens={limit}", "evaluate.compressed_mb=0.0001") == 0
+    assert run_here("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001") == 0
     told = capsys.readouterr().out
     assert [told_of(told, part) for part in ("held-out text", "baselines", "task words", "continuations")] == [
         "measured", "measured", "kept", "kept"]
-    results = read_json(folder / "results.json")["heldout"]
+    results = read_json(folder / "results.json")["validation"]
     for source, entry in results["sources"].items():
-        whole = evaluated[1]["heldout"]["sources"][source]
+        whole = evaluated[1]["validation"]["sources"][source]
         assert entry["documents"] < entry["of_documents"] == whole["documents"]
         assert limit <= entry["tokens"] < entry["of_tokens"]
         assert 100 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]

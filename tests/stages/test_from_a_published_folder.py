@@ -26,8 +26,8 @@ NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<
          "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
 SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}
-FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.heldout_every=1",
-        "train.heldout_tokens=100", "train.sample_every=100", "train.batch_tokens=2048", "train.micro_batch=1",
+FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.validation_every=1",
+        "train.validation_tokens=100", "train.sample_every=100", "train.batch_tokens=2048", "train.micro_batch=1",
         "train.lr=1e-3"]
 
 

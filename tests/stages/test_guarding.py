@@ -13,7 +13,7 @@ from tests.conftest import run_python
 from tests.faulty import HOOKS
 from tests.stages.training import curve, difference, events, lines, proven, run_train, run_with_faults, train_folder
 
-ROLLBACK = ["train.steps=50", "train.heldout_every=100", "train.sample_every=100", "train.guards.spike=rollback",
+ROLLBACK = ["train.steps=50", "train.validation_every=100", "train.sample_every=100", "train.guards.spike=rollback",
             "train.guards.spike_min_history=8"]
 
 

@@ -30,10 +30,10 @@ def run(tmp_path_factory):
     for number in range(40):
         (folder / f"corpus/{number}.txt").write_text(f"def function_{number}(x):\n    return x * {number}\n" * 4)
     config = write_config(
-        folder, folder / "corpus", shard={"heldout_share": 0.2}, tokenizer={"kind": "byte"},
+        folder, folder / "corpus", shard={"validation_share": 0.2}, tokenizer={"kind": "byte"},
         model={"dim": 320, "layers": LAYERS, "heads": 4, "kv_heads": 4, "ffn_dim": 864, "context_length": 128},
         convert={"max_shard_mb": 8}, train={"sequence_length": 64},
-        evaluate={"prompts": ["def ", "return x"], "prompt_tokens": 3, "batch": 1, "heldout_tokens": 500})
+        evaluate={"prompts": ["def ", "return x"], "prompt_tokens": 3, "batch": 1, "validation_tokens": 500})
     for stage in ("shard", "tokenizer", "encode"):
         run_stage(stage, config)
     fake_training(Run(load_config(config)), kinds=("model",))

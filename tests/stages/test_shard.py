@@ -57,7 +57,7 @@ def corpus_config(place):
             (place / "in" / source / f"{number}.jsonl").write_bytes(lines(
                 {"text": text(rng, source)} for _ in range(150)))
         sources.append(files_source(source, place / "in" / source / "*.jsonl"))
-    return write_config(place, sources, shard_mb=0.04, heldout_share=0.1)
+    return write_config(place, sources, shard_mb=0.04, validation_share=0.1)
 
 
 run = partial(run_here, "shard")
@@ -94,7 +94,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     shutil.copytree(once.parent / "in", tmp_path / "deeper/in")
     moved = tmp_path / "deeper/in"
     config = write_config(tmp_path, [files_source(name, moved / name / "*.jsonl") for name in ("web", "books")],
-                          shard_mb=0.04, heldout_share=0.1)
+                          shard_mb=0.04, validation_share=0.1)
     process = start(config, "launch.processes=3")
     output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
@@ -102,11 +102,11 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     assert before == hashes(folder_of(once))
     one, other = read_manifest(folder_of(config)), read_manifest(folder_of(once))
     assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
-    assert f"1,800 documents in = {one.counts['train']:,} train + {one.counts['heldout']} validation" in output
+    assert f"1,800 documents in = {one.counts['train']:,} train + {one.counts['validation']} validation" in output
     assert max(record["text_bytes"] for record in shard_records(one, "train", "web")) < 2 * 0.04e6
 
     stamps = {path: path.stat().st_mtime_ns for path in folder_of(config).rglob("*.tar")}
-    lost, cut = folder_of(config) / "train/web-00002.tar", folder_of(config) / "heldout/books-00000.tar"
+    lost, cut = folder_of(config) / "train/web-00002.tar", folder_of(config) / "validation/books-00000.tar"
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:1000])
     assert run(config) == 0
@@ -121,7 +121,7 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
     packed = gzip.compress(random.Random(5).randbytes(50_000).hex().encode())
     (tmp_path / "g.txt.gz").write_bytes(packed[:len(packed) // 2])
     config = write_config(tmp_path, [files_source("s", tmp_path / "f.jsonl"), files_source(
-        "t", tmp_path / "g.txt.gz", separator="aa")], heldout_share=0.2)
+        "t", tmp_path / "g.txt.gz", separator="aa")], validation_share=0.2)
     for most, told in (
             (0.001, ("documents cannot be read", "max_rejected_share 0.001", "s/f.jsonl:11: broken UTF-8")),
             (0.1, ("1 of 2 files cannot be read to their end", "g.txt.gz"))):
@@ -149,9 +149,9 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
     assert "the corpus is a single document" in error and "separator" in error
     for name in ("empty", "same"):
         (tmp_path / f"{name}.txt").write_text(f"{name} no more")
-    assert run(config, "shard.heldout_share=1e-9") == 2
+    assert run(config, "shard.validation_share=1e-9") == 2
     assert "none of the 3 documents is in the validation split" in capsys.readouterr().err
-    assert run(config, "shard.heldout_share=0.5", "shard.heldout_rule=tail") == 0, "other settings need no --force"
+    assert run(config, "shard.validation_share=0.5", "shard.validation_rule=tail") == 0, "other settings need no --force"
     assert "finished units that are removed" in capsys.readouterr().out
 
 
@@ -162,9 +162,9 @@ def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
     texts = ["a\0", "b\0", "\u2581 b", *(f"text {number}" for number in range(30))]
     for number, own in enumerate(([*texts, "", None], [" \n", *texts[:3], "another", 7])):
         (tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number)).write_bytes(lines({"text": text} for text in own))
-    config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], heldout_share=0.5, max_rejected_share=0.1)
+    config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], validation_share=0.5, max_rejected_share=0.1)
     assert run(config) == 0
-    found = {split: documents(config, split) for split in ("train", "heldout")}
+    found = {split: documents(config, split) for split in ("train", "validation")}
     kept = [*((f"caf\\xe9-0.jsonl:{at}", text) for at, text in enumerate(texts, 1)), ("caf\\xe9-1.jsonl:5", "another")]
     assert sorted((document.id, document.text) for own in found.values() for document in own) == sorted(kept)
     counts = read_manifest(folder_of(config)).counts
@@ -183,7 +183,7 @@ def corpus(tmp_path):
     for source, units in planted(families=20).items():
         (tmp_path / f"{source}.txt").write_text("|".join(itertools.chain(*units)))
     sources = [files_source(f"s{source}", tmp_path / f"s{source}.txt", separator="|") for source in range(3)]
-    return write_config(tmp_path, sources, heldout_share=0.2, near_duplicates={"verify": 0.5})
+    return write_config(tmp_path, sources, validation_share=0.2, near_duplicates={"verify": 0.5})
 
 
 def test_every_dropped_document_names_one_that_stays(corpus):
@@ -193,7 +193,7 @@ def test_every_dropped_document_names_one_that_stays(corpus):
         assert run(corpus, f"name={name}", *more) == 0
         rows = [row for path in (folder_of(corpus, name) / "duplicates").glob("*.parquet")
                 for row in parquet.read_table(path).to_pylist()]
-        stay = {(document.source, document.id) for split in ("train", "heldout")
+        stay = {(document.source, document.id) for split in ("train", "validation")
                 for document in documents(corpus, split, name)}
         assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay
                    for row in rows)

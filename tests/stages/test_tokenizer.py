@@ -24,7 +24,7 @@ def sharded(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "odd.jsonl").write_bytes(lines({"text": f"{text} {number}"} for number, text in enumerate(ODD_TEXTS * 4)))
     sources = [files_source("code", corpus / "*.txt"), files_source("odd", folder / "odd.jsonl")]
-    config = write_config(folder, corpus, shard={"heldout_share": 0.3, "sources": sources})
+    config = write_config(folder, corpus, shard={"validation_share": 0.3, "sources": sources})
     run_stage("shard", config)
     return config
 
@@ -49,7 +49,7 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     found = report["sources"]["odd"]
     assert found["literal_marks"] > 0 and found["nul_documents"] > 0 and found["fallback_tokens"] > 0
     assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]
-    marks, kept = shard["documents_with_u2581"], shard["train"] + shard["heldout"]
+    marks, kept = shard["documents_with_u2581"], shard["train"] + shard["validation"]
     assert counts["documents_with_u2581_as_space"] == report["marks_as_spaces"] == marks > found["literal_marks"]
     assert fast.installed_version(fast.NAME) is None or not counts["fast_encoder"]["problem"]
     assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in told
@@ -96,7 +96,7 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
 def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_read(run, tmp_path, corpus,
                                                                                      monkeypatch):
     """Two sources of many small shards: the vocabulary is trained on some, and checked on some validation text."""
-    many = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "heldout_share": 0.3, "sources": halves(corpus)})
+    many = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "validation_share": 0.3, "sources": halves(corpus)})
     run_stage("shard", many)
     read, honest, shard = [], stage.read_texts, read_manifest(many.parent / "runs/mini/shard")
     monkeypatch.setattr(stage, "read_texts",
@@ -111,8 +111,8 @@ def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_
     assert 0 < sample["text_bytes"] <= 2 * 500 * sum(record["docs"] for record in read)
     assert {record["source"] for record in read} == {"code", "more"}
     assert f"in {len(read)} shards, chosen from {whole / 1e6:.1f} MB in {len(records)}" in said
-    report, count = read_json(stage_folder(many) / "report.json"), shard.counts["heldout"]
-    assert report["heldout_documents"] == count > report["total"]["documents"] > 0
+    report, count = read_json(stage_folder(many) / "report.json"), shard.counts["validation"]
+    assert report["validation_documents"] == count > report["total"]["documents"] > 0
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
     assert f"{report['total']['documents']} of {count} validation" in said
     run_stage("tokenizer", many, "--force", *settings)

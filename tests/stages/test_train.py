@@ -45,7 +45,7 @@ def test_a_run_trains_and_says_so(fresh):
     for key in ("tokens_per_s", "data_wait_s", "step_s", "memory_mb"):
         assert all(isinstance(record[key], (int, float)) for record in metrics)
     assert metrics[-1]["mfu"] is None  # this CPU's peak is not known: no figure rather than a guess
-    assert [record["step"] for record in metrics if "heldout_bpb" in record] == [4, 8, 12]
+    assert [record["step"] for record in metrics if "validation_bpb" in record] == [4, 8, 12]
     assert {record["step"] for record in lines(fresh, log="samples")} == {6, 12}
     start, *others = lines(fresh, log="events")
     assert [record["event"] for record in (start, *others)] == ["start", *["checkpoint"] * 3, "finish"]
@@ -55,7 +55,7 @@ def test_a_run_trains_and_says_so(fresh):
     counts = read_manifest(folder).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
     assert run_train(fresh, ranks=2).stdout.count("up to date") == 1
-    run_train(fresh, "name=quiet", "train.heldout_every=1000", "train.sample_every=1000",
+    run_train(fresh, "name=quiet", "train.validation_every=1000", "train.sample_every=1000",
               "train.checkpoint.every_steps=1000", "train.loader_threads=3", ranks=2)
     assert [record["loss"] for record in metrics] == [record["loss"] for record in curve(fresh, "quiet")]
 
@@ -224,7 +224,7 @@ def test_other_weights_make_it_stale_wherever_they_lie(fresh, first, tmp_path):
     assert "init_from/COMPLETE.json" in refused and "Traceback" not in refused
 
 
-LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.heldout_every=100000",
+LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.validation_every=100000",
         "train.sample_every=100000"]
 
 

@@ -67,7 +67,7 @@ def config_for(place, root, **settings):
     own = [files_source(name, *(f"{root}/{pattern}" for pattern in patterns),
                         **({"separator": "\n\n"} if name == "text" else {})) for name, patterns in PATTERNS.items()]
     place.mkdir(exist_ok=True)
-    return write_config(place, own, **{"shard_mb": 0.02, "heldout_share": 0.1, "max_rejected_share": 0.1, **settings})
+    return write_config(place, own, **{"shard_mb": 0.02, "validation_share": 0.1, "max_rejected_share": 0.1, **settings})
 
 
 def upload(folder, store):
@@ -210,7 +210,7 @@ def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files
 def test_every_byte_is_fetched_once_and_small_objects_by_one_request(tmp_path, files, moto_server):
     upload(files, Store(moto_server.url))
     patterns = moto_server.url_of("**/*.parquet"), moto_server.url_of("lines")
-    config = write_config(tmp_path, [files_source("all", *patterns)], heldout_share=0.1, max_rejected_share=0.1)
+    config = write_config(tmp_path, [files_source("all", *patterns)], validation_share=0.1, max_rejected_share=0.1)
     moto_server.seen.clear()
     assert run(config) == 0
     for name in ("columns/a.parquet", "lines/a.jsonl", "lines/deep/er/b.jsonl"):

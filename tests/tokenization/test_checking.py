@@ -99,4 +99,4 @@ def test_the_report_says_what_the_tokens_are_like(vocabularies, exported, texts)
     report = described(vocabulary, {"web": (total := summed([check.tally]))}, summed([]), check.seen, 0, 3)
     assert report["sources"]["web"]["bytes_per_token"] == round(total["text_bytes"] / total["tokens"], 6) > 1.5
     assert report["pieces"] == 1024 - 1 - 256 - 256 and 0 < report["unused_pieces"] < report["pieces"]
-    assert report["training_sample"]["bytes_per_token"] is None and "heldout_documents" not in report
+    assert report["training_sample"]["bytes_per_token"] is None and "validation_documents" not in report

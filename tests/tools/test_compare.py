@@ -63,7 +63,7 @@ def compared(home, to, *arguments, expect=0):
 @pytest.fixture(scope="module")
 def over_time(home):
     to = home / "over_time"
-    return to, compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--heldout",
+    return to, compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--validation",
                         str(home / "run"))
 
 
@@ -106,7 +106,7 @@ def test_again_nothing_is_measured_and_a_kill_costs_one_part(over_time, home, mo
         return original(model, task_file, *how)
 
     def again(*more, expect=0):
-        return compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--heldout",
+        return compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--validation",
                         str(home / "run"), *more, expect=expect)
     monkeypatch.setattr(running, "measure_task", measure)
     assert again() == results and not measured
@@ -138,7 +138,7 @@ def test_models_of_any_form_in_one_table(home, capsys):
     --models {home}/hf -> nothing to measure
     --models {home}/hf --tasks capitals --limit 0 -> --limit must be above 0
     --models {home}/hf --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
-    --models {home}/hf --heldout {home}/empty -> has no validation text
+    --models {home}/hf --validation {home}/empty -> has no validation text
     --checkpoints {home}/hf --tasks capitals -> There is no run"""))
 def test_what_cannot_be_compared_is_said(home, arguments, message, capsys, tmp_path):
     compared(home, tmp_path, *shlex.split(arguments.format(home=home)), expect=2)

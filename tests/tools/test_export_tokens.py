@@ -64,7 +64,7 @@ def run(tmp_path_factory):
 
 def test_megatron_reads_every_document_in_order(wide, tmp_path, exported):
     (width, run), out = wide, tmp_path / "out"
-    split, without_bos = ("train", False) if width == "uint16" else ("heldout", True)
+    split, without_bos = ("train", False) if width == "uint16" else ("validation", True)
     exported(run, "megatron", out, "--split", split, *["--without-bos"] * without_bos)
     told = json.loads((out / MANIFEST).read_text())
     assert told["bos"] == (not without_bos) and told["eos"]

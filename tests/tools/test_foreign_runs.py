@@ -34,7 +34,7 @@ TOOLS = {
     "serve": (serve.main, 0, "--model {model} --port 0"),
     "compare --models": (compare.main, 2, "--models {model} --to {out} --tasks nope"),
     "compare --checkpoints": (compare.main, 2, "--checkpoints {model} --to {out} --tasks nope"),
-    "compare --heldout": (compare.main, 2, "--models {out} --heldout {data} --to {out}"),
+    "compare --validation": (compare.main, 2, "--models {out} --validation {data} --to {out}"),
     "weights": (weights.main, 0, "--from {model} --to {out} --format hf"),
     "lm_eval": (lm_eval.main, 0, "--model drover --model_args run={model} --tasks capitals --include_path {tasks} "
                                  "--limit 1 --device cpu"),

@@ -30,7 +30,7 @@ def notes(tmp_path, monkeypatch):
 def test_few_files_are_a_corpus_with_held_out_text(notes):
     assert main([str(notes), "--minutes", "1"]) == 0
     config = load_config("my-notes.yaml")
-    assert config.shard.heldout_rule == "tail" and len(config.shard.sources[0].paths) == 2
+    assert config.shard.validation_rule == "tail" and len(config.shard.sources[0].paths) == 2
     assert config.train.prompts == ["On day 0.0 we", "On day 1.0 we", "On day 2.0 we"]
     assert stage_main("shard", shard, ["--config", "my-notes.yaml", "launch.processes=1"]) == 0
     counts = Run(config).finished("shard").counts

@@ -23,12 +23,12 @@ def test_the_losses_are_judged_window_by_window(worse, sound):
     assert found == sound and ("BEYOND" not in "".join(lines)) == sound
 
 
-def test_heldout_text_is_judged_and_what_becomes_zero_is_told():
-    found = records(heldout_bpb={"code": 1.02}, fp8_gradient_zeros=0.125)
-    lines, sound = report(records(heldout_bpb={"code": 1.0}), found, 0.01)
+def test_validation_text_is_judged_and_what_becomes_zero_is_told():
+    found = records(validation_bpb={"code": 1.02}, fp8_gradient_zeros=0.125)
+    lines, sound = report(records(validation_bpb={"code": 1.0}), found, 0.01)
     assert not sound and "validation text code: 1.0000, 1.0200 bits per byte (+2.00%), BEYOND" in lines
     assert "gradients: at most 12.50% of a layer's values become zero in fp8, as last measured" in lines
-    assert report(records(heldout_bpb={"code": 1.0}), found, 0.03)[1]
+    assert report(records(validation_bpb={"code": 1.0}), found, 0.03)[1]
 
 
 def test_runs_on_other_samples_or_with_few_steps_are_not_compared():

@@ -29,11 +29,11 @@ def whole(tmp_path_factory):
     (folder / "texts").mkdir()
     for number in range(40):
         (folder / f"texts/{number}.txt").write_text(f"def function_{number}(x):\n    return x * {number}\n" * 5)
-    config = write_config(folder, folder / "texts", shard={"shard_mb": 0.004, "heldout_share": 0.2},
+    config = write_config(folder, folder / "texts", shard={"shard_mb": 0.004, "validation_share": 0.2},
                           tokenizer={"kind": "byte"}, launch={"processes": 1},
-                          train={"steps": 4, "heldout_every": 4, "sample_every": 4, "prompts": [], "batch_tokens": 256,
+                          train={"steps": 4, "validation_every": 4, "sample_every": 4, "prompts": [], "batch_tokens": 256,
                                  "checkpoint": {"every_steps": 2}},
-                          evaluate={"heldout_tokens": 300, "prompts": [], "tasks": []})
+                          evaluate={"validation_tokens": 300, "prompts": [], "tasks": []})
     for stage in STAGES:
         run_stage(stage, config)
     return folder / "runs/mini"

@@ -117,15 +117,15 @@ def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
     assert "ended at --limit 4" in printed(capsys, main, "--run", whole.folder, *says, "4")
 
 
-def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, traced):
+def test_validation_dropped_and_rejected_documents_are_told_as_such(capsys, whole, traced):
     def told(*arguments):
         """What is told of documents to a person, and as objects."""
         return printed(capsys, main, "--run", whole.folder, *arguments), *asked(capsys, whole, *arguments)["documents"]
-    held = next(document for path in sorted((traced.parent / "runs/mini/shard/heldout").iterdir())
+    held = next(document for path in sorted((traced.parent / "runs/mini/shard/validation").iterdir())
                 for document in read_documents(path))
     said, found = told("--document", held.key)
     assert "validation text: no step trains on it" in said
-    assert (found["split"], found["readings"], found["id"]) == ("heldout", [], held.id)
+    assert (found["split"], found["readings"], found["id"]) == ("validation", [], held.id)
     said, gone = told("--find", "too short\u00e9")
     assert "was dropped by the filter length" in said and gone.pop("found")
     assert [gone[name] for name in ("split", "id", "file", "record")] == ["dropped", "p20", "pages.jsonl", 21]

@@ -34,7 +34,7 @@ def make_traced(folder, **settings):
     notes = [f"Note {number}: {sentence(draw, draw.randrange(6, 44))}" for number in range(60)]
     (folder / "in/notes.txt").write_text("\n---\n".join([*notes, pages[5]["text"]]))
     config = {"name": "mini", "runs_dir": str(folder / "runs"), "launch": {"processes": 1},
-              "shard": {"shard_mb": 0.003, "heldout_share": 0.15, "keep_dropped": True, "max_rejected_share": 0.1,
+              "shard": {"shard_mb": 0.003, "validation_share": 0.15, "keep_dropped": True, "max_rejected_share": 0.1,
                         "filters": [{"kind": "length", "least_words": 5}], "sources": [
                             {"kind": "files", "name": "web", "paths": [str(folder / "in/pages.jsonl")],
                              "id_field": "id"},

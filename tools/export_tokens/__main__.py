@@ -1,7 +1,7 @@
 """Export token shards to a format of other programs: Megatron's .bin and .idx, or a `datasets` folder.
 
     drover export-tokens demo --format megatron --out exported/demo
-    drover export-tokens demo --format hf --out exported/demo-hf --split heldout
+    drover export-tokens demo --format hf --out exported/demo-hf --split validation
 
 Documents are exported as they are trained on, BOS ... EOS, in the order of the shards. The folder appears under its
 name when it is complete and was read back. An interrupted export continues with the same command.
@@ -23,7 +23,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--format", required=True, choices=("megatron", "hf"), help="megatron: SOURCE.bin and "
                         "SOURCE.idx for each source; hf: one folder for datasets.load_from_disk")
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
-    parser.add_argument("--split", choices=("train", "heldout"), default="train", help="which split (train)")
+    parser.add_argument("--split", choices=("train", "validation"), default="train", help="which split (train)")
     parser.add_argument("--source", help="only this source")
     parser.add_argument("--without-bos", action="store_true", help="leave out the BOS before each document; its EOS "
                                                                    "stays")

@@ -206,7 +206,7 @@ def _gone(record: Record) -> str:
 
 
 def _summary(record: Record, done: int, planned: int) -> str:
-    if record["split"] == "heldout":
+    if record["split"] == "validation":
         return "validation text: no step trains on it"
     if not record["readings"]:
         return f"read in none of the {max(done, planned)} steps that are done or planned"

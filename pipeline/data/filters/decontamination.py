@@ -42,7 +42,7 @@ class Decontamination(Filter):
     Take all splits of each."""
     n: int = Field(13, gt=0)
     """Words of an n-gram."""
-    least_words: int = Field(8, gt=0)
+    min_words: int = Field(8, gt=0)
     """Items with fewer words are not searched for: they occur by chance."""
     action: Literal["drop", "flag"] = "drop"
     """What becomes of such documents: they are dropped, or kept with the tasks and items in `meta.contamination`."""
@@ -59,7 +59,7 @@ class Decontamination(Filter):
     def _sets(self) -> Sets:
         facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.reads() if path.is_file()]
         given = tuple(own.model_dump_json() for own in self.files)
-        return _read(given, self.n, self.least_words, tuple(facts))
+        return _read(given, self.n, self.min_words, tuple(facts))
 
     @cached_property
     def _found(self) -> dict[str, Counter[str]]:
@@ -93,7 +93,7 @@ class Decontamination(Filter):
         tasks: dict[str, dict[str, Any]] = {}
         items, index = self._sets
         for item, short in zip(items, index.too_short.tolist(), strict=True):
-            own = tasks.setdefault(item.task, {"n": self.n, "least_words": self.least_words, "action": self.action,
+            own = tasks.setdefault(item.task, {"n": self.n, "min_words": self.min_words, "action": self.action,
                                                "items": 0, "too_short": 0})
             own["items"] += 1
             own["too_short"] += short
@@ -135,11 +135,11 @@ Sets = tuple[Sequence[Item], ItemIndex]
 
 
 @lru_cache(maxsize=2)
-def _read(given: tuple[str, ...], n: int, least_words: int, facts: tuple[tuple[str, int, int], ...]) -> Sets:
+def _read(given: tuple[str, ...], n: int, min_words: int, facts: tuple[tuple[str, int, int], ...]) -> Sets:
     """facts: the files' paths, sizes and times, so that others are read again."""
     items = [item for own in given for item in items_of(EvaluationSet.model_validate(json.loads(own)))]
     names = Counter((item.task, item.name) for item in items)
     if twice := next((pair for pair, count in names.items() if count > 1), None):
         raise UserError(f"A filter of kind decontamination has the item {twice[1]} of the task {twice[0]} twice: files "
                         f"of one task need different names. Give each of them its own `task`.")
-    return items, ItemIndex((item.text for item in items), n, least_words)
+    return items, ItemIndex((item.text for item in items), n, min_words)

@@ -14,27 +14,27 @@ from drover.pipeline.data.filters.base import Filter
 class Length(Filter):
     """Drops documents with too few or too many characters or words. Every bound that is given holds."""
 
-    least_characters: int | None = Field(None, gt=0)
+    min_characters: int | None = Field(None, gt=0)
     """Characters (code points) that a document has at least; null: no bound."""
-    most_characters: int | None = Field(None, gt=0)
+    max_characters: int | None = Field(None, gt=0)
     """Characters that a document has at most; null: no bound."""
-    least_words: int | None = Field(None, gt=0)
+    min_words: int | None = Field(None, gt=0)
     """Words (what white space separates) that a document has at least; null: no bound."""
-    most_words: int | None = Field(None, gt=0)
+    max_words: int | None = Field(None, gt=0)
     """Words that a document has at most; null: no bound."""
 
     @model_validator(mode="after")
     def _has_bounds(self) -> Self:
-        bounds = [(self.least_characters, self.most_characters), (self.least_words, self.most_words)]
+        bounds = [(self.min_characters, self.max_characters), (self.min_words, self.max_words)]
         if not any(bound for pair in bounds for bound in pair):
-            raise impossible("a length filter needs one of least_characters, most_characters, least_words, most_words")
+            raise impossible("a length filter needs one of min_characters, max_characters, min_words, max_words")
         if any(least and most and least > most for least, most in bounds):
             raise impossible("no document is that long: the least is more than the most")
         return self
 
     def __call__(self, document: Document) -> Document | str:
-        for what, least, most in (("characters", self.least_characters, self.most_characters),
-                                  ("words", self.least_words, self.most_words)):
+        for what, least, most in (("characters", self.min_characters, self.max_characters),
+                                  ("words", self.min_words, self.max_words)):
             if not least and not most:
                 continue
             count = len(document.text if what == "characters" else document.text.split())

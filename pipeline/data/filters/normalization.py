@@ -35,21 +35,21 @@ class Normalization(Filter):
     are part of the spelling in several scripts."""
     trailing_space: bool = False
     """Take out white space before line ends and at the text's end, and line ends there."""
-    most_blank_lines: int | None = Field(None, ge=0)
+    max_blank_lines: int | None = Field(None, ge=0)
     """Leave so many of the blank lines that follow each other; null: all."""
 
     @model_validator(mode="after")
     def _changes_something(self) -> Self:
         if not any((self.form, self.line_ends, self.control_characters, self.zero_width, self.trailing_space,
-                    self.most_blank_lines is not None)):
+                    self.max_blank_lines is not None)):
             raise impossible("a normalization filter needs one of form, line_ends, control_characters, zero_width, "
-                             "trailing_space, most_blank_lines")
+                             "trailing_space, max_blank_lines")
         return self
 
     @cached_property
     def _blank(self) -> re.Pattern[str]:
-        assert self.most_blank_lines is not None
-        return re.compile(rf"(\n(?:[^\S\n]*\n){{{self.most_blank_lines}}})(?:[^\S\n]*\n)+")
+        assert self.max_blank_lines is not None
+        return re.compile(rf"(\n(?:[^\S\n]*\n){{{self.max_blank_lines}}})(?:[^\S\n]*\n)+")
 
     def __call__(self, document: Document) -> Document | str:
         text = document.text
@@ -63,6 +63,6 @@ class Normalization(Filter):
             text = text.translate(_ZERO_WIDTH)
         if self.trailing_space:
             text = _TRAILING.sub("", text).rstrip()
-        if self.most_blank_lines is not None:
+        if self.max_blank_lines is not None:
             text = self._blank.sub(r"\1", text)
         return document if text == document.text else replace(document, text=text)

@@ -3,7 +3,7 @@ of units; each writes files that the next ones read, see `runs` and `near_duplic
 
 No pass depends on how many units, groups or partitions there are, nor on who does them in which order.
 
-What becomes of every document is decided group by group, by the links of its documents. With `heldout_rule: tail` the
+What becomes of every document is decided group by group, by the links of its documents. With `validation_rule: tail` the
 split is not decided there: all that stay count as trained on until the plan knows where the border falls.
 """
 
@@ -24,7 +24,7 @@ from drover.pipeline.data.planning.runs import (
     DIGEST,
     DUPLICATE,
     FATES,
-    HELDOUT,
+    VALIDATION,
     NEAR_DUPLICATE,
     SUMS,
     TRAIN,
@@ -53,7 +53,7 @@ class Decided:
     Attributes:
         summary: sums over units.
         pieces: what makes each split of each source.
-        cut: numbers of the sources of which a document is cut in two, with `heldout_rule: tail`.
+        cut: numbers of the sources of which a document is cut in two, with `validation_rule: tail`.
         payloads: a shard each, for `write_shard`.
         kept: records of the outputs that name, for each dropped document, the kept one.
     """
@@ -78,8 +78,8 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     plan = layout(names, sources, [record["documents"] for record in read], last=config.keep_duplicate == "last",
                   bands=banding(near)[1] if near else 0)
     plan.write(folder)
-    tail, name_kept = config.heldout_rule == "tail", config.keep_dropped or near is not None
-    settings = {"drop": config.drop_duplicates, "heldout": None if tail else heldout_below(config.heldout_share),
+    tail, name_kept = config.validation_rule == "tail", config.keep_dropped or near is not None
+    settings = {"drop": config.drop_duplicates, "validation": None if tail else validation_below(config.validation_share),
                 "name_kept": name_kept}
     staged = [sha256_json([output["sha256"] for output in record["outputs"]
                            if output["path"].endswith((".documents", ".npy", ".bands"))]) for record in read]
@@ -87,7 +87,7 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
                             decide_group, "groups")
     found, borders = summary(decided), []
     if tail:
-        borders = find_borders(folder, plan, found, config.heldout_share)
+        borders = find_borders(folder, plan, found, config.validation_share)
         pieces = pieces_by_tail(folder, plan, found, borders, len(config.sources))
     else:
         pieces = pieces_by_hash(plan, found, len(config.sources))
@@ -129,7 +129,7 @@ DUPLICATES = "duplicates"
 _ROWS_AT_ONCE = 20_000
 
 
-def heldout_below(share: float) -> int:
+def validation_below(share: float) -> int:
     """The high half of a digest is held out below this: share * 2^64, which is exact."""
     return ceil(share * 2**64)
 
@@ -137,7 +137,7 @@ def heldout_below(share: float) -> int:
 def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write what becomes of each document of a group.
 
-    payload: `group`; `drop` (whether equal documents are dropped); `heldout` (see `heldout_below`; None: not decided
+    payload: `group`; `drop` (whether equal documents are dropped); `validation` (see `validation_below`; None: not decided
         here); `name_kept` (whether to write which document is kept instead of each that is dropped).
 
     Returns:
@@ -168,12 +168,12 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         path = staged(folder, plan.names[unit], ".npy")
         index, first = np.load(path), plan.starts[unit] - begin
         own = fates[first:first + len(index)]
-        if payload["heldout"] is not None:
+        if payload["validation"] is not None:
             high = index["high"]
             for place in splits_by.keys() & range(first, first + len(index)):
                 high[place - first] = splits_by[place]
-            own[(own == TRAIN) & (high < np.uint64(payload["heldout"]))] = HELDOUT
-        splits = [index[own == fate] for fate in (TRAIN, HELDOUT)]
+            own[(own == TRAIN) & (high < np.uint64(payload["validation"]))] = VALIDATION
+        splits = [index[own == fate] for fate in (TRAIN, VALIDATION)]
         record["sums"].append([sums(rows) for rows in splits])
         record["dropped"].append([int((own == fate).sum()) for fate in (DUPLICATE, NEAR_DUPLICATE)])
         with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:

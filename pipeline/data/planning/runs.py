@@ -29,7 +29,7 @@ from drover.pipeline.data.planning.signatures import NONE
 from drover.pipeline.data.reading import HAS_NUL, HAS_U2581, STAGING, staged
 from drover.pipeline.data.text_shards import SPLITS
 
-TRAIN, HELDOUT, DUPLICATE, NEAR_DUPLICATE = range(4)
+TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
 FATES = (*SPLITS, "duplicate", "near_duplicate")
 """What becomes of a document: a byte each in the staged file `.fates` of its unit, a .npy."""
 SUMS = ("documents", "text_bytes", "characters", "nul", "u2581")

@@ -1,6 +1,6 @@
 """The plan of shards, computed from sums over units, and the writing of one.
 
-With `heldout_rule: tail` the end of each source is its held-out split, exact to the character.
+With `validation_rule: tail` the end of each source is its held-out split, exact to the character.
 """
 
 from __future__ import annotations
@@ -190,12 +190,12 @@ class Border:
     characters: int
 
 
-def find_borders(folder: Path, plan: Layout, summary: Summary, heldout_share: float) -> list[Border]:
+def find_borders(folder: Path, plan: Layout, summary: Summary, validation_share: float) -> list[Border]:
     """The border of each source that keeps a document.
 
     Of a source's n characters that are kept, the first int(n * (1 - share)) stay in the training split.
     """
-    trained, sources = 1 - Fraction(str(heldout_share)), np.array(plan.sources)  # as written: 1 - 0.9 is below 0.1
+    trained, sources = 1 - Fraction(str(validation_share)), np.array(plan.sources)  # as written: 1 - 0.9 is below 0.1
     found = []
     for source in np.unique(sources):
         units = np.flatnonzero(sources == source)
@@ -221,13 +221,13 @@ def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[B
     for unit, source in enumerate(plan.sources):
         if (border := of_source.get(source)) is None:
             continue
-        train, heldout = (of_sources[source].pieces for of_sources in found)
+        train, validation = (of_sources[source].pieces for of_sources in found)
         if unit != border.unit:
-            (train if unit < border.unit else heldout).append(whole_unit(plan, summary, unit, TRAIN))
+            (train if unit < border.unit else validation).append(whole_unit(plan, summary, unit, TRAIN))
             continue
         end, at = plan.starts[unit + 1] - plan.starts[unit], border.characters
         train.append(_piece(folder, plan.names[unit], 0, border.row + bool(at), [border.row, 0, at] if at else None))
-        heldout.append(_piece(folder, plan.names[unit], border.row, end, [border.row, at, None] if at else None))
+        validation.append(_piece(folder, plan.names[unit], border.row, end, [border.row, at, None] if at else None))
     return found
 
 

@@ -34,7 +34,7 @@ def used(config: Config, table: ShardTable) -> NDArray[np.int64]:
     # What every phase leaves out; one without a mixture uses all.
     left_out = set.intersection(*({name for name, share in (mixture or {}).items() if share == 0}
                                   for mixture in mixtures))
-    kinds = np.array([split == "heldout" or source not in left_out for split, source, _ in table.kinds], bool)
+    kinds = np.array([split == "validation" or source not in left_out for split, source, _ in table.kinds], bool)
     return table.numbers[kinds[table.kind], NUMBERS.index("bytes")] if len(table) else np.zeros(0, np.int64)
 
 
@@ -52,9 +52,9 @@ def opener_of(config: Config, folder: Path, table: ShardTable, say: Callable[[st
     return opened
 
 
-def heldout_file(config: Config, folder: Path) -> Callable[[dict[str, Any]], bool]:
+def validation_file(config: Config, folder: Path) -> Callable[[dict[str, Any]], bool]:
     """Whether a record is of a held-out shard that is a file in `folder`, so that its content can be compared there. A
     shard that is fetched whole from a store is compared when it is fetched."""
     stored = config.train.tokens_from is not None
-    return lambda record: record.get("split") == "heldout" and not (
+    return lambda record: record.get("split") == "validation" and not (
         stored and not (folder / record["path"]).is_file())

@@ -11,9 +11,9 @@ from drover.pipeline.reporting.document import ALL, Block, Fold, Lines, Record, 
 from drover.pipeline.reporting.facts import Facts
 from drover.pipeline.tokenization.rare_ids import BEYOND, KINDS, TIMES
 
-SPLITS = {"train": "training", "heldout": "validation"}
+SPLITS = {"train": "training", "validation": "validation"}
 RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}
-"""How validation documents were chosen, by shard.heldout_rule."""
+"""How validation documents were chosen, by shard.validation_rule."""
 MOST_SOURCES = 8
 """Sources with their own line in the chart of lengths."""
 MOST_OUTLIERS = 20
@@ -25,8 +25,8 @@ def data(facts: Facts) -> Iterator[Block]:
     counts, encoded = facts.counts("shard"), facts.counts("encode")
     if sources := counts.get("sources", {}):
         cut = ", and {cut_in_two:,} by cutting one in two" if counts.get("cut_in_two") else ""
-        yield filled(f"{{documents_in:,}} documents came in{cut}: {{train:,}} for training, {{heldout:,}} for "
-                     f"validation, chosen {RULES[facts.config.shard.heldout_rule]}, "
+        yield filled(f"{{documents_in:,}} documents came in{cut}: {{train:,}} for training, {{validation:,}} for "
+                     f"validation, chosen {RULES[facts.config.shard.validation_rule]}, "
                      f"{sum(counts['dropped'].values()):,} dropped, {{rejected:,}} unreadable.", counts)
         entries = {**sources, ALL: counts} if len(sources) > 1 else sources
         yield _documents(counts, entries)
@@ -48,11 +48,11 @@ def data(facts: Facts) -> Iterator[Block]:
 def _documents(counts: Record, entries: Record) -> Table:
     """The fate of every document: each row adds up."""
     came = {"came in": "{documents_in:,}", **({"cut in two": "{cut_in_two:,}"} if counts.get("cut_in_two") else {})}
-    became = {"training": "{train:,}", "validation": "{heldout:,}",
+    became = {"training": "{train:,}", "validation": "{validation:,}",
               **{reason: f"{{dropped[{reason}]:,}}" for reason in counts["dropped"]}, "unreadable": "{rejected:,}"}
     none = dict.fromkeys(counts["dropped"], 0)
     return Table("Documents", {"source": "{source}", **came, **became, "training text": "{text_bytes[train]:B}",
-                               "validation text": "{text_bytes[heldout]:B}"},
+                               "validation text": "{text_bytes[validation]:B}"},
                  [{**own, "dropped": none | own["dropped"]} for own in flat(entries, "source")],
                  f"{' + '.join(came).capitalize()} = {' + '.join(became)}.")
 
@@ -69,7 +69,7 @@ def _filters(counts: Record, entries: Record, kept: bool) -> Iterator[Block]:
     yield Table("Why filters dropped documents", {"filter": "{filter}", "reason": "{reason}", "documents": "{value:,}"},
                 flat({name: own["reasons"] for name, own in filters.items()}, "filter", "reason"))
     found = flat(counts.get("contamination", {}), "filter", "task")
-    rules = [filled("{filter}: {n:,} words in a row, or a whole item of {least_words:,} to {n:,} words; such documents "
+    rules = [filled("{filter}: {n:,} words in a row, or a whole item of {min_words:,} to {n:,} words; such documents "
                     "were " + ("dropped" if own["action"] == "drop" else "kept, and flagged"), own) for own in found]
     yield Table("Evaluation sets found in the text", {
         "filter": "{filter}", "task": "{task}", "documents": "{documents:,}", "items found": "{found:,}",

@@ -33,7 +33,7 @@ NOTES = {
 
 def verdict(facts: Facts) -> str:
     """One sentence."""
-    total, start = facts.heldout.get("overall", {}), facts.config.train.init_from
+    total, start = facts.validation.get("overall", {}), facts.config.train.init_from
     made = filled("A Llama with {parameters:k} parameters, {begun}trained on {tokens:k} tokens of {names}", {
         **facts.counts("train"), "names": [source.name for source in facts.config.shard.sources],
         "begun": f"started from the weights in {shareable(str(start))} and " if start is not None else ""})
@@ -47,7 +47,7 @@ def verdict(facts: Facts) -> str:
 def tiles(facts: Facts) -> Iterator[Tile]:
     """The headline figures."""
     speeds = [record["tokens_per_s"] for record in facts.metrics if record.get("tokens_per_s")]
-    known = {**facts.counts("train"), "total": facts.heldout.get("overall"), "model": facts.results.get("model"),
+    known = {**facts.counts("train"), "total": facts.validation.get("overall"), "model": facts.results.get("model"),
              "speed": median(speeds) if speeds else None, "goodput": facts.goodput and facts.goodput.share,
              "run_s": sum(facts.wall_s(name) for name in facts.manifests if name not in facts.reused),
              "train_s": facts.wall_s("train")}
@@ -72,7 +72,7 @@ def notices(facts: Facts) -> Iterator[Notice]:
              "changed": [manifest.stage for manifest in manifests if manifest.git.get("changed")],
              "commits": len(commits) if len(commits) > 1 else 0, "failed": len(facts.events_of("checkpoint_failed")),
              "anomalies": spikes or counts.get("skipped") or counts.get("rollbacks"),
-             "unmeasured": facts.heldout.get("without_heldout_text")}
+             "unmeasured": facts.validation.get("without_validation_text")}
     for name, text in NOTES.items():
         if known.get(name):
             yield Notice("note", filled(text, known))

@@ -77,11 +77,11 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 def _losses(facts: Facts) -> Iterator[Block]:
     """Training and validation loss in one chart, and validation bits per byte in another."""
-    measured = [record for record in facts.metrics if record.get("heldout_bpb")]
-    texts = value("splits[heldout]", facts.counts("encode")) or {}
+    measured = [record for record in facts.metrics if record.get("validation_bpb")]
+    texts = value("splits[validation]", facts.counts("encode")) or {}
     validation, losses = [], _curve(facts.updates, "loss", name="training, ")
-    for source in dict.fromkeys(source for record in measured for source in record["heldout_bpb"]):
-        steps, bits = _points(measured, f"heldout_bpb[{source}]")
+    for source in dict.fromkeys(source for record in measured for source in record["validation_bpb"]):
+        steps, bits = _points(measured, f"validation_bpb[{source}]")
         validation.append(Series(source, steps, bits))
         if text := texts.get(source):
             nats = math.log(2) * text["text_bytes"] / text["tokens"]
@@ -110,13 +110,13 @@ def _points(records: Sequence[Record], field: str) -> tuple[list[float], list[fl
 
 def _steps(facts: Facts) -> Table:
     """A few steps, and as many with validation, as a text form of the curves."""
-    measured = [record for record in facts.updates if record.get("heldout_bpb")]
-    sources = dict.fromkeys(source for record in measured for source in record["heldout_bpb"])
+    measured = [record for record in facts.updates if record.get("validation_bpb")]
+    sources = dict.fromkeys(source for record in measured for source in record["validation_bpb"])
     shown = {record["step"]: record for record in [*spread(facts.updates, MOST_ROWS), *spread(measured, MOST_ROWS)]}
     return Table("Loss by step", {
         "step": "{step:,}", "training loss (nats per token)": "{loss:.4f}", "learning rate": "{lr:.2e}",
         "tokens so far": "{tokens:,}",
-        **{f"validation bits per byte, {source}": f"{{heldout_bpb[{source}]:.3f}}" for source in sources}},
+        **{f"validation bits per byte, {source}": f"{{validation_bpb[{source}]:.3f}}" for source in sources}},
         [shown[step] for step in sorted(shown)])
 
 

@@ -10,7 +10,7 @@ from drover.pipeline.reporting.facts import Facts
 
 def validation(facts: Facts) -> Iterator[Block]:
     """The chapter; empty without validation text."""
-    if not (found := facts.heldout):
+    if not (found := facts.validation):
         return
     total, meanings = found["overall"], facts.results.get("definitions", {})
     names, ours = list(total["baselines"]), facts.config.name

@@ -68,9 +68,9 @@ class TokenCheck(Hook):
         self.compares = how is not False and loop.batches.opener is None
         if not self.compares:
             return
-        heldout = [row for row in range(len(table)) if how == "all" or table.kinds[table.kind[row]][0] != "train"]
+        validation = [row for row in range(len(table)) if how == "all" or table.kinds[table.kind[row]][0] != "train"]
         self._checks = ShardChecks(table, lambda row: output(folder, table.record(row), "encode"),
-                                   loop.data.shard_rows, self.ranks.rank, self.ranks.world, heldout, REST)
+                                   loop.data.shard_rows, self.ranks.rank, self.ranks.world, validation, REST)
         if self._sound < self._began:  # an earlier start used shards and ended before they were verified
             self._checks.use(self._sound[0] + 1, self._began[0], [(self._sound[1], self._began[1])])
             self._marked = self._checks.look_again(self._began[0])

@@ -60,7 +60,7 @@ LEAST_SECRET = 6
 """Shorter values of the environment are not treated as secrets: they could be ordinary words."""
 SHOWN = ("seed", "model", "train", "parallel")
 """Sections of the configuration that loggers show."""
-GROUPS = {"heldout_bpb": "validation/bits_per_byte", "gradient_norms": "norms/gradient", "weight_norms": "norms/weight",
+GROUPS = {"validation_bpb": "validation/bits_per_byte", "gradient_norms": "norms/gradient", "weight_norms": "norms/weight",
           "update_norms": "norms/update"}
 """Fields of a step's record with a value for each source or layer, and the prefix of their curves' names."""
 

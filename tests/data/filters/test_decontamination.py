@@ -103,7 +103,7 @@ def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
 
 def test_a_task_is_read_as_its_file_says():
     task = REPOSITORY / "configs/tasks/python_line.yaml"
-    own, wrong = (made(kind="decontamination", files=[{"path": str(task)}], n=n, least_words=n) for n in (5, 9))
+    own, wrong = (made(kind="decontamination", files=[{"path": str(task)}], n=n, min_words=n) for n in (5, 9))
     assert own.reads() == [task, task.with_suffix(".jsonl")]
     right = 'class Node:\n    def __init__(self, value):\n        self.value = value\n'
     assert outcome(own, right) == "contains items of python_line"
@@ -150,7 +150,7 @@ def corpus(tmp_path):
     wanted = [{"kind": "decontamination", "files": [
         {"path": str(tmp_path / "sets/set.jsonl"), "task": "spiders", "fields": ["question"]},
         {"path": str(tmp_path / "sets/set.csv"), "task": "answers", "fields": ["answer"]}]}]
-    return write_config(tmp_path, [files_source("web", tmp_path / "in/*.jsonl")], shard_mb=0.002, heldout_share=0.2,
+    return write_config(tmp_path, [files_source("web", tmp_path / "in/*.jsonl")], shard_mb=0.002, validation_share=0.2,
                         filters=wanted)
 
 
@@ -168,13 +168,13 @@ def test_the_stage_counts_by_task_names_the_items_and_goes_by_their_content(corp
     assert "0 of 2 items of answers (2 are too short for a search) were found in 0 documents" in told
     manifest = read_manifest(folder_of(corpus))
     assert manifest.counts["filters"]["decontamination"]["reasons"] == {"contains items of spiders": 5}
-    rule = {"n": 13, "least_words": 8, "action": "drop", "items": 2}
+    rule = {"n": 13, "min_words": 8, "action": "drop", "items": 2}
     assert manifest.counts["contamination"] == {"decontamination": {
         "spiders": {**rule, "too_short": 0, "documents": 5, "found": 2},
         "answers": {**rule, "too_short": 2, "documents": 0, "found": 0}}}
     found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
     assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
-    assert not any("spider" in document.text for split in ("train", "heldout") for document in documents(corpus, split))
+    assert not any("spider" in document.text for split in ("train", "validation") for document in documents(corpus, split))
     (tmp_path / "sets").rename(tmp_path / "moved")
     corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
     assert run(corpus) == 0

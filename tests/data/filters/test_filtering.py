@@ -23,8 +23,8 @@ from tests.conftest import REPOSITORY, merged, run_python, run_stage
 from tests.data.source_files import write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, write_config
 
-CHAIN = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"kind": "length", "name": "long",
-         "most_words": 40}, {"kind": "repetition"}]
+CHAIN = [{"kind": "masking"}, {"kind": "length", "min_characters": 20}, {"kind": "length", "name": "long",
+         "max_words": 40}, {"kind": "repetition"}]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def done(tmp_path_factory):
                 + f" u{number}.{row}@example.org" * (row % 5 == 0) for row in range(100)] + [
                     f"the same text but for the address a{number}{source}@example.org", "short", " \n"]])
     sources = [files_source(name, place / name / "*.jsonl") for name in ("web", "books")]
-    config = write_config(place, sources, shard_mb=0.02, heldout_share=0.1, filters=CHAIN, keep_dropped=True)
+    config = write_config(place, sources, shard_mb=0.02, validation_share=0.1, filters=CHAIN, keep_dropped=True)
     with redirect_stdout(io.StringIO()) as said:
         assert run(config) == 0
     folder = folder_of(config)
@@ -55,7 +55,7 @@ def test_counts_add_up_and_are_told(done):
     counts = done.counts
     for source, own in (*counts["sources"].items(), (None, counts)):
         aside = [line for line in done.dropped if source in (None, line["source"])]
-        assert own["documents_in"] == (own["train"] + own["heldout"] + sum(own["dropped"].values()) + own["rejected"])
+        assert own["documents_in"] == (own["train"] + own["validation"] + sum(own["dropped"].values()) + own["rejected"])
         for name, passed in own["filters"].items():
             mine = [line for line in aside if line["filter"] == name]
             assert own["dropped"][name] == passed["documents"] == len(mine)
@@ -69,11 +69,11 @@ def test_counts_add_up_and_are_told(done):
 
 
 def test_the_manifest_has_a_card_of_each_source_and_its_examples_change_no_shard(done):
-    masked = Counter(document.source for split in ("train", "heldout") for document in documents(done.config, split)
+    masked = Counter(document.source for split in ("train", "validation") for document in documents(done.config, split)
                      if "<email>" in document.text)
     for name, own in done.counts["sources"].items():
         card, duplicates = done.counts["cards"][name], own["dropped"]["duplicate"]  # all of them are masked
-        assert card["documents"] == sum(card["lengths"].values()) == own["train"] + own["heldout"] + duplicates
+        assert card["documents"] == sum(card["lengths"].values()) == own["train"] + own["validation"] + duplicates
         assert card["changed"] == masked[name] + duplicates
     reasons = done.counts["cards"]["books"]["examples"]["length"]
     assert reasons["fewer than 20 characters"][0] == {"id": "0.jsonl:2", "text": "books 0 1 lorem "}
@@ -102,7 +102,7 @@ def test_dropped_documents_are_not_kept_unasked(done):
 
 def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
     (tmp_path / "b.txt").write_text("|".join("b" * number for number in range(9)))
-    config = write_config(tmp_path, [files_source("b", tmp_path / "b.txt", separator="|")], heldout_share=0.5,
+    config = write_config(tmp_path, [files_source("b", tmp_path / "b.txt", separator="|")], validation_share=0.5,
                           filters=[{"kind": "characters", "least": {"digits": 1}}])
     assert run(config) == 2
     error = capsys.readouterr().err
@@ -144,7 +144,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "my_filters.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "f.txt").write_text("|".join(["bad one", "void", *(f"text {number}" for number in range(30))]))
-    yield write_config(tmp_path, [files_source("s", tmp_path / "f.txt", separator="|")], heldout_share=0.3,
+    yield write_config(tmp_path, [files_source("s", tmp_path / "f.txt", separator="|")], validation_share=0.3,
                        filters=[{"kind": "my_filters:Mine", "word": "bad", "large": 1}], keep_dropped=True)
     sys.modules.pop("my_filters", None)
 

@@ -29,18 +29,18 @@ LINES = "a menu\n\n" * 3 + "said once and for all, at some length\n" * 1
 
 
 @pytest.mark.parametrize(("kind", "settings", "text", "reason"), [
-    ("length", {"least_characters": 3}, "ab", "fewer than 3 characters"),
-    ("length", {"least_characters": 3}, "abc", None),
-    ("length", {"most_characters": 3}, "abcd", "more than 3 characters"),
-    ("length", {"most_characters": 3}, "äöü", None),
-    ("length", {"least_words": 2}, "one", "fewer than 2 words"), ("length", {"least_words": 2}, "one\ntwo", None),
-    ("length", {"most_words": 2}, "one two  three", "more than 2 words"),
-    ("length", {"most_words": 2}, " one  two ", None),
+    ("length", {"min_characters": 3}, "ab", "fewer than 3 characters"),
+    ("length", {"min_characters": 3}, "abc", None),
+    ("length", {"max_characters": 3}, "abcd", "more than 3 characters"),
+    ("length", {"max_characters": 3}, "äöü", None),
+    ("length", {"min_words": 2}, "one", "fewer than 2 words"), ("length", {"min_words": 2}, "one\ntwo", None),
+    ("length", {"max_words": 2}, "one two  three", "more than 2 words"),
+    ("length", {"max_words": 2}, " one  two ", None),
     ("repetition", {}, LINES, "more than 0.3 of the lines are repetitions"),
-    ("repetition", {"most_lines": 0.5}, LINES, "more than 0.2 of the characters are in repeated lines"),
-    ("repetition", {"most_lines": 0.5, "most_characters": 0.3}, LINES, None),
-    ("repetition", {"most_lines": 0, "most_characters": 0}, "a\nb\n\n\nc", None),
-    ("repetition", {"most_lines": 0, "most_characters": 1}, "a\n  a ", "more than 0 of the lines are repetitions"),
+    ("repetition", {"max_lines": 0.5}, LINES, "more than 0.2 of the characters are in repeated lines"),
+    ("repetition", {"max_lines": 0.5, "max_characters": 0.3}, LINES, None),
+    ("repetition", {"max_lines": 0, "max_characters": 0}, "a\nb\n\n\nc", None),
+    ("repetition", {"max_lines": 0, "max_characters": 1}, "a\n  a ", "more than 0 of the lines are repetitions"),
     ("repetition", {}, "x" * 1000, None), ("characters", {"most": {"digits": 0.5}}, "ab12", None),
     ("characters", {"most": {"digits": 0.5}}, "ab123", "more than 0.5 digits"),
     ("characters", {"least": {"letters": 0.5}}, "ab   \n  12", None),
@@ -81,8 +81,8 @@ def test_masks_can_be_chosen_left_out_and_added():
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"kind": "length"}, "needs one of least_characters"), ({"kind": "normalization"}, "needs one of form, line_ends"),
-    ({"kind": "length", "least_words": 3, "most_words": 2}, "the least is more than the most"),
+    ({"kind": "length"}, "needs one of min_characters"), ({"kind": "normalization"}, "needs one of form, line_ends"),
+    ({"kind": "length", "min_words": 3, "max_words": 2}, "the least is more than the most"),
     ({"kind": "characters"}, "needs a share"),
     ({"kind": "characters", "least": {"digits": 0.5}, "most": {"digits": 0.4}}, "the least share is above the most"),
     ({"kind": "masking", "email": None, "ip": None}, "needs one of email, ip, patterns"),

@@ -21,8 +21,8 @@ def test_wrongly_decoded_text_is_put_right_and_nothing_else(text, repaired):
     ({"control_characters": True}, "a\0b\x1b[0m\tc\x9f\n\f\r", "ab[0m\tc\n\f\r"),
     ({"zero_width": True}, "\ufeffa\u200bb\u00adc\u2060 👨\u200d👩", "abc 👨\u200d👩"),
     ({"trailing_space": True}, " a \t\n\u3000\nb  \n\n ", " a\n\nb"),
-    ({"most_blank_lines": 1}, "a\n\n \n\nb\n\nc\nd", "a\n\nb\n\nc\nd"), ({"most_blank_lines": 0}, "a\n\n\nb", "a\nb"),
-    ({"trailing_space": True, "most_blank_lines": 2, "line_ends": True}, "a \r\n\r\n \r\n\r\nb\r\n", "a\n\n\nb"),
+    ({"max_blank_lines": 1}, "a\n\n \n\nb\n\nc\nd", "a\n\nb\n\nc\nd"), ({"max_blank_lines": 0}, "a\n\n\nb", "a\nb"),
+    ({"trailing_space": True, "max_blank_lines": 2, "line_ends": True}, "a \r\n\r\n \r\n\r\nb\r\n", "a\n\n\nb"),
     ({"form": "NFC", "trailing_space": True, "zero_width": True}, "é\n  b", "é\n  b")])
 def test_each_setting_changes_its_own_part(settings, text, after):
     assert changed("normalization", text, **settings) == after

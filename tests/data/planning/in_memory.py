@@ -21,7 +21,7 @@ class Planned:
     id: str
     text: str
     dropped: bool = False
-    heldout: bool = False
+    validation: bool = False
 
     @property
     def source(self):
@@ -37,10 +37,10 @@ def plan(corpus, config):
         seen.add(document.text)
     for document in documents:
         high = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big")
-        document.heldout = high < ceil(config.heldout_share * 2**64)
-    if config.heldout_rule == "tail":
+        document.validation = high < ceil(config.validation_share * 2**64)
+    if config.validation_rule == "tail":
         for source in corpus:
-            documents = _with_tail(documents, source, 1 - Fraction(str(config.heldout_share)))
+            documents = _with_tail(documents, source, 1 - Fraction(str(config.validation_share)))
     return documents
 
 
@@ -52,13 +52,13 @@ def _with_tail(documents, source, trained):
         if document.source != source or document.dropped:
             found.append(document)
             continue
-        document.heldout = len(document.text) > left
+        document.validation = len(document.text) > left
         parts = [document]
         if 0 < left < len(document.text):
-            parts = [Planned(f"{source}-cut", f"{document.id}{place}", text, heldout=half)
+            parts = [Planned(f"{source}-cut", f"{document.id}{place}", text, validation=half)
                      for half, place, text in ((False, f"[:{left}]", document.text[:left]),
                                                (True, f"[{left}:]", document.text[left:]))]
-        left = max(0, left - len(document.text)) if not document.heldout else 0
+        left = max(0, left - len(document.text)) if not document.validation else 0
         found += parts
     return found
 
@@ -70,7 +70,7 @@ def write_shards(folder, documents, sources, target):
     for split in SPLITS:
         for source in sources:
             own = [one for one in documents if one.source == source and not one.dropped
-                   and one.heldout == (split == "heldout")]
+                   and one.validation == (split == "validation")]
             sizes = np.array([len(one.text.encode()) for one in own], np.int64)
             shards = max(1, ceil(sizes.sum() / target))
             numbers = (np.cumsum(sizes) - sizes) * shards // max(sizes.sum(), 1)  # a document of several leaves a gap

@@ -53,7 +53,7 @@ def share_a_band(found, one, other):
 
 def config_of(corpus, verify=None, **values):
     near = {"preset": "fineweb", "verify": verify, **values.pop("near", {})}
-    return staged_corpora.settings(corpus, near_duplicates=near, shard_mb=0.05, heldout_share=0.3, **values)
+    return staged_corpora.settings(corpus, near_duplicates=near, shard_mb=0.05, validation_share=0.3, **values)
 
 
 def test_recall_and_precision_against_brute_force():
@@ -107,7 +107,7 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
     assert {(kind, equal) for _, equal, kind in expected.values()} >= {("duplicate", True), ("near_duplicate", False)}
     assert all(row["source"] == row["id"][:2] and row["kept_source"] == row["kept_id"][:2] for row in found.kept)
     assert len(found.kept) == found.decided.summary.dropped.sum() > 100
-    splits = {own: split for split in ("train", "heldout") for own in texts_of(tmp_path, split)}
+    splits = {own: split for split in ("train", "validation") for own in texts_of(tmp_path, split)}
     assert {own for own, _ in documents} - splits.keys() == expected.keys()
     of_component = {(label.get(place, place), splits[own]) for place, (own, _) in enumerate(documents) if own in splits}
     assert len({component for component, _ in of_component}) == len(of_component), "a component lies in one split"

@@ -34,8 +34,8 @@ TAIL = {"tail": True, "target": 3, "seed": 1}
 @example(corpus={"a": [["ab", "ab", "abab"]], "b": [["b"]], "c": [["c"]]}, drop=False, keep="first", share=0.25,
          sizes=(1, 1, 2), **TAIL)
 def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, tail, share, target, sizes, seed):
-    config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, heldout_share=share,
-                                     heldout_rule="tail" if tail else "hash", shard_mb=target / 1e6)
+    config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, validation_share=share,
+                                     validation_rule="tail" if tail else "hash", shard_mb=target / 1e6)
     documents = in_memory.plan(corpus, config)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         written = in_memory.write_shards(Path(folder), documents, corpus, target)
@@ -46,7 +46,7 @@ def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, 
     for source, (name, units) in enumerate(corpus.items()):
         own = [one for one in documents if one.source == name]
         for split, pieces in zip(SPLITS, found.decided.pieces, strict=True):
-            texts = [one.text for one in own if not one.dropped and one.heldout == (split == "heldout")]
+            texts = [one.text for one in own if not one.dropped and one.validation == (split == "validation")]
             assert {name: pieces[source].total(name) for name in SUMS} == {
                 "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
                 "characters": sum(map(len, texts)), "nul": sum("\0" in text for text in texts),
@@ -90,7 +90,7 @@ def test_a_torn_file_is_named(tmp_path, phase, file, harm, told):
             harm(next((tmp_path / "staging").glob(file)))
         return do_units(own, *arguments)
     work.do_units = torn
-    refused(shards.UserError, told, decide, work, staged_corpora.settings(corpus, heldout_share=0.5),
+    refused(shards.UserError, told, decide, work, staged_corpora.settings(corpus, validation_share=0.5),
             *stage(tmp_path, corpus))
 
 
@@ -102,4 +102,4 @@ def test_a_shard_that_a_disk_harms_is_refused(tmp_path, monkeypatch, harm, told)
     corpus, plain = {"a": [["one", "two"]]}, shards.write_members
     monkeypatch.setattr(shards, "write_members", lambda path, members: plain(path, harm(list(members))))
     refused(shards.UserError, rf"a-00000\.tar {told}", passes, tmp_path, corpus,
-            staged_corpora.settings(corpus, heldout_share=0.5, shard_mb=1))
+            staged_corpora.settings(corpus, validation_share=0.5, shard_mb=1))

@@ -33,7 +33,7 @@ def start(folder, said, *sinks, steps, first_step=0, end="finish"):
                       [SINKS.read(sink) for sink in sinks], said.append)
     log.tell("event", "resume" if first_step else "start", {"step": first_step})
     for step, loss in steps:
-        log.tell("step", record(step, loss, **({"heldout_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {})))
+        log.tell("step", record(step, loss, **({"validation_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {})))
     log.tell("event", "checkpoint", {"step": steps[-1][0], "stall_s": 0.25, "seconds": 1.5, "path": "x"})
     log.tell("sample", steps[-1][0], "def (", f"text {steps[-1][1]}")
     if end:
@@ -122,7 +122,7 @@ def test_mlflow_says_how_a_start_ended(tmp_path, end, status):
 
 
 def test_curves_are_the_numbers_that_can_be_drawn():
-    assert curves(record(2, "nan", skipped="nonfinite", tokens=7, heldout_bpb={"a": 1, "b": 2.5})) == {
+    assert curves(record(2, "nan", skipped="nonfinite", tokens=7, validation_bpb={"a": 1, "b": 2.5})) == {
         "train/lr": 0.5, "train/tokens": 7.0, "validation/bits_per_byte/a": 1.0, "validation/bits_per_byte/b": 2.5}
     assert checkpoint_curves("checkpoint", {"step": 2, "stall_s": 1, "path": "x"}) == {"checkpoint/stall_s": 1.0}
     assert checkpoint_curves("checkpoint_copied", {"step": 2, "bytes": 9, "seconds": 2.5, "behind_s": 4}) == {

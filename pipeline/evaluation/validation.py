@@ -26,20 +26,20 @@ def byte_counts(text: bytes) -> np.ndarray:
     return np.bincount(np.frombuffer(text, np.uint8), minlength=256).astype(np.int64)
 
 
-def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
+def validation_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
     """The token shards of the sources' validation documents, opened together."""
     folder, manifest = work.input("encode")
     table = ShardTable.of(manifest.outputs)
-    return open_by_source(folder, table, "heldout", sources, opener_of(work.config, folder, table, work.say))
+    return open_by_source(folder, table, "validation", sources, opener_of(work.config, folder, table, work.say))
 
 
 def chosen_documents(work: Work) -> dict[str, Chosen]:
     """By source, the validation documents to measure."""
-    shards = heldout_shards(work, [source.name for source in work.config.shard.sources])
-    found = {source: choose(of_source, work.config.evaluate.heldout_tokens) for source, of_source in shards.items()}
+    shards = validation_shards(work, [source.name for source in work.config.shard.sources])
+    found = {source: choose(of_source, work.config.evaluate.validation_tokens) for source, of_source in shards.items()}
     if not any(map(len, found.values())):
-        raise UserError("There is no validation text to measure. Raise shard.heldout_share "
-                        f"(now {work.config.shard.heldout_share}), or add documents.")
+        raise UserError("There is no validation text to measure. Raise shard.validation_share "
+                        f"(now {work.config.shard.validation_share}), or add documents.")
     return {source: chosen for source, chosen in found.items() if len(chosen)}
 
 
@@ -47,8 +47,8 @@ def wanted_texts(work: Work) -> dict[str, Wanted]:
     """By source, the texts of the measured documents to read; UserError if the token shards have more or fewer
     documents than the text shards."""
     chosen, (folder, manifest), found = chosen_documents(work), work.input("shard"), {}
-    for source, shards in heldout_shards(work, chosen).items():
-        own, texts = chosen[source], sum(record["docs"] for record in shard_records(manifest, "heldout", source))
+    for source, shards in validation_shards(work, chosen).items():
+        own, texts = chosen[source], sum(record["docs"] for record in shard_records(manifest, "validation", source))
         if texts != own.of_documents:
             raise UserError(f"{work.input('encode')[0]} holds {'fewer' if texts > own.of_documents else 'more'} "
                             f"validation documents of {source} than {folder}. Run the stage encode again with --force.")
@@ -67,7 +67,7 @@ def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) ->
         UserError: the token shards were not made of these text shards, so bits per byte would be wrong.
     """
     first = 0
-    for record in sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"])):
+    for record in sorted(shard_records(manifest, "validation", source), key=lambda record: str(record["path"])):
         own = [number for number in range(first, first + record["docs"]) if number in wanted]
         read = read_shard(folder, record, {number - first for number in own}) if own else ()
         first += record["docs"]

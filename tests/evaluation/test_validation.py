@@ -13,7 +13,7 @@ from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.evaluation import baselines
 from drover.pipeline.evaluation.baselines import Baselines
-from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
+from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText
 from tests.refusal import refused
 from tests.token_shards import write_documents
 
@@ -50,12 +50,12 @@ def test_documents_are_taken_in_the_order_of_their_keys_over_all_shards(shards, 
 
 def test_a_rank_reads_and_keeps_what_it_measures(shards, monkeypatch):
     chosen = choose(shards, None)
-    text = HeldoutText(ChosenDocuments(shards, chosen), 1, chosen.lengths.tolist())
+    text = ValidationText(ChosenDocuments(shards, chosen), 1, chosen.lengths.tolist())
     read, of_rank, original = [], [], TokenShard.document_tokens
     monkeypatch.setattr(TokenShard, "document_tokens", lambda self, index: read.append(
         int(original(self, index)[0])) or original(self, index))
     for rank in range(4):
-        batches = HeldoutBatches({"s": text}, length=32, batch=2, rank=rank, world=4)
+        batches = ValidationBatches({"s": text}, length=32, batch=2, rank=rank, world=4)
         assert not read, "making them reads nothing"
         whole = list(batches)
         of_rank.append(set(read))
