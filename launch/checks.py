@@ -6,16 +6,17 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from importlib import metadata
+from math import inf
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options, asked_of, queued
 from drover.launch.processes import Environment
-from drover.launch.slurm.scheduler import NodeKind, Scheduler
-from drover.launch.slurm.submit.options import option_problems
+from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
+from drover.launch.slurm.submit.options import option_problems, options_of
 from drover.pipeline.config.checks import place_problems, problems, rank_problems
-from drover.pipeline.config.launching import LaunchConfig, minutes
+from drover.pipeline.config.launching import LaunchConfig, SiteLimits, minutes
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
@@ -224,10 +225,6 @@ def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
         yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."
 
 
-MORE = {"nodes": "request fewer (--nodes)", "min": "request less (launch.<stage>.time); training continues by itself"}
-"""What to do if a job requests more than the site allows."""
-
-
 def environment_problems(config: Config, environment: Environment) -> Iterator[str]:
     """Variables of jobs on other machines that cannot work. environment: of the shell that submits."""
     launch = config.launch
@@ -243,48 +240,48 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
     """What the cluster would refuse, or what a job would fail at there. nodes: of the cluster; () if unknown."""
     launch, site = config.launch, config.launch.limits
     yield from option_problems(launch, jobs)
-    yield from node_problems(jobs, nodes)
-    longest = None if site.time is None else minutes(site.time)
+    found: dict[str, list[str]] = {}
     for job in jobs:
-        for asked, most, what in ((job.all_nodes, site.nodes, "nodes"), (job.minutes, longest, "min")):
-            if most is not None and asked > most:
-                yield f"{job.key} requests {asked} {what}; the site allows {most} (launch.limits): {MORE[what]}."
+        for text in _misfits(job, nodes, site):
+            found.setdefault(text, []).append(job.key)
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
             yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before its end "
                    f"(launch.signal_s): no time would be left to train.")
+    yield from (f"{', '.join(keys)}: {text}." for text, keys in found.items())
     if site.jobs is not None and (count := queued(jobs)) > site.jobs:
         yield (f"{count} jobs would be queued, although no stage is divided; the site allows {site.jobs} "
                f"(launch.limits.jobs; without it, what Slurm says). Request fewer stages at a time (--stage), or fewer "
                f"links.")
 
 
-def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:
-    """The jobs that no nodes of their partition fit, and what those nodes have."""
-    found: dict[str, list[str]] = {}
-    for job in jobs if nodes else ():
-        if text := _misfit(job, nodes):
-            found.setdefault(text, []).append(job.key)
-    return [f"{', '.join(keys)}: {text}." for text, keys in found.items()]
-
-
-def _misfit(job: Job, nodes: Sequence[NodeKind]) -> str:
-    """Why nodes do not fit a job; "" if enough of them do."""
+def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[str]:
+    """What a job requests that the site or its partition does not allow, or that its nodes do not have."""
     partitions, names = {kind.partition for kind in nodes}, set(filter(None, (job.asked.partition or "").split(",")))
-    if absent := sorted(names - partitions):
-        return (f"there is no partition {', '.join(absent)} (launch.partition); there are "
-                f"{', '.join(sorted(partitions))}")
+    if nodes and (absent := sorted(names - partitions)):
+        yield (f"there is no partition {', '.join(absent)} (launch.partition); there are "
+               f"{', '.join(sorted(partitions))}")
     there = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
+    name = "/".join(sorted({kind.partition for kind in there}))
+    limits = [("the site (launch.limits)", site.nodes or inf, minutes(site.time) if site.time else inf)]
+    if there and "qos" not in options_of(job):  # which may lift the limits of a partition
+        limits.append((f"the partition {name} (without launch.qos)", max(kind.most for kind in there),
+                       max(seconds(kind.longest, inf) for kind in there) / 60))
+    for who, most, longest in limits:
+        if job.all_nodes > most:
+            yield f"requests {job.all_nodes} nodes, but {who} allows {most:g}: request fewer (--nodes)"
+        if job.minutes > longest:
+            yield (f"requests {job.minutes} min, but {who} allows {longest:g}: request less (launch.time, "
+                   f"launch.<stage>.time); training continues by itself")
     number, unit = re.fullmatch(r"(\d+)([KMGT]?)", job.asked.mem or "0").groups()  # type: ignore[union-attr]
     cores, memory = job.tasks_per_node * job.cpus_per_task, int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
     fit = sum(kind.nodes for kind in there
               if kind.cpus >= cores and kind.gpus >= job.gpus_per_node and kind.memory_mb >= memory)
     if fit >= job.all_nodes or not there:
-        return ""
+        return
     has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
-    return (f"requests {job.all_nodes} node{'s' * (job.all_nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
-            f"{memory:,} MB each, but the partition {'/'.join(sorted({kind.partition for kind in there}))} has {has}. "
-            f"A rank, or a job without ranks, gets launch.cpus cores; a node gets launch.gpus_per_node or "
-            f"launch.processes ranks")
+    yield (f"requests {job.all_nodes} node{'s' * (job.all_nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
+           f"{memory:,} MB each, but the partition {name} has {has}. A rank, or a job without ranks, gets launch.cpus "
+           f"cores; a node gets launch.gpus_per_node or launch.processes ranks")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, here: bool) -> None:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
@@ -36,7 +37,8 @@ from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, m
 from drover.launch.slurm.submit.options import GPUS, directives, long_options
 from drover.launch.slurm.submit.sbatch import uninterrupted
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from drover.pipeline.config.launching import LaunchConfig
+from drover.launch.slurm.wait_reasons import is_stuck, meaning, refusal
+from drover.pipeline.config.launching import LaunchConfig, minutes
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
 from drover.pipeline.core.console import aligned
@@ -162,19 +164,19 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
             signal.signal(ending, signal.default_int_handler)
     try:
         nodes = 2 if sum(kind.nodes for kind in here) > 1 else 1
-        gpus = bool(max(kind.gpus for kind in here))
+        gpus = any(kind.gpus for kind in here)
         code, content = planned_snapshot(folder)
         take_snapshot(code, content)
         script = _script(name, nodes, gpus, launch, folder, code)
         with uninterrupted():
             number, problem = scheduler.submit(script)
         if problem is not None:
-            yield Finding(f"job in {name}", PROBLEM, f"sbatch refused it: {problem}",
-                          "the profile may lack account, qos or constraint")
+            said, advice = refusal(problem, "the profile may lack account, qos or constraint")
+            yield Finding(f"job in {name}", PROBLEM, f"sbatch refused it: {said}", advice)
             return
         reason = _wait(scheduler, number, wait)
         facts[name] = read_reports(folder, NodeFacts)
-        log = (folder / "job.log").read_text(errors="replace").strip() if (folder / "job.log").is_file() else ""
+        log = "\n".join(path.read_text(errors="replace").strip() for path in sorted(folder.glob("*.log")))
         yield from judge(name, nodes, gpus, facts[name], reason, log)
     finally:
         scheduler.cancel(f"--name={JOB}{folder.name}")  # by name, in case sbatch's answer was lost
@@ -190,14 +192,16 @@ def judge(name: str, nodes: int, gpus: bool, facts: Sequence[NodeFacts], reason:
     gpus: a GPU was requested on each node. reason: why the job did not end, if it did not. log: what it printed outside
     of reports.
     """
+    lines = log.splitlines()
+    # The first error: what comes after follows from it.
+    first = [*(line for line in lines if "error:" in line), *lines[-1:], "no node reported"][0]
     if not facts:
-        last = log.splitlines()[-1] if log else "no node reported"
-        yield Finding(f"job in {name}", PROBLEM, reason or last, "" if reason else
-                      "python: must exist on the nodes too; a venv on a login node's own disk does not")
+        yield Finding(f"job in {name}", PROBLEM, reason or first, "" if reason else refusal(
+            first, "python: must exist on the nodes too; a venv on a login node's own disk does not")[1])
         return
     lost = nodes - len(facts)
     yield Finding(f"job in {name}", PROBLEM if lost else OK, f"{len(facts)} of {nodes} nodes reported: " + ", ".join(
-        node.node for node in facts), log.splitlines()[-1] if lost and log else "")
+        node.node for node in facts), first if lost and log else "")
     for node in facts:
         for problem in node.problems.values():
             yield Finding(f"  {node.node}", PROBLEM, problem)
@@ -245,30 +249,30 @@ def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str
     cpu = next((kind for kind in kinds if not kind.gpus), None)
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits."]
     if gpu is not None:
-        per = gpu.cpus // max(1, gpu.gpus) if gpu.gpus else min(4, gpu.cpus)
+        per = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus)
         lines += [f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
                   f"cpus: {max(1, per)}  # {gpu.cpus} cores a node" + f", {gpu.gpus} GPUs" * bool(gpu.gpus),
                   'train: {mem: "0"}  # all memory of a node', 'evaluate: {mem: "0"}',
+                  "# mem: 32G  # of the other stages; without it what the site gives by default",
                   "# account: my-project", "# setup: [module load cuda]"]
     if any(node.runtimes for nodes in facts.values() for node in nodes):
         lines.append("# container: {image: /shared/images/drover.sif}")
     lines.append(f"requeue: {str(settings.get('JobRequeue') != '0').lower()}")
-    limits = []
     if gpu is not None:
-        limits.append(f"  nodes: {sum(kind.nodes for kind in kinds if kind.partition == gpu.partition)}")
-        if seconds(gpu.longest):
-            limits.append(f"  time: {gpu.longest}")
-    lines += ["limits:", *limits] if limits else []
-    if gpu is not None and gpu.gpus and cpu is not None:
-        lines += [f"{stage}: {{partition: {cpu.partition}}}" for stage in ("shard", "tokenizer", "encode", "convert",
-                                                                           "report")]
+        there, longest = sum(kind.nodes for kind in kinds if kind.partition == gpu.partition), seconds(gpu.longest, inf)
+        lines += ["limits:", f"  nodes: {min(there, gpu.most)}", *[f"  time: {gpu.longest}"] * (longest < inf)]
+        if longest < 60 * minutes(LaunchConfig().time):
+            lines.append(f"time: {gpu.longest}  # the partition allows no more")
+        if gpu.gpus and cpu is not None:
+            lines += [f"{stage}: {{partition: {cpu.partition}}}" for stage in ("shard", "tokenizer", "encode",
+                                                                               "convert", "report")]
     return "\n".join(lines) + "\n"
 
 
 def _described(kind: NodeKind) -> str:
     gpus = f", {kind.gpus} GPUs" if kind.gpus else ""
     return (f"{kind.nodes} node{'s' if kind.nodes > 1 else ''} with {kind.cpus} cores, {kind.memory_mb / 1000:,.0f} GB"
-            f"{gpus}; time limit {kind.longest or 'unknown'}")
+            f"{gpus}; time limit {kind.longest or 'unknown'}, node limit {kind.most}")
 
 
 def _usual_partitions(launch: LaunchConfig, kinds: Sequence[NodeKind]) -> list[str]:
@@ -282,8 +286,8 @@ def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder
     extra, one = long_options(launch.extra), f"{launch.gpu_type}:1" if launch.gpu_type else "1"
     asked = {"account": launch.account, "qos": launch.qos, "constraint": launch.constraint,
              "gpus-per-node": one if gpus and extra.keys().isdisjoint(GPUS) else None, **extra,
-             "job-name": f"{JOB}{folder.name}", "partition": partition, "nodes": nodes, "ntasks-per-node": 1,
-             "time": MINUTES, "output": folder / "job.log", "chdir": Path.cwd()}
+             "job-name": f"{JOB}{folder.name}", "mem": launch.mem, "partition": partition, "nodes": nodes,
+             "ntasks-per-node": 1, "time": MINUTES, "output": folder / "job.log", "chdir": Path.cwd()}
     python = shlex.quote(launch.runner_python or sys.executable)
     wrap, srun_args = in_container(launch.container, [folder, Path.cwd()], int(gpus),
                                    ["PYTHONPATH", *launch.environment])
@@ -305,8 +309,8 @@ def _wait(scheduler: Scheduler, number: str, minutes: float) -> str:
     until, job = time.monotonic() + 60 * minutes, None
     while time.monotonic() < until or (job is not None and job.state == "RUNNING"):
         job = (scheduler.jobs([number]) or {}).get(number)
-        if job is not None and not job.queued:
-            return ""
+        if job is not None and (not job.queued or is_stuck(job.reason)):
+            return f"{meaning(job.reason, number)} ({job.reason}); the job was cancelled" if job.queued else ""
         time.sleep(1)
     waits = f"still {job.state} ({job.reason})" if job is not None else "Slurm did not answer"
     return f"{waits} after {minutes:g} minutes; the job was cancelled"

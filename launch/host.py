@@ -40,9 +40,9 @@ class StepEnd:
 
 
 def process_end(status: int) -> StepEnd:
-    """How a process with this exit status ended."""
-    killed = f"killed by {signal.Signals(status - 128).name}" if 128 < status < 128 + signal.NSIG else ""
-    return StepEnd(status, killed, exit_code=status if 0 < status < 128 else None)
+    """How a process with this exit status ended. srun's own statuses may lie among those of signals."""
+    names = {128 + number: f"killed by {number.name}" for number in signal.Signals}
+    return StepEnd(status, names.get(status, ""), exit_code=status if 0 < status < 128 else None)
 
 
 def meeting(spec: JobSpec, address: str, port: int) -> dict[str, str]:

@@ -58,6 +58,11 @@ class Chain:
     jobs: tuple[ChainJob, ...] = ()
     planned: int = 0
 
+    @property
+    def partial(self) -> bool:
+        """Whether jobs are missing: the submission is at work, or it failed."""
+        return len(self.jobs) < self.planned
+
     def write(self, run_folder: Path) -> None:
         """Make this the newest submission of the run. The one before is moved to `launch/chains/`."""
         before = read_chain(run_folder)

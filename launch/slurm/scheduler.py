@@ -17,6 +17,7 @@ from itertools import accumulate
 from math import inf
 
 from drover.launch.processes import Environment, answer_of
+from drover.launch.slurm.wait_reasons import plain
 
 UNKNOWN = "unknown"
 """State of a job that Slurm does not know, or no longer knows."""
@@ -30,7 +31,7 @@ RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING"
          UNKNOWN: LAST}
 """Ranks of states: the state with the lowest rank is that of a whole array, or of a stage with several jobs. Other
 states of queued jobs have 3."""
-COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
+COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 200), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200), ("TimeLeft", 20))
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
 GPUS = re.compile(r"\bgpu(?:(?::[^,:(]+)?:(\d+))?")
@@ -74,7 +75,7 @@ class JobInfo:
 @dataclass(frozen=True)
 class NodeKind:
     """Equal nodes of a partition. usual: the partition is the site's default. longest: its time limit, as Slurm writes
-    it."""
+    it. most: nodes that a job may request there."""
 
     partition: str
     usual: bool
@@ -83,6 +84,7 @@ class NodeKind:
     memory_mb: int
     gpus: int
     longest: str = ""
+    most: float = inf
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,8 @@ class _Answer:
 
     @property
     def problem(self) -> str | None:
-        """Why it failed: its last line, without the program's name. None: it did not fail."""
-        if self.status == 0:
-            return None
-        lines = (self.error or self.out).strip().splitlines()
-        return re.sub(r"^\w+: (error|fatal): ", "", lines[-1].strip()) if lines else f"exit status {self.status}"
+        """Why it failed: what it said, without its name. None: it did not fail."""
+        return None if self.status == 0 else plain(self.error or self.out) or f"exit status {self.status}"
 
 
 OWN = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -130,9 +129,9 @@ class Scheduler:
     """
 
     def __init__(self, environment: Environment = os.environ, timeout_s: float = 10) -> None:
-        # A user's own formats, or another cluster, would change the output that is read here.
+        # A user's own formats, or another cluster, would change the output that is read here, and SBATCH_* a script.
         self._environment = {name: value for name, value in environment.items() if name in OWN or not name.startswith(
-            ("SLURM_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
+            ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
         self._timeout_s = timeout_s
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
@@ -199,9 +198,10 @@ class Scheduler:
 
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; [] if Slurm does not answer."""
-        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l")
+        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l|%s")
         return [NodeKind(row[0].rstrip("*"), row[0].endswith("*"), int(row[1]), int(row[2]), int(row[3]),
-                         sum(int(count or 1) for count in GPUS.findall(row[4])), row[5])
+                         sum(int(count or 1) for count in GPUS.findall(row[4])), row[5],
+                         int(most) if (most := row[6].rpartition("-")[2]).isdecimal() else inf)
                 for row in rows if all(count.isdecimal() for count in row[1:4])]
 
     def site_settings(self) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""What Slurm's reasons for a waiting job mean, and what the user can do (JOB REASON CODES of `man squeue`)."""
+"""What Slurm's reasons for a waiting job mean (JOB REASON CODES of `man squeue`), and refusals of sbatch, and what the
+user can do."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ import re
 EXPECTED = ("", "None", "Dependency", "JobArrayTaskLimit", "Singleton")
 """Reasons that need no explanation: the job waits as planned."""
 FEWER = "; to continue sooner, cancel it and submit the same command with fewer --nodes"
-SHORTER = "a shorter launch.train.time may let it start before"
-NODES_GONE = "waits for nodes that are down, drained or reserved{nodes}; it starts when they are back{fewer}"
+ALONE = "it starts when some of them end, and never if it alone requests more"
 UNAVAILABLE = re.compile(r"UnavailableNodes:\s*([^)\s]+)")
 REASONS = (
     ("BeginTime", "was requeued, or may not start yet; Slurm starts a requeued job after about two minutes"),
@@ -19,25 +19,29 @@ REASONS = (
     ("JobHeldAdmin", "is held by the administrators; only they can release it"),
     (r"JobHoldMaxRequeue|MaxRequeue", "was requeued as often as the site allows (MaxBatchRequeue) and is held; to "
                                       "continue, `scontrol release {job}`, or `drover cancel` and the same command"),
-    ("launch failed requeued held", "could not be started and is held; `scontrol release {job}` tries again"),
+    ("launch failed requeued held", "could not be started, perhaps because the site's own test of a node failed "
+                                    "(`sinfo -R`), and is held; `scontrol release {job}` tries again"),
     ("PartitionNodeLimit", "will never run: it requests more nodes than the partition allows; cancel it and submit the "
                            "same command with fewer --nodes or another launch.partition"),
     ("PartitionTimeLimit", "will never run: it requests more time than the partition allows (launch.time)"),
     ("PartitionDown|PartitionInactive", "waits: its partition takes no jobs now; it starts when the administrators "
                                         "open it, or elsewhere with another launch.partition"),
-    ("ReqNodeNotAvail.*[Mm]aintenance", f"waits: nodes are reserved for maintenance, which would begin before the "
-                                        f"job's time limit; {SHORTER}"),
-    (r"ReservedForMaintenance", f"waits: nodes are reserved for maintenance; {SHORTER}"),
-    ("ReqNodeNotAvail|NodeDown|NodeNotAvail|Nodes required for job are DOWN", NODES_GONE),
+    ("ReqNodeNotAvail.*[Mm]aintenance|ReservedForMaintenance",
+     "waits: nodes are reserved for maintenance, which would begin before the job's time limit; a shorter "
+     "launch.train.time may let it start before"),
+    ("ReqNodeNotAvail|NodeDown|NodeNotAvail|Nodes required for job are DOWN",
+     "waits for nodes that are down, drained or reserved{nodes}; it starts when they are back{fewer}"),
     ("BadConstraints|.*constraints can not be satisfied", "will never run: no nodes of the partition fit its request "
                                                           "(launch.constraint, gpus_per_node, mem, cpus, extra)"),
     ("ReservationDeleted", "will never run: its reservation (launch.extra) no longer exists"),
     ("Reservation", "waits for its reservation to begin"),
     ("Licenses", "waits for licenses that other jobs hold (launch.extra)"),
     ("BurstBuffer", "waits for a burst buffer"),
-    ("InvalidAccount|AccountNotAllowed", "will never run: its account is unknown, or may not use the partition "
-                                         "(launch.account); `sacctmgr show associations user=$USER` shows yours"),
-    ("InvalidQOS|QOSNotAllowed", "will never run: its quality of service is unknown or forbidden (launch.qos)"),
+    ("InvalidAccount|AccountNotAllowed|Job's account not permitted",
+     "will never run: its account is unknown, or may not use the partition (launch.account); `sacctmgr show "
+     "associations user=$USER` shows yours"),
+    ("InvalidQOS|QOSNotAllowed|Job's QOS not permitted",
+     "will never run: its quality of service is unknown or forbidden (launch.qos)"),
     (r"AccountingPolicy", "waits: a limit of the account or of the quality of service is reached"),
     (r"Assoc(?!Grp).*PerJob", "will never run: it requests more than the account allows for one job (launch.account, "
                               "time, nodes)"),
@@ -46,11 +50,9 @@ REASONS = (
     (r"AssocGrp.*(Minutes|RunMinutes)|QOSGrp.*(Minutes|RunMinutes)|QOSUsageThreshold",
      "waits: the budget of the account or of the quality of service is used up; request more, or use another "
      "launch.account"),
-    (r"AssocGrp|Association|AssocMax", "waits: the account's jobs have reached its limit; it starts when some of them "
-                                       "end{fewer}"),
-    ("QOSMax|QOSJobLimit", "waits: your jobs have reached the quality of service's limit per user; it starts when some "
-                           "of them end{fewer}"),
-    (r"QOS", "waits: the jobs of its quality of service have reached the limit{fewer}"),
+    (r"AssocGrp|Association|AssocMax", "waits: the account's jobs have reached its limit; {alone}{fewer}"),
+    ("QOSMax|QOSJobLimit", "waits: your jobs have reached the quality of service's limit per user; {alone}{fewer}"),
+    (r"QOS", "waits: the jobs of its quality of service have reached the limit; {alone}{fewer}"),
     ("Cleaning|Prolog", "is being prepared, or cleaned up after its last start"),
     ("JobLaunchFailure|SystemFailure", "could not be started; Slurm tries again, or `scontrol show job {job}` shows "
                                        "the reason"),
@@ -58,6 +60,26 @@ REASONS = (
 )
 """Patterns of reasons, special ones before general ones: the first that matches counts."""
 NEVER = "will never run"
+OUT_OF_MEMORY = "(?i)oom.kill|out of memory|exceeded (job |step )?memory limit"
+REFUSALS = (
+    ("time limit is|Node count", "request less (launch.time, launch.<stage>.time, --nodes), or another "
+                                 "launch.partition; `scontrol show partition` shows MaxTime and MaxNodes"),
+    ("QOS policy|QOS(Max|Min|Grp)|Assoc", "a limit of the account or of the quality of service: request less, or "
+                                          "fewer stages at a time (--stage); or another launch.qos, launch.account"),
+    ("qos spec|QOS|nvalid account", "set launch.account and launch.qos; `sacctmgr show associations user=$USER "
+                                    "format=account,partition,qos` shows yours"),
+    (OUT_OF_MEMORY, "set launch.mem: without it a job gets what the site gives by default, which is too little"),
+    ("[Pp]rolog", "the site's own test of a node failed: ask the administrators (`sinfo -R` shows the node)"),
+    ("Memory required", "set launch.mem, launch.train.mem and launch.evaluate.mem to what the partition allows "
+                        "(`scontrol show partition`: MaxMemPerNode, MaxMemPerCPU)"),
+    ("feature spec|generic resource|node config", "no nodes of the partition fit (launch.constraint, gpus_per_node, "
+                                                  "gpu_type, mem, cpus, extra); `sinfo --format='%P %N %c %m %G %f'` "
+                                                  "shows them"),
+    (r"\bpartition\b", "set launch.partition; `sinfo` shows those that take jobs"),
+    ("Unspecified error", "give what the site asks for: launch.account, qos, constraint, partition, time, mem; other "
+                          "options of sbatch in launch.extra"))
+"""Parts of what Slurm says when it refuses or ends a job, special ones before general ones, and what the user can do.
+"""
 
 
 def meaning(reason: str, job: str = "", *, several: bool = False) -> str:
@@ -70,7 +92,18 @@ def meaning(reason: str, job: str = "", *, several: bool = False) -> str:
         return (f"waits; Slurm gives the reason {reason}, which `scontrol show job {job}` and JOB REASON CODES in "
                 f"`man squeue` explain")
     gone = UNAVAILABLE.search(reason)
-    return text.format(job=job, nodes=f" ({gone[1]})" if gone else "", fewer=FEWER if several else "")
+    return text.format(job=job, nodes=f" ({gone[1]})" if gone else "", alone=ALONE, fewer=FEWER if several else "")
+
+
+def refusal(said: str, otherwise: str) -> tuple[str, str]:
+    """What Slurm said when it refused or ended a job, in one line, and what the user can do (`otherwise` if that is not
+    known)."""
+    return plain(said), next((advice for pattern, advice in REFUSALS if re.search(pattern, said)), otherwise)
+
+
+def plain(said: str) -> str:
+    """What a program of Slurm said, in one line and without the program's name."""
+    return "; ".join(re.split(r"\n+", re.sub(r"(?m)^\w+: (error|fatal): ", "", said).strip()))
 
 
 def is_stuck(reason: str) -> bool:

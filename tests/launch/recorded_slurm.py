@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drover.launch.slurm.scheduler import Scheduler
 
-WIDTHS = (40, 20, 60, 400, 20, 10, 200, 200, 20)
+WIDTHS = (40, 20, 200, 400, 20, 10, 200, 200, 20)
 """Of the columns JobArrayID, State, Reason, NodeList, TimeUsed, RestartCnt, Name, Comment as they were recorded, and
 TimeLeft."""
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from drover.launch.doctor import NOTE, OK, PROBLEM, _script, judge, main, profile, try_partition
+from drover.launch.doctor import NOTE, OK, PROBLEM, _script, _wait, judge, main, profile, try_partition
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
 from drover.launch.slurm.job.site_trial import NodeFacts
 from drover.launch.slurm.scheduler import NodeKind
@@ -33,23 +33,32 @@ def test_what_is_wrong_with_a_node_shows_alone(what, state, change):
     assert found.pop(what) == state and set(found.values()) == {OK}
 
 
-@pytest.mark.parametrize("reason, log, part", [
-    ("still PENDING (Priority) after 10 minutes; it was cancelled", "", "Priority"),
-    ("", "bash: /home/me/.venv/bin/python: No such file or directory", "No such file"),
-    ("", "", "no node reported")])
-def test_a_job_without_reports_says_why(reason, log, part):
+@pytest.mark.parametrize("reason, log, part, advice", [
+    ("still PENDING (Priority) after 10 minutes; it was cancelled", "", "Priority", ""),
+    ("", "bash: /home/me/.venv/bin/python: No such file or directory", "No such file", "python: must exist"),
+    ("", "srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed", "Out Of Memory", "set launch.mem"),
+    ("", "slurmstepd-n1: error: Prolog failure on node n2\nsrun: forcing job termination", "on node n2", "the site's"),
+    ("", "", "no node reported", "python: must exist")])
+def test_a_job_without_reports_says_why(reason, log, part, advice):
     [finding] = judge("gpu", 2, True, [], reason, log)
     assert finding.state == PROBLEM and part in finding.found
+    assert finding.advice.startswith(advice) and bool(finding.advice) == bool(advice)
+
+
+def test_a_job_that_will_never_run_is_not_waited_for(programs):
+    programs.queue(("12", "PENDING", "PartitionTimeLimit"))
+    assert "more time than the partition allows" in _wait(programs.scheduler(), "12", 10)
 
 
 def test_the_script_quotes_what_it_is_given(tmp_path):
-    launch = load_config(REPOSITORY / "configs/demo.yaml", ["launch.gpu_type=h100", "launch.extra={reservation: ours}"],
-                         check=False).launch
+    launch = load_config(REPOSITORY / "configs/demo.yaml", ["launch.gpu_type=h100", "launch.mem=4G",
+                                                                "launch.extra={reservation: ours}"], check=False).launch
     folder = tmp_path / "a run 100%"
     text = _script("gpu", 2, True, launch, folder, folder / "code")
     subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
     assert f"#SBATCH --output='{folder}/job.log'" in text and "a run 100%%/node%n.log" in text
-    assert "#SBATCH --gpus-per-node=h100:1" in text and "#SBATCH --reservation=ours" in text
+    for option in "mem=4G", "gpus-per-node=h100:1", "reservation=ours":
+        assert f"#SBATCH --{option}\n" in text
 
 
 def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):
@@ -71,6 +80,13 @@ def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, expected):
     assert launch.limits.nodes == kinds[0].nodes
     assert (launch.limits.time, launch.shard.partition) == (
         ("2-00:00:00", "cpu") if len(kinds) > 1 else (None, None))
+
+
+def test_the_profile_keeps_to_the_limits_of_a_partition(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(profile([NodeKind("debug", True, 4, 4, 6000, 0, "20:00", 2)], {}, {}))
+    launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
+    assert (launch.time, launch.limits.time, launch.limits.nodes) == ("20:00", "20:00", 2)
 
 
 def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):

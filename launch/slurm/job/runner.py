@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lo
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, prune
 from drover.launch.slurm.trust import usable_code
+from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part
@@ -258,9 +260,12 @@ class Runner:
         self._strike(dict.fromkeys(end.lost, "went down"))
         self.here.avoid.update(end.lost)
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
-        # What the first rank that failed said last, where it ended by itself.
-        words = last_lines(folder, end.rank, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
-        end = replace(end, cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])))
+        # What the first rank that failed said last, where it ended by itself, and Slurm, where it killed the rank.
+        words = last_lines(folder, end.rank, self.spec.tasks_per_node, 25)
+        if end.exit_code is None:
+            words = ["it used more memory than the job requested (launch.mem, launch.<stage>.mem)"] * bool(
+                re.search(OUT_OF_MEMORY, str([end.cause, *words])))
+        end = replace(end, cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words[-1:])])))
         return Outcome(
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
             hang=self._hang(), stopping=self.stopping,
@@ -343,7 +348,7 @@ class Runner:
         their nodes to do nothing. If it is done, what comes after them waits for this job instead. They stay while the
         submission is not complete, or if Slurm refuses."""
         later, chain = self._later_links(), read_chain(self.run_folder)
-        if self.part or not later or chain is None or len(chain.jobs) < chain.planned:
+        if self.part or not later or chain is None or chain.partial:
             return
         waiting = [job.id for job in chain.jobs if done and later[-1] in job.dependencies]
         problems = [self.scheduler.wait_for_another(job, later[-1], self.here.name) for job in waiting]

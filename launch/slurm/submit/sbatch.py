@@ -16,6 +16,7 @@ from drover.launch.slurm import trust
 from drover.launch.slurm.chain import Chain, ChainJob, add_job, token
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
 from drover.launch.slurm.submit.options import directives, gpus_asked, options_of
+from drover.launch.slurm.wait_reasons import refusal
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.plugins import plugin_files, plugin_folders
 from drover.pipeline.config.tree import Config
@@ -110,11 +111,11 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         mine = Scheduler().mine()
         queued = [found.id for found in mine or () if found.comment.split(" ")[0] == token(job.chain, job.key)]
         if not queued:
-            why = str(error).strip() or f"sbatch did not answer within {SBATCH_S} s"
+            why, advice = refusal(str(error).strip() or f"sbatch did not answer within {SBATCH_S} s",
+                                  "to run without Slurm, on this machine, use --cluster local")
             if mine is None:
                 why += f"; squeue does not answer, so the job may be queued: `drover cancel {config.folder}` finds it"
-            raise UserError(f"Slurm did not accept the job {job.name}: {why}. To run without Slurm, on this machine, "
-                            f"use --cluster local.") from None
+            raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
         number = queued[0]  # its answer was lost
     log = run / LOGS / f"{number}{'_%a' if job.elements else ''}.log"
     entry = ChainJob(job.name, job.stage, job.kind, number, job.elements or None,

@@ -50,6 +50,15 @@ def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
     assert said.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in said) == offered
 
 
+def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
+    run.submitted(run.job("16", "train"), planned=2)
+    run.done("train", until=10)
+    seen = run.status({})
+    assert seen.outcome == "failed" and "some jobs of the newest submission are not queued" in seen.remarks[-2]
+    run.submitted(run.job("16", "train"), planned=1)
+    assert run.status({}).outcome == "done"
+
+
 def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):
     run.training("failed", seconds=5000)
     assert run.states({"16": "PENDING Dependency"})[3] == "waiting" and run.states({"16": "RUNNING"})[3] == "running"

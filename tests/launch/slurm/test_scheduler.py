@@ -109,3 +109,13 @@ def test_a_users_own_formats_are_left_out(programs):
     assert scheduler.jobs(["1"]) == {"1": JobInfo("1")}
     seen = (programs.folder / "environment").read_text()
     assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen and "SLURM_CLUSTERS" not in seen
+
+
+def test_sbatch_reads_no_options_from_the_shell_and_all_that_it_says_is_kept(programs):
+    said = "sbatch: error: Name a project.\nsbatch: error: Batch job submission failed: Unspecified error"
+    programs.do("sbatch", f"[ -z $SBATCH_PARTITION ] && cat >&2 <<'END'\n{said}\nEND\nexit 1")
+    scheduler = Scheduler({"PATH": str(programs.folder), "SBATCH_PARTITION": "other"})
+    assert scheduler.submit("#!/bin/sh\n") == (
+        "", "Name a project.; Batch job submission failed: Unspecified error")
+    programs.say("sbatch", "7;cluster")
+    assert scheduler.submit("#!/bin/sh\n") == ("7", None)

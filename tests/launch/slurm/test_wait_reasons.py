@@ -2,9 +2,11 @@
 
 import pytest
 
-from drover.launch.slurm.wait_reasons import is_stuck, meaning
+from drover.launch.slurm.wait_reasons import is_stuck, meaning, refusal
 
 DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
+ACCOUNT = "Job's account not permitted to use this partition (debug allows physics not chemistry)"
+QOS = "Job's QOS not permitted to use this partition (short allows high not normal)"
 WORDS = [
     ("ReqNodeNotAvail, UnavailableNodes:n[3-4]", "down, drained or reserved (n[3-4]); it starts when"),
     ("ReqNodeNotAvail, Reserved for maintenance", "a shorter launch.train.time may let it start before"),
@@ -28,10 +30,11 @@ WORDS = [
     ("Licenses", "licenses"), ("Reservation", "its reservation to begin"), ("ReservationDeleted", "no longer exists"),
     ("BurstBufferResources", "burst buffer"), ("Cleaning", "being prepared"), ("Prolog", "being prepared"),
     ("JobLaunchFailure", "could not be started"), ("SystemFailure", "could not be started"),
+    (ACCOUNT, "launch.account"), (QOS, "launch.qos"), ("QOSMaxCpuPerUserLimit", "never if it alone requests more"),
     ("SomethingNew", "waits; Slurm gives the reason SomethingNew, which `scontrol show job 12`")]
 STUCK = {"PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssocMaxNodePerJobLimit",
          "QOSMaxNodePerJobLimit", "QOSMinGRES", "QOSMaxWallDurationPerJobLimit", "QOSNotAllowed", "InvalidQOS",
-         "InvalidAccount", "AccountNotAllowed", "DependencyNeverSatisfied", "ReservationDeleted"}
+         "InvalidAccount", "AccountNotAllowed", ACCOUNT, QOS, "DependencyNeverSatisfied", "ReservationDeleted"}
 
 
 @pytest.mark.parametrize("reason, words", WORDS)
@@ -40,3 +43,25 @@ def test_reasons_in_plain_words(reason, words):
         said = meaning(reason, "12", several=several)
         assert words in said and "{" not in said
     assert is_stuck(reason) == (reason in STUCK)
+
+
+FAILED = "sbatch: error: Batch job submission failed: "
+
+
+@pytest.mark.parametrize("said, advice", [
+    ("Node count specification invalid", "--nodes"), ("Memory required by task is not available", "launch.mem"),
+    ("Requested time limit is invalid (missing or exceeds some limit)", "launch.time"),
+    ("Invalid account or account/partition combination specified", "launch.account"),
+    ("Invalid qos specification", "launch.qos"), ("Invalid feature specification", "launch.constraint"),
+    ("Required partition not available (inactive or drain)", "launch.partition"),
+    ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--stage"),
+    ("Requested node configuration is not available", "mem, cpus"),
+    ("Invalid generic resource (gres) specification", "gpu_type")])
+def test_refusals_of_sbatch_name_the_settings(said, advice):
+    assert (found := refusal(FAILED + said, ""))[0] == f"Batch job submission failed: {said}" and advice in found[1]
+
+
+def test_what_a_site_says_of_its_rules_is_kept():
+    said, advice = refusal(f"sbatch: error: Name a project. See https://a.org\n{FAILED}Unspecified error\n", "")
+    assert said == "Name a project. See https://a.org; Batch job submission failed: Unspecified error"
+    assert "launch.extra" in advice and refusal("sbatch: error: no", "what?") == ("no", "what?")

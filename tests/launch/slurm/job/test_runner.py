@@ -16,7 +16,7 @@ from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.files import read_json, read_lines
-from tests.launch.fake_job import chain_of, make_job
+from tests.launch.fake_job import KILLED, chain_of, make_job
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 
@@ -38,6 +38,16 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert [*map(len, secrets)] == [64, 64] and SECRET not in os.environ, "each start has one of its own"
     assert not [path for path in job.run.rglob("*") if path.is_file() and any(
         secret in path.read_text() for secret in secrets)]
+
+
+def test_a_rank_that_used_too_much_memory(job):
+    """Slurm says so in the output of the rank."""
+    def end(each):
+        job.say(job.run / "logs/train/12.0", 1, "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0.")
+        return srun.read_end(143, KILLED)
+
+    job.go(end, max_restarts=0)
+    assert "rank 1 on n2: killed; it used more memory than the job" in job.events("ended")[0]["reason"]
 
 
 def test_logs_of_old_starts_are_removed(job):

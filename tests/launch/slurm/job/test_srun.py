@@ -27,6 +27,7 @@ VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io er
     (read_end(137, "", abandoned=True), "srun did not end within 40 s of SIGTERM, and its tasks may still run",
      None, True),
     (read_end(137, ""), "killed by SIGKILL", None, True),
+    (read_end(182, ""), "", None, True),  # srun's own, although 182 is 128 + 54
     (read_end(0, ""), "", None, True)])
 def test_what_srun_said(end, cause, exit_code, started):
     assert (end.cause, end.exit_code, end.started) == (cause, exit_code, started)

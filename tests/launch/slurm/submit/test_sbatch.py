@@ -211,8 +211,8 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
 
 
 def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
-    slurm.programs.say("sinfo", "debug*|4|4|16000|(null)|infinite\nodd line\nodd|1|64+||none|\n"
-                                "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite")
+    slurm.programs.say("sinfo", "debug*|4|4|16000|(null)|infinite|1-infinite\nodd line\nodd|1|64+||none||\n"
+                                "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite")
     said = slurm.refused("--stage", "all")
     assert "train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
            "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
@@ -225,9 +225,21 @@ def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
     slurm.accepted("--stage", "all", "launch.cpus=2")
 
 
+def test_limits_of_a_partition_are_told_before_anything_queues(slurm):
+    """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
+    slurm.programs.say("sinfo", "debug*|4|64|16000|(null)|1:00:00|1-2\nlong|4|64|16000|(null)|infinite|1-infinite")
+    all_stages = ("--stage", "all", "--nodes", "4", "launch.time=60")
+    said = slurm.refused(*all_stages, "launch.convert.time=61")
+    assert "train: requests 4 nodes, but the partition debug (without launch.qos) allows 2: request fewer" in said
+    assert "convert: requests 61 min, but the partition debug (without launch.qos) allows 60: request less" in said
+    assert "evaluate" not in said and not list(slurm.queue.iterdir())
+    for fits in "launch.partition=debug,long", "launch.qos=high":  # which may lift a partition's limits
+        slurm.accepted(*all_stages, f"name={fits[7:10]}", fits)
+
+
 def test_a_refused_submission_says_what_is_queued(slurm):
     said = slurm.refused("--stage", "all", REFUSED="103")
-    assert "trial-encode" in said and "invalid partition" in said
+    assert "trial-encode: invalid partition. What to do: set launch.partition; `sinfo` shows those that" in said
     assert f"drover cancel {slurm.run}" in said and "(101 102)" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
     assert "Nothing else is queued" in slurm.refused("--stage", "all", "name=other", REFUSED="103")
@@ -251,7 +263,7 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
         "launch.limits={nodes: 2, time: 60, jobs: 4, gpu_memory_gb: 0.000001}",
         "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=4")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    for part in ("train requests 4 nodes; the site allows 2", "requests 240 min; the site allows 60",
+    for part in ("train: requests 4 nodes, but the site (launch.limits) allows 2", "requests 240 min, but the site",
                  "a GPU here has 1e-06 GB", "7 jobs would be queued, although no stage is divided; the site allows 4",
                  "your shell has no such variable",
                  "contains what looks like a secret, HF_TOKEN", "no time would be left to train"):
