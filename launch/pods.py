@@ -111,9 +111,14 @@ def _label(name: str) -> str:
 
 def _environment(job: Job) -> dict[str, str]:
     """Variables of the job, but not PYTHONPATH: the image has the code. As in Slurm's chains, a stage waits for files
-    and locks of another node."""
+    and locks of another node, and uses its own cores only."""
     return {**{name: value for name, value in job.environment.items() if name != "PYTHONPATH"},
-            "DROVER_CHAIN": job.chain, "DROVER_LAUNCHED": "1"}
+            "PYTHONUNBUFFERED": "1", "DROVER_CHAIN": job.chain, "DROVER_LAUNCHED": "1", "DROVER_CPUS": str(_cpus(job))}
+
+
+def _cpus(job: Job) -> int:
+    """Cores of a node that the job needs."""
+    return job.tasks_per_node * job.cpus_per_task
 
 
 def _literal(text: str) -> str:
@@ -135,17 +140,18 @@ def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
     settings = {SETTINGS.name: dump_config(config), **_plugins(config)}
     # A name for each content: pods that start again must not get the settings of a later submission.
     own = f"{name}-{sha256_json(settings)[:8]}"
+    # One by one: as a folder, each pod would see them under another path, and ranks compare paths of plugins.
+    files = [{"name": "config", "mountPath": str(SETTINGS.with_name(file)), "subPath": file} for file in settings]
 
     def pod(job: Job) -> dict[str, Any]:
         gpus = {"nvidia.com/gpu": job.gpus_per_node} if job.gpus_per_node else {}
         memory = job.asked.mem if job.asked.mem != "0" else None
-        asked = {"cpu": job.tasks_per_node * job.cpus_per_task,
+        asked = {"cpu": _cpus(job),
                  **({"memory": f"{memory}i" if memory[-1].isalpha() else f"{memory}Mi"} if memory else {}), **gpus}
         # By default, torchrun kills its ranks 30 s after a request to end.
         variables = {**({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.signal_s)} if job.ranks > 1 else {}),
                      **_environment(job)}
-        volumes = {"config": (str(SETTINGS.parent), {"configMap": {"name": own}}),
-                   **({"shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}})} if job.ranks else {}),
+        volumes = {**({"shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}})} if job.ranks else {}),
                    **{f"volume-{number}": (inside, {"persistentVolumeClaim": {"claimName": claim}})
                       for number, (inside, claim) in enumerate(_volumes(config).items())}}
         return {"restartPolicy": "Never", "terminationGracePeriodSeconds": launch.signal_s + AFTER_RANKS_S,
@@ -159,9 +165,11 @@ def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
                             {"name": SECRET, "valueFrom": {"secretKeyRef": {
                                 "name": KUBERNETES_SECRET, "key": SECRET, "optional": True}}}],
                     "resources": {"requests": asked, "limits": gpus},
-                    "volumeMounts": [{"name": volume, "mountPath": inside} for volume, (inside, _) in volumes.items()],
+                    "volumeMounts": [*files, *({"name": volume, "mountPath": inside}
+                                               for volume, (inside, _) in volumes.items())],
                 }],
-                "volumes": [{"name": volume, **source} for volume, (_, source) in volumes.items()]}
+                "volumes": [{"name": "config", "configMap": {"name": own}},
+                            *({"name": volume, **source} for volume, (_, source) in volumes.items())]}
 
     def replicated(job: Job, before: Job | None) -> dict[str, Any]:
         spec = {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 0,
@@ -186,7 +194,7 @@ def _skypilot(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
     for job in jobs:
         memory = math.ceil(megabytes(job.asked.mem) / 1024)
         resources = {"accelerators": f"{launch.gpu_type}:{job.gpus_per_node}" if job.gpus_per_node else None,
-                     "cpus": f"{job.tasks_per_node * job.cpus_per_task}+", "memory": memory and f"{memory}+",
+                     "cpus": f"{_cpus(job)}+", "memory": memory and f"{memory}+",
                      "image_id": launch.container.image and f"docker:{launch.container.image}",
                      "job_recovery": {"max_restarts_on_errors": launch.max_restarts}}
         task = {"name": job.stage, "workdir": ".", "num_nodes": job.nodes,
@@ -206,6 +214,10 @@ class _Dumper(yaml.SafeDumper):
     def represent_str(self, text: str) -> yaml.ScalarNode:
         style = "|" if "\n" in text else "'" if re.match(r"[-+.]?\d|[yYnN]$", text) else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write what occurs twice twice."""
+        return True
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)

@@ -12,6 +12,7 @@ import yaml
 from drover.launch.submit import show_plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stage_work import processes
 from tests.conftest import REPOSITORY
 from tests.pages import commands
 from tests.waiting import HANG_S
@@ -48,7 +49,7 @@ def printed(tmp_path, monkeypatch, capsys):
     return documents
 
 
-def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path):
+def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
     settings, jobset = printed("jobset", "--nodes", "2")
     assert (settings["kind"], jobset["kind"], jobset["metadata"]["name"]) == ("ConfigMap", "JobSet", "my-run")
     jobs = {job["name"]: job for job in jobset["spec"]["replicatedJobs"]}
@@ -66,12 +67,15 @@ def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path):
     assert container["resources"] == {"requests": {"cpu": 32, "memory": "128Gi", "nvidia.com/gpu": 8},
                                       "limits": {"nvidia.com/gpu": 8}}
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
-        "/etc/drover", "/dev/shm", "/work", "/scratch"}
+        "/etc/drover/config.yaml", "/dev/shm", "/work", "/scratch"}
     assert [variable["name"] for variable in container["env"]] == [
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "NCCL_DEBUG", "OMP_NUM_THREADS", "DROVER_CHAIN", "DROVER_LAUNCHED",
-        "HF_TOKEN", "DROVER_STORE_SECRET"]
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "DROVER_CHAIN",
+        "DROVER_LAUNCHED", "DROVER_CPUS", "HF_TOKEN", "DROVER_STORE_SECRET"]
     shard = specs["shard"]["template"]["spec"]["containers"][0]
     assert (shard["resources"]["limits"], shard["workingDir"]) == ({}, "/work")
+    assert {one["name"]: one.get("value") for one in shard["env"]}["DROVER_CPUS"] == "4"
+    monkeypatch.setenv("DROVER_CPUS", "1")
+    assert processes(load_config("run.yaml", check=False)) == 1, "although the pod sees all cores of its node"
     (tmp_path / "frozen.yaml").write_text(settings["data"]["config.yaml"])
     assert load_config("frozen.yaml", check=False) == load_config("run.yaml", ["launch.train.nodes=2"], check=False)
 
@@ -86,7 +90,8 @@ def test_a_pipeline_of_skypilot_has_a_task_for_each_stage(printed):
         "resources": {"accelerators": "H100:8", "cpus": "32+", "memory": "1024+",
                       "image_id": "docker:registry/drover:1", "job_recovery": {"max_restarts_on_errors": 7}},
         "volumes": {"/work": "runs-claim", "/scratch": "scratch"}, "secrets": {"HF_TOKEN": None},
-        "envs": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "DROVER_LAUNCHED": "1"},
+        "envs": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1",
+                 "DROVER_CPUS": "32"},
         "run": "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$SKYPILOT_NODE_RANK "
                '--master-addr="$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port=29500 --nproc-per-node=8 '
                "-m drover.pipeline.train --config run.yaml train.lr=1e-3 launch.mem=1T launch.train.nodes=2 "
@@ -108,9 +113,12 @@ def test_kubernetes_takes_every_name_and_value(printed):
 def test_the_files_of_plugins_are_next_to_the_configuration(printed, tmp_path):
     (tmp_path / "helper_of_pods.py").write_text("A = 1\n")
     (tmp_path / "plugin_of_pods.py").write_text("from helper_of_pods import A\n")
-    settings, _ = printed("jobset", "--stage", "shard", "plugins=[plugin_of_pods.py]")
+    settings, jobset = printed("jobset", "--stage", "shard", "plugins=[plugin_of_pods.py]")
     assert {name: text for name, text in settings["data"].items() if name != "config.yaml"} == {
         "helper_of_pods.py": "A = 1\n", "plugin_of_pods.py": "from helper_of_pods import A\n"}
+    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "config", "mountPath": "/etc/drover/plugin_of_pods.py", "subPath": "plugin_of_pods.py"
+            } in spec["containers"][0]["volumeMounts"]
 
 
 def test_text_is_quoted_that_another_reader_takes_for_a_number(tmp_path, capsys):
@@ -120,6 +128,7 @@ def test_text_is_quoted_that_another_reader_takes_for_a_number(tmp_path, capsys)
     said = capsys.readouterr().out
     assert "value: '1e3'" in said
     assert "value: 'y'" in said
+    assert "*id" not in said, "each pod is readable by itself"
 
 
 def test_what_cannot_run_there_is_refused_at_once(printed, capsys, tmp_path, monkeypatch):
