@@ -83,8 +83,8 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     found = credential_problems(run.config, environment)  # the configuration will be written into the run folder
     running = [job for job in jobs if job.to_run]
     away = options.cluster != "local"
-    if run.config.launch.device == "mps" and (away or sys.platform != "darwin"):
-        found.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
+    if away or sys.platform != "darwin":
+        found += device_problems(run.config)
     if away:
         found += environment_problems(run.config, environment)
         found += [*loss_problems(run.config, running)]
@@ -97,6 +97,12 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
         found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
     refuse_all("This cannot be started", found)
     refuse_unsound(run, jobs, options, showing=showing)
+
+
+def device_problems(config: Config) -> Iterator[str]:
+    """Whether stages that do not run on a Mac would use its GPU."""
+    if config.launch.device == "mps":
+        yield "launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto."
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
@@ -254,6 +260,12 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
                f"links.")
 
 
+def megabytes(mem: str | None) -> int:
+    """MB in Slurm's notation (`launch.mem`); 0 for none."""
+    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", mem or "0").groups()  # type: ignore[union-attr]
+    return int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
+
+
 def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[str]:
     """What a job requests that the site or its partition does not allow, or that its nodes do not have."""
     partitions, names = {kind.partition for kind in nodes}, set(filter(None, (job.asked.partition or "").split(",")))
@@ -272,8 +284,7 @@ def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[
         if job.minutes > longest:
             yield (f"requests {job.minutes} min, but {who} allows {longest:g}: request less (launch.time, "
                    f"launch.<stage>.time); training continues by itself")
-    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", job.asked.mem or "0").groups()  # type: ignore[union-attr]
-    cores, memory = job.tasks_per_node * job.cpus_per_task, int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
+    cores, memory = job.tasks_per_node * job.cpus_per_task, megabytes(job.asked.mem)
     fit = sum(kind.nodes for kind in there
               if kind.cpus >= cores and kind.gpus >= job.gpus_per_node and kind.memory_mb >= memory)
     if fit >= job.all_nodes or not there:

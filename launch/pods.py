@@ -6,23 +6,27 @@ again, up to `launch.max_restarts` times, and continues: stages that are done en
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from drover.launch.checks import configuration_problems, memory_problems, refuse_all
+from drover.launch.checks import configuration_problems, device_problems, megabytes, memory_problems, refuse_all
 from drover.launch.credentials import credential_problems
 from drover.launch.plan import Job, Options, plan
 from drover.pipeline.config.loading import dump_config
+from drover.pipeline.config.plugins import plugin_files
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.contract.stages import parse_stages
+from drover.pipeline.core.files import sha256_json
 
 SETTINGS = PurePosixPath("/etc/drover/config.yaml")
 """The configuration inside a pod."""
@@ -30,15 +34,18 @@ KUBERNETES_SECRET = "drover"
 """Name of the Kubernetes Secret that has the variables of `launch.secrets`."""
 LONGEST_NAME = 40
 """Of a JobSet: names of its pods add the stage and numbers, and have at most 63 characters."""
+_CLAIM = re.compile("[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 REFUSED = 2
 """Exit status of a stage that refuses its settings: to start it again would not help."""
 PORT = 29500
+AFTER_RANKS_S = 15
+"""How long torchrun and the container may take to end after the ranks."""
 
 
 def manifest(config: Config, stages: str, options: Options, form: str) -> str:
     """The documents for `form`, a key of FORMS, as YAML.
 
-    options: `cluster` is "hosts".
+    options: `cluster` is "hosts". All starts of what is printed have its `chain`.
 
     Raises:
         UserError: the configuration has problems, or cannot run there; all are named.
@@ -46,23 +53,29 @@ def manifest(config: Config, stages: str, options: Options, form: str) -> str:
     if form == "jobset":
         options = replace(options, frozen=str(SETTINGS))
     else:  # the task's folder is a copy of this one, but the run is to be in a volume
-        options = replace(options, overrides=(*options.overrides, f"runs_dir={_work(config) / config.runs_dir}"))
-    jobs = plan(config, Run(config), parse_stages(stages), options)
+        options = replace(options, config_path=os.path.relpath(options.config_path),
+                          overrides=(*options.overrides, f"runs_dir={_work(config) / config.runs_dir}"))
+    # A run of this name on this machine is another one.
+    jobs = [replace(job, state=State("to do")) for job in plan(config, Run(config), parse_stages(stages), options)]
     configuration_problems(config, jobs, options.config_path, here=False)
-    refuse_all("This cannot be printed", [*credential_problems(config, {}), *memory_problems(config, jobs, options),
-                                          *_problems(config, form)])
+    memory = memory_problems(config, jobs, options) if config.launch.check_fit else ()
+    refuse_all("This cannot be printed", [*credential_problems(config, {}), *device_problems(config), *memory,
+                                          *_problems(config, form, options.config_path)])
     return yaml.dump_all(FORMS[form](config, jobs), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _problems(config: Config, form: str) -> Iterator[str]:
+def _problems(config: Config, form: str, path: str) -> Iterator[str]:
     launch, volumes = config.launch, _volumes(config)
     if form == "jobset" and launch.container.image is None:
         yield "Pods need an image. Set launch.container.image to one that contains Drover (the Dockerfile builds it)."
     if form == "skypilot" and launch.gpus_per_node and launch.gpu_type is None:
         yield "SkyPilot selects machines by the type of GPU. Set launch.gpu_type, for example to H100."
-    if any(not claim or not inside.startswith("/") for inside, claim in volumes.items()):
+    if form == "skypilot" and path.startswith(".."):
+        yield (f"SkyPilot copies the working directory, but the configuration {path} is outside of it. Give the "
+               f"command in a folder that contains it.")
+    if not all(_CLAIM.fullmatch(claim) and inside.startswith("/") for inside, claim in volumes.items()):
         yield "launch.container.mounts is CLAIM:/FOLDER there: the name of a volume, and where the stages see it."
-    elif not any(_work(config) / config.folder >= PurePosixPath(inside) for inside in volumes):
+    elif not any((_work(config) / config.folder).is_relative_to(inside) for inside in volumes):
         yield (f"{config.folder} is in no volume, so it would be lost with its pod. Name a volume that all stages can "
                f"write, such as launch.container.mounts=[my-claim:/work]; a relative runs_dir lies in the first one.")
     if launch.wrap or launch.srun_args:
@@ -91,43 +104,72 @@ def _script(config: Config, job: Job, rank: str, address: str) -> str:
 
 
 def _label(name: str) -> str:
-    """The name as Kubernetes allows it."""
-    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].rstrip("-") or "drover"
+    """The name as Kubernetes allows it: it begins with a letter."""
+    label = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (label if label[:1].isalpha() else f"run-{label}")[:LONGEST_NAME].rstrip("-")
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """Variables of the job, but not PYTHONPATH: the image has the code."""
-    return {name: value for name, value in job.environment.items() if name != "PYTHONPATH"}
+    """Variables of the job, but not PYTHONPATH: the image has the code. As in Slurm's chains, a stage waits for files
+    and locks of another node, and uses its own cores only."""
+    return {**{name: value for name, value in job.environment.items() if name != "PYTHONPATH"},
+            "PYTHONUNBUFFERED": "1", "DROVER_CHAIN": job.chain, "DROVER_LAUNCHED": "1", "DROVER_CPUS": str(_cpus(job))}
+
+
+def _cpus(job: Job) -> int:
+    """Cores of a node that the job needs."""
+    return job.tasks_per_node * job.cpus_per_task
+
+
+def _literal(text: str) -> str:
+    """The text as Kubernetes must get it in a command or variable: it would replace $(NAME) and $$."""
+    return re.sub(r"\$+(?=\()|\${2,}", lambda found: 2 * found[0], text)
+
+
+def _plugins(config: Config) -> dict[str, str]:
+    """The plugins that are files, and what they import from their folders. A stage also looks for them next to its
+    configuration."""
+    folders = {Path(name).parent for name in config.plugins if name.endswith(".py")}
+    return {path.name: path.read_text() for path in plugin_files() if path.parent in folders}
 
 
 def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
-    """A ConfigMap with the whole configuration, and the JobSet."""
+    """A ConfigMap with the whole configuration and its plugins, and the JobSet."""
     launch = config.launch
     name = _label(config.name)
+    settings = {SETTINGS.name: dump_config(config), **_plugins(config)}
+    # A name for each content: pods that start again must not get the settings of a later submission.
+    own = f"{name}-{sha256_json(settings)[:8]}"
+    # One by one: as a folder, each pod would see them under another path, and ranks compare paths of plugins.
+    files = [{"name": "config", "mountPath": str(SETTINGS.with_name(file)), "subPath": file} for file in settings]
 
     def pod(job: Job) -> dict[str, Any]:
         gpus = {"nvidia.com/gpu": job.gpus_per_node} if job.gpus_per_node else {}
         memory = job.asked.mem if job.asked.mem != "0" else None
-        asked = {"cpu": job.tasks_per_node * job.cpus_per_task,
+        asked = {"cpu": _cpus(job),
                  **({"memory": f"{memory}i" if memory[-1].isalpha() else f"{memory}Mi"} if memory else {}), **gpus}
-        volumes = {"config": (str(SETTINGS.parent), {"configMap": {"name": name}}),
-                   **({"shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}})} if job.ranks else {}),
+        # By default, torchrun kills its ranks 30 s after a request to end.
+        variables = {**({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.signal_s)} if job.ranks > 1 else {}),
+                     **_environment(job)}
+        volumes = {**({"shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}})} if job.ranks else {}),
                    **{f"volume-{number}": (inside, {"persistentVolumeClaim": {"claimName": claim}})
                       for number, (inside, claim) in enumerate(_volumes(config).items())}}
-        return {"restartPolicy": "Never", "terminationGracePeriodSeconds": launch.signal_s,
+        return {"restartPolicy": "Never", "terminationGracePeriodSeconds": launch.signal_s + AFTER_RANKS_S,
                 "containers": [{
                     "name": "stage", "image": launch.container.image, "workingDir": str(_work(config)),
-                    "command": ["bash", "-c", _script(config, job, "$JOB_COMPLETION_INDEX",
-                                                       f"{name}-{_label(job.stage)}-0-0.{name}")],
-                    "env": [*({"name": key, "value": value} for key, value in _environment(job).items()),
+                    "command": ["bash", "-c", _literal(_script(config, job, "$JOB_COMPLETION_INDEX",
+                                                                f"{name}-{_label(job.stage)}-0-0.{name}"))],
+                    "env": [*({"name": key, "value": _literal(value)} for key, value in variables.items()),
                             *({"name": key, "valueFrom": {"secretKeyRef": {"name": KUBERNETES_SECRET, "key": key}}}
                               for key in launch.secrets),
                             {"name": SECRET, "valueFrom": {"secretKeyRef": {
                                 "name": KUBERNETES_SECRET, "key": SECRET, "optional": True}}}],
                     "resources": {"requests": asked, "limits": gpus},
-                    "volumeMounts": [{"name": volume, "mountPath": inside} for volume, (inside, _) in volumes.items()],
+                    "volumeMounts": [*files, *({"name": volume, "mountPath": inside}
+                                               for volume, (inside, _) in volumes.items())],
                 }],
-                "volumes": [{"name": volume, **source} for volume, (_, source) in volumes.items()]}
+                "volumes": [{"name": "config", "configMap": {"name": own}},
+                            *({"name": volume, **source} for volume, (_, source) in volumes.items())]}
 
     def replicated(job: Job, before: Job | None) -> dict[str, Any]:
         spec = {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 0,
@@ -137,8 +179,8 @@ def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
         return {"name": _label(job.stage), "template": {"spec": spec},
                 **({"dependsOn": [{"name": _label(before.stage), "status": "Complete"}]} if before else {})}
 
-    yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name},
-           "data": {SETTINGS.name: dump_config(config)}}
+    yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": own}, "immutable": True,
+           "data": settings}
     yield {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": {
         "failurePolicy": {"maxRestarts": launch.max_restarts, "restartStrategy": "BlockingRecreate", "rules": [
             {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]},
@@ -150,9 +192,9 @@ def _skypilot(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
     launch = config.launch
     yield {"name": config.name}
     for job in jobs:
-        memory = re.fullmatch(r"(\d+)G", job.asked.mem or "")
+        memory = math.ceil(megabytes(job.asked.mem) / 1024)
         resources = {"accelerators": f"{launch.gpu_type}:{job.gpus_per_node}" if job.gpus_per_node else None,
-                     "cpus": f"{job.tasks_per_node * job.cpus_per_task}+", "memory": memory and f"{memory[1]}+",
+                     "cpus": f"{_cpus(job)}+", "memory": memory and f"{memory}+",
                      "image_id": launch.container.image and f"docker:{launch.container.image}",
                      "job_recovery": {"max_restarts_on_errors": launch.max_restarts}}
         task = {"name": job.stage, "workdir": ".", "num_nodes": job.nodes,
@@ -167,9 +209,15 @@ FORMS: dict[str, Callable[[Config, list[Job]], Iterator[dict[str, Any]]]] = {"jo
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines as such."""
+    """Writes a text of several lines as such, and quotes what another reader of YAML may take for a number (1e3) or a
+    truth value (y)."""
     def represent_str(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        style = "|" if "\n" in text else "'" if re.match(r"[-+.]?\d|[yYnN]$", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write what occurs twice twice."""
+        return True
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)

@@ -265,7 +265,7 @@ def _plan(options: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr):
             config = _config(options)
             request = Options("hosts", options.config, tuple(_overrides(options)), options.force, options.accept_drift,
-                              chain=now() if options.force else "")
+                              chain=now())
             text = manifest(config, options.stage, request, options.form)
         print(text, end="")
         return 0

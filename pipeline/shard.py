@@ -208,9 +208,9 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
 
 def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
     for source, own in counts["sources"].items():
-        for split, word in zip(SPLITS, ("train", "validation"), strict=True):
+        for split in SPLITS:
             if not own[split]:
-                work.say(f"warning: source {source} has no {word} document ({own['train']} train, {own['validation']} "
+                work.say(f"warning: source {source} has no {split} document ({own['train']} train, {own['validation']} "
                          f"validation); shard.validation_share is {work.config.shard.validation_share:g}")
         for field, found in counts["cards"][source].get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {found['in']:,} of {found['of']:,} documents")

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "shard.validation_share": "heldout_share val_share val_ratio valid_split val_split validation_split",
     "shard.validation_rule": "heldout_rule",
     "train.validation_tokens": "heldout_tokens eval_tokens val_tokens",
+    "evaluate.validation_tokens": "heldout_tokens",
     "train.validation_every": "heldout_every eval_every eval_interval eval_steps val_check_interval val_interval",
     "train.checkpoint.every_steps": "save_every save_steps save_interval checkpoint_every checkpoint_interval",
     "train.checkpoint.keep": "save_total_limit keep_last keep_latest_k",
@@ -100,6 +101,8 @@ MEANINGS = {
     "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
     "train.warmup_steps": "in steps",
 }
+BOUNDS = {"least": "min", "most": "max"}
+"""First words of bounds, and those that settings have. By their letters alone, least_words is closer to max_words."""
 
 
 def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
@@ -107,8 +110,10 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     meant, dotted, or None."""
     section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
-    spelled = name.lower().replace("-", "_")
-    meant = [ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()]
+    spelled, (first, _, rest) = name.lower().replace("-", "_"), name.partition("_")
+    bound = f"{BOUNDS.get(first, first)}_{rest}"
+    meant = [*(ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()), *[inside + bound] * (
+        bound in known)]
     very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
                          for cutoff in (0.85, 0.5))
     elsewhere = [other for other in keys_of(Config) if other.rpartition(".")[2] == name]

@@ -106,6 +106,7 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
         section = key.rpartition(".")[0]
         assert not [name for name in names.split() if f"{section}.{name}".strip(".") in known - {key}], key
     assert suggestion("train.learning_rate", ["steps", "lr"]) == ("did you mean 'lr'?", "train.lr")
+    assert suggestion("least_words", ["max_words", "min_words"])[1] == "min_words"
 
 
 def test_explain_says_of_places_that_their_content_decides():

@@ -12,6 +12,7 @@ import yaml
 from drover.launch.submit import show_plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stage_work import processes
 from tests.conftest import REPOSITORY
 from tests.pages import commands
 from tests.waiting import HANG_S
@@ -48,7 +49,7 @@ def printed(tmp_path, monkeypatch, capsys):
     return documents
 
 
-def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path):
+def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
     settings, jobset = printed("jobset", "--nodes", "2")
     assert (settings["kind"], jobset["kind"], jobset["metadata"]["name"]) == ("ConfigMap", "JobSet", "my-run")
     jobs = {job["name"]: job for job in jobset["spec"]["replicatedJobs"]}
@@ -66,40 +67,93 @@ def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path):
     assert container["resources"] == {"requests": {"cpu": 32, "memory": "128Gi", "nvidia.com/gpu": 8},
                                       "limits": {"nvidia.com/gpu": 8}}
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
-        "/etc/drover", "/dev/shm", "/work", "/scratch"}
+        "/etc/drover/config.yaml", "/dev/shm", "/work", "/scratch"}
     assert [variable["name"] for variable in container["env"]] == [
-        "NCCL_DEBUG", "OMP_NUM_THREADS", "HF_TOKEN", "DROVER_STORE_SECRET"]
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "DROVER_CHAIN",
+        "DROVER_LAUNCHED", "DROVER_CPUS", "HF_TOKEN", "DROVER_STORE_SECRET"]
     shard = specs["shard"]["template"]["spec"]["containers"][0]
     assert (shard["resources"]["limits"], shard["workingDir"]) == ({}, "/work")
+    assert {one["name"]: one.get("value") for one in shard["env"]}["DROVER_CPUS"] == "4"
+    monkeypatch.setenv("DROVER_CPUS", "1")
+    assert processes(load_config("run.yaml", check=False)) == 1, "although the pod sees all cores of its node"
     (tmp_path / "frozen.yaml").write_text(settings["data"]["config.yaml"])
     assert load_config("frozen.yaml", check=False) == load_config("run.yaml", ["launch.train.nodes=2"], check=False)
 
 
 def test_a_pipeline_of_skypilot_has_a_task_for_each_stage(printed):
-    name, *tasks = printed("skypilot", "--nodes", "2", "--stage", "encode,train", "train.lr=1e-3")
+    name, *tasks = printed("skypilot", "--nodes", "2", "--stage", "encode,train", "train.lr=1e-3", "launch.mem=1T")
+    assert {task["envs"].pop("DROVER_CHAIN")[:2] for task in tasks} == {"20"}
     assert (name, [task["name"] for task in tasks]) == ({"name": "My_Run"}, ["encode", "train"])
     assert "accelerators" not in tasks[0]["resources"]
     assert tasks[1] == {
         "name": "train", "workdir": ".", "num_nodes": 2,
-        "resources": {"accelerators": "H100:8", "cpus": "32+", "memory": "128+",
+        "resources": {"accelerators": "H100:8", "cpus": "32+", "memory": "1024+",
                       "image_id": "docker:registry/drover:1", "job_recovery": {"max_restarts_on_errors": 7}},
         "volumes": {"/work": "runs-claim", "/scratch": "scratch"}, "secrets": {"HF_TOKEN": None},
-        "envs": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"},
+        "envs": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1",
+                 "DROVER_CPUS": "32"},
         "run": "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$SKYPILOT_NODE_RANK "
                '--master-addr="$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port=29500 --nproc-per-node=8 '
-               "-m drover.pipeline.train --config run.yaml train.lr=1e-3 launch.train.nodes=2 runs_dir=/work/runs\n"}
+               "-m drover.pipeline.train --config run.yaml train.lr=1e-3 launch.mem=1T launch.train.nodes=2 "
+               "runs_dir=/work/runs\n"}
 
 
-def test_what_cannot_run_there_is_refused_at_once(printed, capsys):
+def test_kubernetes_takes_every_name_and_value(printed):
+    settings, jobset = printed("jobset", "--stage", "shard", "name=8b.Run", "launch.mem=null", "launch.setup=[echo $$]",
+                               "launch.environment={A: $(B)}")
+    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert jobset["metadata"]["name"] == "run-8b-run", "names of jobs begin with a letter"
+    assert spec["containers"][0]["command"][2].splitlines()[1] == "echo $$$$", "$$ is a $ there"
+    assert spec["containers"][0]["env"][0] == {"name": "A", "value": "$$(B)"}
+    assert spec["volumes"][0]["configMap"]["name"] == settings["metadata"]["name"]
+    other, _ = printed("jobset", "--stage", "shard", "name=8b.Run", "train.lr=1e-3")
+    assert other["metadata"]["name"] != settings["metadata"]["name"], "pods that start again keep their settings"
+
+
+def test_the_files_of_plugins_are_next_to_the_configuration(printed, tmp_path):
+    (tmp_path / "helper_of_pods.py").write_text("A = 1\n")
+    (tmp_path / "plugin_of_pods.py").write_text("from helper_of_pods import A\n")
+    settings, jobset = printed("jobset", "--stage", "shard", "plugins=[plugin_of_pods.py]")
+    assert {name: text for name, text in settings["data"].items() if name != "config.yaml"} == {
+        "helper_of_pods.py": "A = 1\n", "plugin_of_pods.py": "from helper_of_pods import A\n"}
+    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "config", "mountPath": "/etc/drover/plugin_of_pods.py", "subPath": "plugin_of_pods.py"
+            } in spec["containers"][0]["volumeMounts"]
+
+
+def test_text_is_quoted_that_another_reader_takes_for_a_number(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(CLOUD)
+    config = str(tmp_path / "run.yaml")
+    assert show_plan(["--as", "jobset", "--config", config, "launch.environment={A: '1e3', B: y}"]) == 0
+    said = capsys.readouterr().out
+    assert "value: '1e3'" in said
+    assert "value: 'y'" in said
+    assert "*id" not in said, "each pod is readable by itself"
+
+
+def test_what_cannot_run_there_is_refused_at_once(printed, capsys, tmp_path, monkeypatch):
     assert show_plan(["--as", "jobset", "--config", "run.yaml", "launch.container={}", "launch.wrap=[env]"]) == 2
     said = capsys.readouterr().err
     for words in ("Pods need an image", "runs/My_Run is in no volume", "launch.wrap and launch.srun_args are for"):
         assert words in said
-    assert show_plan(["--as", "skypilot", "--config", "run.yaml", "launch.gpu_type=null", "runs_dir=/elsewhere",
-                      "launch.container.mounts=[/work]"]) == 2
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    assert show_plan(["--as", "skypilot", "--config", "../run.yaml", "launch.gpu_type=null", "launch.device=mps",
+                      "launch.container.mounts=[/data:/work]"]) == 2
     said = capsys.readouterr().err
-    assert "Set launch.gpu_type" in said
-    assert "launch.container.mounts is CLAIM:/FOLDER there" in said
+    for words in ("Set launch.gpu_type", "launch.container.mounts is CLAIM:/FOLDER there", "launch.device=mps is Apple",
+                  "the configuration ../run.yaml is outside of it"):
+        assert words in said
+    for folder in ("/elsewhere", "/work2", "/zoo"):
+        assert show_plan(["--as", "jobset", "--config", "../run.yaml", f"runs_dir={folder}"]) == 2
+        assert f"{folder}/My_Run is in no volume" in capsys.readouterr().err
+
+
+def test_training_that_does_not_fit_is_refused_unless_it_is_asked_for(printed, capsys):
+    small = ("--config", "run.yaml", "--stage", "train", "launch.limits.gpu_memory_gb=0.001")
+    assert show_plan(["--as", "jobset", *small]) == 2
+    assert "launch.check_fit=false starts it anyway" in capsys.readouterr().err
+    assert len(printed("jobset", *small, "launch.check_fit=false")) == 2
 
 
 def test_the_pages_commands_print_its_configuration(printed, tmp_path):
