@@ -112,8 +112,9 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     inside = f"{section}." if section else ""
     spelled, (first, _, rest) = name.lower().replace("-", "_"), name.partition("_")
     bound = f"{BOUNDS.get(first, first)}_{rest}"
-    meant = [*(ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()), *[inside + bound] * (
-        bound in known)]
+    meant = [ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()]
+    if bound in known:
+        meant.append(inside + bound)
     very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
                          for cutoff in (0.85, 0.5))
     elsewhere = [other for other in keys_of(Config) if other.rpartition(".")[2] == name]
