@@ -140,8 +140,6 @@ def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
     settings = {SETTINGS.name: dump_config(config), **_plugins(config)}
     # A name for each content: pods that start again must not get the settings of a later submission.
     own = f"{name}-{sha256_json(settings)[:8]}"
-    # One by one: as a folder, each pod would see them under another path, and ranks compare paths of plugins.
-    files = [{"name": "config", "mountPath": str(SETTINGS.with_name(file)), "subPath": file} for file in settings]
 
     def pod(job: Job) -> dict[str, Any]:
         gpus = {"nvidia.com/gpu": job.gpus_per_node} if job.gpus_per_node else {}
@@ -165,8 +163,11 @@ def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
                             {"name": SECRET, "valueFrom": {"secretKeyRef": {
                                 "name": KUBERNETES_SECRET, "key": SECRET, "optional": True}}}],
                     "resources": {"requests": asked, "limits": gpus},
-                    "volumeMounts": [*files, *({"name": volume, "mountPath": inside}
-                                               for volume, (inside, _) in volumes.items())],
+                    # One by one: a folder would have another path in each pod, and ranks compare paths of plugins.
+                    "volumeMounts": [
+                        *({"name": "config", "mountPath": str(SETTINGS.with_name(file)), "subPath": file}
+                          for file in settings),
+                        *({"name": volume, "mountPath": inside} for volume, (inside, _) in volumes.items())],
                 }],
                 "volumes": [{"name": "config", "configMap": {"name": own}},
                             *({"name": volume, **source} for volume, (_, source) in volumes.items())]}
@@ -211,13 +212,10 @@ FORMS: dict[str, Callable[[Config, list[Job]], Iterator[dict[str, Any]]]] = {"jo
 class _Dumper(yaml.SafeDumper):
     """Writes a text of several lines as such, and quotes what another reader of YAML may take for a number (1e3) or a
     truth value (y)."""
+
     def represent_str(self, text: str) -> yaml.ScalarNode:
         style = "|" if "\n" in text else "'" if re.match(r"[-+.]?\d|[yYnN]$", text) else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write what occurs twice twice."""
-        return True
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)

@@ -110,7 +110,7 @@ def test_kubernetes_takes_every_name_and_value(printed):
     assert other["metadata"]["name"] != settings["metadata"]["name"], "pods that start again keep their settings"
 
 
-def test_the_files_of_plugins_are_next_to_the_configuration(printed, tmp_path):
+def test_the_files_of_plugins_are_next_to_the_configuration(printed, tmp_path, no_plugins):
     (tmp_path / "helper_of_pods.py").write_text("A = 1\n")
     (tmp_path / "plugin_of_pods.py").write_text("from helper_of_pods import A\n")
     settings, jobset = printed("jobset", "--stage", "shard", "plugins=[plugin_of_pods.py]")
