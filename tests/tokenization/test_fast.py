@@ -12,7 +12,6 @@ from drover.pipeline.tokenization.export import copy_hugging_face, write_hugging
 from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
 from drover.pipeline.tokenization.gate import FUZZ_STRINGS, odd_strings, refuse_other_ids
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from drover.pipeline.tokenization.kinds import FILES
 from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART
 from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, with_special
@@ -38,7 +37,7 @@ def folders(tmp_path_factory, files, vocabularies):
     made = {}
     for kind in ("bpe", "tiktoken", "huggingface", "unigram"):
         made[kind] = tmp_path_factory.mktemp(kind)
-        shutil.copyfile(files[kind], made[kind] / FILES[vocabularies[kind].kind])
+        shutil.copy(files[kind], made[kind])
         write_hugging_face(vocabularies[kind], made[kind] / "hf")
     return made
 
