@@ -12,21 +12,17 @@ from tests.data.source_files import write_jsonl
 from tests.stages.test_shard import files_source, run, write_config
 
 
-def corpus(folder):
-    """A config over files in lines, of which one is large enough to be read in parts."""
-    draw = random.Random(3)
-    (folder / "in").mkdir()
-    for name, count, words in (("large.jsonl", 400, 1500), ("odd:7.jsonl", 20, 50)):
-        write_jsonl(folder / "in" / name, [{"id": f"{name}-{number}", "text": f"{name} {number} " + draw.randbytes(
-            draw.randrange(words)).hex()} for number in range(count)])
-    return write_config(folder, [files_source("web", folder / "in/*.jsonl", id_field="id")], shard_mb=0.1,
-                        validation_share=0.2, validation_rule="tail")
-
-
 def test_file_and_record_of_every_document(tmp_path, monkeypatch):
-    """Of two it is a part, since the border between the splits cuts one."""
+    """Of files in lines, of which one is large enough to be read in parts. Of two documents it is a part, since the
+    border between the splits cuts one."""
     monkeypatch.setattr(sources, "LEAST_PART", 100_000)
-    config = corpus(tmp_path)
+    draw = random.Random(3)
+    (tmp_path / "in").mkdir()
+    for name, count, words in (("large.jsonl", 400, 1500), ("odd:7.jsonl", 20, 50)):
+        write_jsonl(tmp_path / "in" / name, [{"id": f"{name}-{number}", "text": f"{name} {number} " + draw.randbytes(
+            draw.randrange(words)).hex()} for number in range(count)])
+    config = write_config(tmp_path, [files_source("web", tmp_path / "in/*.jsonl", id_field="id")], shard_mb=0.1,
+                          validation_share=0.2, validation_rule="tail")
     assert run(config) == 0
     found = Corpus(Run(load_config(config)))
     data = {path.name: path.read_bytes() for path in (tmp_path / "in").iterdir()}

@@ -40,7 +40,6 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
         assert read.tolist() == ids and read.dtype == dtype
         assert (shard.document_bytes(number), shard.document_key(number)) == (10 * len(ids), KEYS[number])
     assert shard.record["data_offset"] % 8 == 0 and shard.read_offsets().tolist() == [0, 5, 7, 8, 8, 11, 1011]
-    assert make(tmp_path / "again", dtype=dtype).path.read_bytes() == shard.path.read_bytes()
     shard.tokens(0, 5)[:] = 0
     assert shard.tokens(0, 5).tolist() == DOCUMENTS[0], "what is given is a copy"
 
@@ -70,10 +69,11 @@ def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, lengths,
 
 def test_what_is_outside_is_an_error(tmp_path):
     shard = make(tmp_path)
-    for read, *place in (*((shard.tokens, *span) for span in ((0, shard.token_count + 1), (-1, 2), (5, 4))),
-                         *((read, number) for number in (len(DOCUMENTS), -1) for read in (
-                             shard.document_tokens, shard.document_bytes, shard.document_key))):
-        refused(IndexError, "which has", read, *place)
+    for span in ((0, shard.token_count + 1), (-1, 2), (5, 4)):
+        refused(IndexError, "which has", shard.tokens, *span)
+    for read in (shard.document_tokens, shard.document_bytes, shard.document_key):
+        for number in (len(DOCUMENTS), -1):
+            refused(IndexError, "which has", read, number)
     refused(ValueError, r"the 1 keys of .* are not of 16 bytes each", write_shard,
             tmp_path / "x", np.zeros(1, "uint16"), np.array([0, 1]), [1], ["00"], metadata={})
 

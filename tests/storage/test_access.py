@@ -11,16 +11,18 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.storage import clouds
 from drover.pipeline.storage.store import Missing, Store, preflight
 from tests.object_store import SECRET
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 CALLS = (lambda store: list(store.list()), lambda store: store.head("x"), lambda store: store.read("x"),
          lambda store: store.put("x", b"1"), lambda store: store.put("x", b"1", only_new=True),
          lambda store: store.delete(["x"]), preflight)
 
 
-@pytest.mark.parametrize("url, says", [
-    ("hdfs://a/b", "s3://, gs://, az://"), ("s3:///prefix", "names no bucket"), ("a/b", "cannot be opened"),
-    ("file://etc/x", "another machine")])
+@pytest.mark.parametrize("url, says", table("""
+    hdfs://a/b -> s3://, gs://, az://
+    s3:///prefix -> names no bucket
+    a/b -> cannot be opened
+    file://etc/x -> another machine"""))
 def test_urls_that_cannot_be_opened_are_refused_plainly(url, says):
     refused(UserError, says, Store, url)
 
@@ -50,8 +52,10 @@ def test_a_store_that_cannot_be_reached_is_told(failing, monkeypatch):
     refused(UserError, rf"{failing.url}.*failed.*can be reached.*{failing.address}", list, Store(failing.url).list())
 
 
-@pytest.mark.parametrize("url, names", [("s3://bucket", "AWS_ACCESS_KEY_ID"), ("az://box", "AZURE_STORAGE_ACCOUNT_KEY"),
-                                        ("gs://bucket", "GOOGLE_APPLICATION_CREDENTIALS")])
+@pytest.mark.parametrize("url, names", table("""
+    s3://bucket -> AWS_ACCESS_KEY_ID
+    az://box -> AZURE_STORAGE_ACCOUNT_KEY
+    gs://bucket -> GOOGLE_APPLICATION_CREDENTIALS"""))
 def test_it_is_told_how_keys_are_set_where_neither_the_environment_nor_the_machine_has_some(url, names):
     asked = "Error performing token request: Error performing GET http://169.254.169.254/x in 2s - HTTP error: timeout"
     error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", asked)

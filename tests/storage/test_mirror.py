@@ -3,9 +3,9 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +17,7 @@ from drover.pipeline.data.stored.copying import copy_shards, survey
 from drover.pipeline.storage.export import fetch_copy
 from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
 from drover.pipeline.storage.store import Missing, Store
-from drover.pipeline.training.uploads import CopiedCheckpoints
+from drover.pipeline.training.uploads import CopiedCheckpoints, Found
 from tests.data.stored.made import CLOUDS, make_shards
 from tests.refusal import refused
 
@@ -40,8 +40,8 @@ def files(tmp_path):
 @pytest.fixture
 def copy(store, files, tmp_path):
     """Function: copy so many of the files, under a name."""
-    def copied(count=7, name="mini", of=None, url=store.url, ledger="ledger"):
-        return copy_files(url, name, of or str(count), files[0], files[1][:count], ledger=Ledger(tmp_path / ledger))
+    def copied(count=7, name="mini", url=store.url, ledger="ledger"):
+        return copy_files(url, name, str(count), files[0], files[1][:count], ledger=Ledger(tmp_path / ledger))
     return copied
 
 
@@ -50,21 +50,21 @@ def objects(store):
     return {entry.path: store.read(entry.path) for entry in store.list() if entry.path not in (OWNER, COPY)}
 
 
-def meant(files, count=7):
-    return {record["path"]: (files[0] / record["path"]).read_bytes() for record in files[1][:count]}
+def meant(folder, records):
+    return {record["path"]: (folder / record["path"]).read_bytes() for record in records}
 
 
 @pytest.mark.parametrize("kind", ["file", "moto_server", *CLOUDS])
 def test_what_is_there_is_not_sent_again(store, files, copy, request, kind):
     store = store if kind == "file" else Store(request.getfixturevalue(kind).url_of("a/b"))
     assert str(copy(url=store.url)) == "7 files sent (0.0 MB), 0 were there already"
-    assert objects(store) == meant(files)
+    assert objects(store) == meant(*files)
     Mirror(store).compare(files[1], lambda: None)
     assert (copy(url=store.url).sent, copy(url=store.url, ledger="lost").sent) == (0, 0)
     store.put("6.bin", bytes(6000))  # another content of the same size
     refused(UserError, r"6\.bin: sha256", Mirror(store).compare, files[1], lambda: None)
     store.delete(["4.bin"])
-    assert copy(url=store.url).sent == 2 and objects(store) == meant(files)
+    assert copy(url=store.url).sent == 2 and objects(store) == meant(*files)
 
 
 class Killed(BaseException):
@@ -72,19 +72,17 @@ class Killed(BaseException):
 
 
 def cut_off(monkeypatch, at):
-    """From its write or removal of that number on, counted from 1, the store is out of reach; a dict with how many."""
-    made = {"changes": 0}
+    """From its write or removal of that number on, counted from 1, the store is out of reach."""
+    changes = count(1)
 
     def dying(original):
         def change(*arguments, **more):
-            made["changes"] += 1
-            if made["changes"] >= at:
+            if next(changes) >= at:
                 raise Killed
             return original(*arguments, **more)
         return change
     for name in ("put", "delete"):
         monkeypatch.setattr(Store, name, dying(getattr(Store, name)))
-    return made
 
 
 def test_cut_off_before_any_change_a_copy_is_the_old_one_the_new_one_or_none_and_goes_on(
@@ -92,26 +90,27 @@ def test_cut_off_before_any_change_a_copy_is_the_old_one_the_new_one_or_none_and
     """What is to go is named until it is gone; what is somebody else's stays."""
     monkeypatch.setattr("drover.pipeline.storage.mirror.AT_ONCE", 1)
     monkeypatch.setattr("drover.pipeline.storage.mirror.preflight", lambda store: None)
-    for at in count(1):
+    killed, at = True, 0
+    while killed:
+        at += 1
         place = Store(store.url_of(str(at)))
         copy(7, url=place.url)
         place.put("README.md", b"somebody else's")
         (files[0] / "0.bin").write_bytes(b"new")
         changed = [output_record(files[0], files[0] / "0.bin"), *files[1][1:3]]
+        again = partial(copy_files, place.url, "mini", "new", files[0], changed, ledger=Ledger(tmp_path / "ledger"))
         with monkeypatch.context() as patch, suppress(Killed):
-            made = cut_off(patch, at)
-            copy_files(place.url, "mini", "new", files[0], changed, ledger=Ledger(tmp_path / "ledger"))
+            cut_off(patch, at)
+            again()
+            killed = False
         with suppress(Missing):
             found = Mirror(place).read()
             Mirror(place).compare(found["files"], lambda: None)
             assert found["of"] in ("7", "new")
-        copy_files(place.url, "mini", "new", files[0], changed, ledger=Ledger(tmp_path / "ledger"))
-        assert objects(place) == {**{record["path"]: (files[0] / record["path"]).read_bytes() for record in changed},
-                                  "README.md": b"somebody else's"}
+        again()
+        assert objects(place) == {**meant(files[0], changed), "README.md": b"somebody else's"}
         assert Mirror(place).read()["of"] == "new"
         (files[0] / "0.bin").write_bytes(b"")
-        if made["changes"] < at:
-            break
     assert at > 5
 
 
@@ -177,8 +176,7 @@ def test_a_process_that_lost_the_place_finishes_no_copy(store, copy, monkeypatch
         return send(self, *arguments)
     monkeypatch.setattr(Mirror, "send", meanwhile)
     refused(UserError, "took it over", copy)
-    with pytest.raises(Missing):
-        Mirror(store).read()
+    refused(Missing, COPY, Mirror(store).read)
 
 
 def test_a_place_without_a_finished_copy_gives_none(store, copy, tmp_path):
@@ -218,47 +216,33 @@ def test_a_list_that_is_torn_or_names_files_outside_of_its_folder_is_damaged(sto
     refused(DamagedCopyError, told, Mirror(store).read)
 
 
-def copy_step(copies, files, step, finished=True):
-    copies.of(step).send(*files)
-    if finished:
-        copies.of(step).finish(str(step), files[1])
-
-
-def test_without_its_list_there_is_no_copy_and_the_newest_and_the_permanent_ones_stay(store, files):
-    copies = CopiedCheckpoints(store)
-    copy_step(copies, files, 7, finished=False)
-    for path in ("step-0000000x/a", "other"):
-        store.put(path, b"not ours")
+def test_without_its_list_there_is_no_copy_and_the_newest_and_the_permanent_ones_stay(store):
+    copies, unfinished = CopiedCheckpoints(store), {7: ["step-00000007/a", "step-00000007/b/c"]}
+    for path in ("step-0000000x/a", "other", *unfinished[7], *(f"step-{step:08d}/a" for step in (4, 8, 12, 16, 20))):
+        store.put(path, b"")
     for step in (4, 8, 12, 16, 20):
-        copy_step(copies, files, step)
-    found = copies.found()
-    assert found.whole == [4, 8, 12, 16, 20] and list(found.unfinished) == [7] and len(found.unfinished[7]) == 7
+        copies.of(step).finish("", [])
+    assert copies.found() == Found([4, 8, 12, 16, 20], unfinished)
     copies.prune(1, 8)
-    assert copies.found().whole == [8, 16, 20]
+    assert copies.found() == Found([8, 16, 20], unfinished)
     for _ in range(2):
         copies.prune(2, None)
-        assert copies.found().whole == [16, 20]
+        assert copies.found() == Found([16, 20], unfinished)
 
 
-@pytest.fixture
-def made(tmp_path):
-    """Token shards in a folder, and a place for them."""
-    folder = tmp_path / "encode"
-    return SimpleNamespace(folder=folder, records=make_shards(folder), store=Store(f"file://{tmp_path}/there"))
-
-
-def test_a_place_that_does_not_have_these_shards_is_refused(made):
-    records, table, url = made.records, ShardTable.of(made.records), made.store.url
+def test_a_place_that_does_not_have_these_shards_is_refused(store, tmp_path):
+    records, url = make_shards(tmp_path), store.url
+    table = ShardTable.of(records)
     refused(UserError, r"copy\.json is not there.*drover copy-tokens", survey, url, table)
-    copy_shards(made.folder, records, url)
-    refused(UserError, "holds files of the token shards", copy_shards, made.folder, records[:4], url)
+    copy_shards(tmp_path, records, url)
+    refused(UserError, "holds files of the token shards", copy_shards, tmp_path, records[:4], url)
     assert len(survey(url, table)) == 6
     other = [*records[:5], {**records[5], "sha256": "0" * 64}]
     refused(UserError, r"holds other token shards.*1 of 6 differ: train/text-00005\.arrow", survey, url,
             ShardTable.of(other))
-    made.store.put(records[0]["path"], b"cut")
-    made.store.delete([records[1]["path"]])
+    store.put(records[0]["path"], b"cut")
+    store.delete([records[1]["path"]])
     said = refused(UserError, r"2 of 6 token shards", survey, url, table)
     assert "00000.arrow has 3 bytes instead" in said and "00001.arrow is missing" in said
-    made.store.put(COPY, b"{}")
+    store.put(COPY, b"{}")
     refused(UserError, r"copy\.json is damaged", survey, url, table)

@@ -11,19 +11,20 @@ from contextlib import suppress
 import pytest
 import zstandard
 
+from drover.launch.submit import main as submit
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.content_hash import OF_BLOCKS
 from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data import sources, streams
+from drover.pipeline.data import sources
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.storage import store as stores
 from drover.pipeline.storage.object_files import content_number, find, matches
 from drover.pipeline.storage.store import Store
 from tests.conftest import slow
 from tests.data.source_files import batch, lines, write_batches
-from tests.refusal import refused
+from tests.refusal import printed, refused
 from tests.stages.test_shard import files_source, folder_of, hashes, run, write_config
 
 TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(number).encode()).hexdigest()
@@ -63,12 +64,11 @@ PATTERNS = {"lines": ["lines/**/*.jsonl"], "text": ["text/a.txt"], "frames": ["f
             "columns": ["columns/*.parquet*", "columns/?.arrow"]}
 
 
-def config_for(place, root, **settings):
+def config_for(place, root):
     own = [files_source(name, *(f"{root}/{pattern}" for pattern in patterns),
                         **({"separator": "\n\n"} if name == "text" else {})) for name, patterns in PATTERNS.items()]
     place.mkdir(exist_ok=True)
-    usual = {"shard_mb": 0.02, "validation_share": 0.1, "max_rejected_share": 0.1}
-    return write_config(place, own, **{**usual, **settings})
+    return write_config(place, own, shard_mb=0.02, validation_share=0.1, max_rejected_share=0.1)
 
 
 def upload(folder, store):
@@ -90,10 +90,8 @@ def small(monkeypatch):
     monkeypatch.setattr(stores, "BLOCK_BYTES", 60_000)
     monkeypatch.setattr(stores, "LITTLE_BYTES", 20_000)
     monkeypatch.setattr("drover.pipeline.storage.object_files.BEGINNING_BYTES", 15_000)
-    monkeypatch.setattr(streams, "BLOCK_BYTES", 8192)
-    monkeypatch.setattr("drover.pipeline.contract.external_inputs.BLOCK_BYTES", 8192)
-    monkeypatch.setattr("drover.pipeline.contract.content_hash.BLOCK_BYTES", 8192)
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 8192)
+    for module in ("data.streams", "data.sources", "contract.external_inputs", "contract.content_hash"):
+        monkeypatch.setattr(f"drover.pipeline.{module}.BLOCK_BYTES", 8192)
 
 
 def same_outputs(one, other):
@@ -106,36 +104,30 @@ def same_outputs(one, other):
     return found
 
 
-def shards(config, *overrides, capsys):
-    assert run(config, *overrides) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
 def test_shards_are_those_of_the_same_files_on_a_disk(tmp_path, files, checking, small, capsys):
     url = checking.url_of("raw/data")
     upload(files, Store(url))
     local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", url)
-    for config in (local, remote):
-        shards(config, capsys=capsys)
+    assert run(local) == run(remote) == 0
+    capsys.readouterr()
     [here, there] = same_outputs(local, remote)
     assert here.counts["rejected"] >= 1 and any(own["sha256"].startswith(OF_BLOCKS) for own in there.files)
     assert {own["path"] for own in there.files} == {f"{url}/{path.relative_to(files)}" for path in files.rglob("*")
                                                     if path.is_file() and not path.name.startswith(".")}
     upload(files, Store(url))  # whoever touches them without changing them changes nothing
-    assert "up to date" in shards(remote, capsys=capsys)
+    assert run(remote) == 0 and "up to date" in capsys.readouterr().out
     Store(url).put("lines/a.jsonl", b'{"text": "new"}\n')
     assert run(remote) == 2 and "a.jsonl" in capsys.readouterr().err
     Store(url).delete([entry.path for entry in Store(url).list()])
-    assert "up to date" in shards(remote, capsys=capsys), "finished work stands when the store is gone"
+    assert run(remote) == 0 and "up to date" in capsys.readouterr().out, "finished work stands when the store is gone"
 
 
 @pytest.mark.slow
-def test_shards_do_not_depend_on_processes_or_how_files_are_named(tmp_path, files, moto_server, capsys):
+def test_shards_do_not_depend_on_processes_or_how_files_are_named(tmp_path, files, moto_server):
     upload(files, Store(moto_server.url))
     remote, folder = (config_for(tmp_path / name, url) for name, url in (("two", moto_server.url),
                                                                          ("folder", f"file://{files}")))
-    shards(remote, "launch.processes=2", capsys=capsys)
-    shards(folder, capsys=capsys)
+    assert run(remote, "launch.processes=2") == run(folder) == 0
     same_outputs(remote, folder)
 
 
@@ -184,13 +176,6 @@ def test_an_object_that_changes_under_way_is_refused_by_name(files, moto_server,
             refused(UserError, rf"source s: {moto_server.url_of(name)} .*reads what is there", list, documents)
 
 
-def refused_by_submit(config, capsys):
-    from drover.launch.submit import main as submit
-    assert submit(["--stage", "shard", "--config", str(config), "--cluster", "local"]) == 2
-    assert not (folder_of(config) / "units").exists()
-    return capsys.readouterr().err
-
-
 def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files, checking, capsys):
     nowhere = f"{checking.scheme}://no-such-bucket"
     upload(files, Store(checking.url))
@@ -200,7 +185,8 @@ def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files
             ("absent", "nothing/*.jsonl"), ("prefix", "not/there"), ("ending", "lines"), ("odd", "odd"))),
         files_source("nobucket", f"{nowhere}/x"),
         files_source("mixed", checking.url_of("text/a.txt"), files / "text/a.txt")])
-    said = refused_by_submit(config, capsys)
+    said = printed(capsys, submit, "--stage", "shard", "--config", config, "--cluster", "local", expect=2)
+    assert not (folder_of(config) / "units").exists()
     for part in (f"source absent: {checking.scheme}://", "no object matches", f" {nowhere} at this store",
                  "not/there: there is no", "(_SUCCESS) do not show their format",
                  "source mixed: `paths` has files of this machine and objects"):

@@ -8,10 +8,9 @@ from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.gate import ODD
-from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from drover.pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
-from drover.pipeline.tokenization.simple import ByteTokenizer, CharTokenizer, write_characters
-from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN, TiktokenTokenizer
+from drover.pipeline.tokenization.kinds import open_tokenizer
+from drover.pipeline.tokenization.simple import write_characters
+from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from drover.pipeline.tokenization.training import chunked, train_sentencepiece
 from tests.refusal import refused
 
@@ -83,6 +82,5 @@ def files(tmp_path_factory, texts, byte_level):
 @pytest.fixture(scope="session")
 def vocabularies(files):
     """A vocabulary of every kind, by the names of `KINDS`."""
-    return {"bpe": SentencePieceTokenizer(files["bpe"]), "unigram": SentencePieceTokenizer(files["unigram"]),
-            "tiktoken": TiktokenTokenizer(files["tiktoken"]), "char": CharTokenizer(files["char"]),
-            "huggingface": HuggingFaceTokenizer(files["huggingface"]), "byte": ByteTokenizer()}
+    return {kind: open_tokenizer("sentencepiece" if kind in ("bpe", "unigram") else kind, files.get(kind))
+            for kind in KINDS}

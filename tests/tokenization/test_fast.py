@@ -12,7 +12,7 @@ from drover.pipeline.tokenization.export import copy_hugging_face, write_hugging
 from drover.pipeline.tokenization.fast import NAME, FastEncoder
 from drover.pipeline.tokenization.gate import odd_strings, verdict
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from drover.pipeline.tokenization.kinds import FILES, write_record
+from drover.pipeline.tokenization.kinds import write_record
 from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, with_special
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory, files, vocabularies):
     made = {}
     for kind in ("bpe", "tiktoken", "huggingface", "unigram"):
         made[kind] = tmp_path_factory.mktemp(kind)
-        shutil.copyfile(files[kind], made[kind] / FILES[vocabularies[kind].kind])
+        shutil.copy(files[kind], made[kind])
         write_hugging_face(vocabularies[kind], made[kind] / "hf")
         write_record(made[kind], vocabularies[kind])
     return made

@@ -1,6 +1,6 @@
 """Vocabularies from files: the record, ready tokenizers and what is wrong with some of them."""
 
-import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +8,13 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from drover.pipeline.tokenization.kinds import (
-    FILES,
     input_files,
     load_tokenizer,
     open_tokenizer,
     vocabulary_record,
     write_record,
 )
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines, with_special
 
 
@@ -23,10 +22,9 @@ from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines, with_speci
 def folder(tmp_path, files, vocabularies):
     """A function that lays out a finished stage's folder of one kind."""
     def lay_out(kind):
-        vocabulary = vocabularies[kind]
-        if name := FILES[vocabulary.kind]:
-            (tmp_path / name).write_bytes(files[kind].read_bytes())
-        write_record(tmp_path, vocabulary)
+        if kind in files:
+            shutil.copy(files[kind], tmp_path)
+        write_record(tmp_path, vocabularies[kind])
         return tmp_path
     return lay_out
 
@@ -77,18 +75,18 @@ def test_a_file_of_another_kind_is_named(tmp_path, kind):
     refused(UserError, str(path), open_tokenizer, kind, path)
 
 
-@pytest.mark.parametrize(("tokens", "settings", "bounds"), [
-    (["<s>", "</s>"], None, ("<s>", "</s>")),
-    (["<|endoftext|>"], None, ("<|endoftext|>", "<|endoftext|>")),
-    (["<a>", "<z>", "<s>", "</s>"], {"bos_token": "<a>", "eos_token": {"content": "<z>"}}, ("<a>", "<z>")),
-    (["<|endoftext|>", "<|im_start|>"], {"bos_token": None, "eos_token": "<|endoftext|>"},
-     ("<|endoftext|>", "<|endoftext|>")),
-    (["</s>"], None, None)])
+@pytest.mark.parametrize(("tokens", "settings", "bounds"), [*table("""
+    <s> </s> ->  -> <s> </s>
+    <|endoftext|> ->  -> <|endoftext|> <|endoftext|>
+    <a> <z> <s> </s> -> {"bos_token": "<a>", "eos_token": {"content": "<z>"}} -> <a> <z>
+    <|endoftext|> <|im_start|> -> {"bos_token": null, "eos_token": "<|endoftext|>"} -> <|endoftext|> <|endoftext|>
+    """, str.split, str, lambda text: tuple(text.split())),
+    (["</s>"], "", None)])
 def test_bos_and_eos_are_found_or_it_is_said_what_to_add(tmp_path, byte_level, tokens, settings, bounds):
     path = tmp_path / "tokenizer.json"
     with_special(byte_level, *tokens).save(str(path))
     if settings:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tmp_path / "tokenizer_config.json").write_text(settings)
     if bounds:
         assert HuggingFaceTokenizer(path).bounds == bounds
     else:

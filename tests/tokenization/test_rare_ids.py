@@ -13,8 +13,8 @@ from drover.pipeline.tokenization.kinds import load_tokenizer
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
 
-def record(path, unknown, fallback, source="a", tokens=1002):
-    return {"path": path, "source": source, "docs": 1, "tokens": tokens, "unknown_tokens": unknown,
+def record(path, unknown, fallback, source="a"):
+    return {"path": path, "source": source, "docs": 1, "tokens": 1002, "unknown_tokens": unknown,
             "fallback_tokens": fallback}
 
 

@@ -2,6 +2,7 @@
 stage makes of it."""
 
 import json
+from ast import literal_eval
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,6 +22,7 @@ from drover.pipeline.data.filters.item_index import ItemIndex
 from tests.conftest import REPOSITORY
 from tests.data.filters.test_kinds import made, outcome
 from tests.data.source_files import lines, write_jsonl
+from tests.refusal import table
 from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
 
@@ -110,14 +112,17 @@ def test_a_task_is_read_as_its_file_says():
     assert outcome(wrong, "class Node: def __init__(self, value): value self value") != "contains items of python_line"
 
 
-@pytest.mark.parametrize(("name", "content", "fields", "told"), [
-    ("a.jsonl", '{"q": "x"}\n', ["question"], "no field question at record 1; the fields are q"),
-    ("a.jsonl", '{"q": {"a": 1}}\n', ["q.b"], "no field q.b at record 1; the fields are a"),
-    ("a.jsonl", '{"q": "x"}\n{"q"', ["q"], "cannot be read at record 2"), ("a.jsonl", "[1]\n", ["q"], "no fields"),
-    ("a.csv", "p,q\n1,2\n", ["r"], "no column named r"), ("a.parquet", "PAR1", ["q"], "cannot be read"),
-    ("a.yaml", "task: x\n", [], "names no data files"),
-    ("a.yaml", "dataset_kwargs: {data_files: {test: b-*.jsonl}}\n", [], "no file matches"),
-    ("a.jsonl", "", [], "`fields` is missing"), ("a.txt", "", ["x"], "is no file of items")])
+@pytest.mark.parametrize(("name", "content", "fields", "told"), table(r"""
+    a.jsonl -> '{"q": "x"}\n' -> ["question"] -> no field question at record 1; the fields are q
+    a.jsonl -> '{"q": {"a": 1}}\n' -> ["q.b"] -> no field q.b at record 1; the fields are a
+    a.jsonl -> '{"q": "x"}\n{"q"' -> ["q"] -> cannot be read at record 2
+    a.jsonl -> "[1]\n" -> ["q"] -> no fields
+    a.csv -> "p,q\n1,2\n" -> ["r"] -> no column named r
+    a.parquet -> "PAR1" -> ["q"] -> cannot be read
+    a.yaml -> "task: x\n" -> [] -> names no data files
+    a.yaml -> "dataset_kwargs: {data_files: {test: b-*.jsonl}}\n" -> [] -> no file matches
+    a.jsonl -> "" -> [] -> `fields` is missing
+    a.txt -> "" -> ["x"] -> is no file of items""", str, literal_eval, literal_eval))
 def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, told):
     (tmp_path / name).write_text(content)
     with pytest.raises((UserError, ValidationError), match=told):

@@ -21,6 +21,7 @@ from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.data.documents import Document
 from tests.conftest import REPOSITORY, merged, run_python, run_stage
 from tests.data.source_files import write_jsonl
+from tests.refusal import table
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, write_config
 
 CHAIN = [{"kind": "masking"}, {"kind": "length", "min_characters": 20}, {"kind": "length", "name": "long",
@@ -186,9 +187,10 @@ def test_the_filters_that_the_docs_show_are_filters(tmp_path, mine):
     assert [questions(Document("?" * count, "s", "1", {})) == "too many questions" for count in (5, 6)] == [False, True]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("fail", "RuntimeError: out of order"), ("none", "TypeError: it returned a NoneType, not a document"),
-    ("stolen", "ValueError: it changed the document's source or id")])
+@pytest.mark.parametrize(("text", "said"), table("""
+    fail -> RuntimeError: out of order
+    none -> TypeError: it returned a NoneType, not a document
+    stolen -> ValueError: it changed the document's source or id"""))
 def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys, text, said):
     (mine.parent / "f.txt").write_text(f"one|two|{text}|three")
     assert run(mine) == 2

@@ -19,26 +19,25 @@ FRENCH = "Le soir la ville est à nous et ils ont vu la rivière."
 NONE = "0101 // {} []"
 
 
-def outcomes(**asked):
-    own = made(kind="language", **asked)
+def outcomes(languages, path=TWO, **asked):
+    own = made(kind="language", path=str(path), languages=languages, **asked)
     own.open()
     return own, [outcome(own, text) for text in (ENGLISH, GERMAN, FRENCH, NONE)]
 
 
 def test_other_languages_and_doubtful_ones_are_dropped():
     other, doubtful = "of another language", "of no language with a probability of 0.65"
-    own, found = outcomes(path=str(TWO), languages=["en"])
+    own, found = outcomes(["en"])
     assert own.reads() == [TWO] and "path" not in identity(own)
     assert found == [None, other, other, doubtful]
     assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
-    assert outcomes(path=str(TWO), languages=["de", "fr"])[1] == [other, None, None, doubtful]
-    assert outcomes(path=str(TWO), languages=["de", "fr"], keep_unknown=True)[1] == [other, None, None, None]
-    assert outcomes(path=str(TWO), languages=["en"], least=0.0)[1] == [None, other, other, other]
+    assert outcomes(["de", "fr"])[1] == [other, None, None, doubtful]
+    assert outcomes(["de", "fr"], keep_unknown=True)[1] == [other, None, None, None]
+    assert outcomes(["en"], least=0.0)[1] == [None, other, other, other]
 
 
 def test_labels_are_those_of_the_model():
-    assert outcomes(path=str(WITH_SCRIPTS), languages=["eng_Latn", "fra_Latn"])[1][:3] == [
-        None, "of another language", None]
+    assert outcomes(["eng_Latn", "fra_Latn"], WITH_SCRIPTS)[1][:3] == [None, "of another language", None]
     refused(UserError, r"is to keep eng, but the model .* knows 3 labels.*did you mean eng_Latn",
             made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
 

@@ -4,50 +4,44 @@ import json
 import random
 from types import SimpleNamespace
 
-import numpy as np
 from networkx import Graph, connected_components
 from pyarrow import parquet
 
 from drover.pipeline.config.data import ShardConfig
-from drover.pipeline.core.files import atomic_file, output_record
-from drover.pipeline.data.documents import Document, to_json
 from drover.pipeline.data.planning import runs
 from drover.pipeline.data.planning.passes import decide
 from drover.pipeline.data.planning.shards import write_shard
-from drover.pipeline.data.planning.signatures import Signer, signature_settings
-from drover.pipeline.data.reading import INDEX, index_row, staged
+from drover.pipeline.data.planning.signatures import signature_settings
+from drover.pipeline.data.reading import stage_unit
 from drover.pipeline.data.text_shards import SPLITS, read_documents
+from tests.data.source_files import payload_of, write_jsonl
 
 
 class Work:
-    """`do_units` as a stage has it, but in this process, in an order of `seed`; payloads and records go through JSON.
-
-    done: names of the units that were done, in order.
-    """
+    """`do_units` as a stage has it, but in this process in an order of `seed`. Payloads and records go through JSON."""
 
     def __init__(self, folder, seed=0):
-        self.folder, self.rng, self.done = folder, random.Random(seed), []
+        self.folder, self.rng = folder, random.Random(seed)
 
     def do_units(self, phase, units, function, unit_word="units"):
-        records = {}
-        for unit in self.rng.sample(units, len(units)):
-            records[unit.name] = json.loads(json.dumps(function(self.folder, json.loads(json.dumps(unit.payload)))))
-            self.done.append(f"{phase}/{unit.name}")
+        records = {unit.name: json.loads(json.dumps(function(self.folder, json.loads(json.dumps(unit.payload)))))
+                   for unit in self.rng.sample(units, len(units))}
         return [records[unit.name] for unit in units]
 
 
 def in_order(corpus):
     """(unit, id, text) of every document of a corpus, given as texts by unit, by source."""
     return [(f"{source}-{unit:05d}", f"{source}-{unit:05d}:{number}", text) for source, units in corpus.items()
-            for unit, texts in enumerate(units) for number, text in enumerate(texts)]
+            for unit, texts in enumerate(units) for number, text in enumerate(texts, 1)]
 
 
 def stage(folder, corpus, near=None):
-    """Stage a corpus; near: settings of signatures.
+    """Stage a corpus, each unit from a file of its name; near: settings of signatures.
 
     Returns:
         names of the units, the number of each one's source, their records
     """
+    folder.mkdir(exist_ok=True)
     units = {f"{source}-{unit:05d}": number for number, (source, units) in enumerate(corpus.items())
              for unit in range(len(units))}
     return [*units], [*units.values()], [_stage(folder, name, [(own, text) for unit, own, text in in_order(corpus)
@@ -55,22 +49,10 @@ def stage(folder, corpus, near=None):
 
 
 def _stage(folder, name, documents, near):
-    rows, endings = bytearray(), [".documents", ".npy"]
-    with atomic_file(staged(folder, name, ".documents")) as file:
-        for own, text in documents:
-            member = to_json(Document(text, name.partition("-")[0], own, {"of": own}))
-            rows += index_row(text, file.tell(), len(member))
-            file.write(member)
-    with atomic_file(staged(folder, name, ".npy")) as file:
-        np.save(file, np.frombuffer(rows, INDEX))
-    if near:
-        signer = Signer(near)
-        for _, text in documents:
-            signer.add(text)
-        signer.write(staged(folder, name, ".bands"))
-        endings.append(".bands")
-    return {"documents": len(documents), "outputs": [output_record(folder, staged(folder, name, ending))
-                                                     for ending in endings]}
+    write_jsonl(folder / name, [{"text": text, "of": own} for own, text in documents])
+    payload = payload_of(folder / name, format="jsonl", meta_fields=["of"])
+    payload["source"]["name"] = name.partition("-")[0]
+    return stage_unit(folder, {**payload, "name": name, "near_duplicates": near})
 
 
 def settings(corpus, **values):
@@ -86,14 +68,13 @@ def cut_into(monkeypatch, documents, units, rows):
 
 def passes(folder, corpus, config, seed=0):
     """Stage a corpus, decide, write: what was decided, and the bytes of each shard by split and name."""
-    work = Work(folder, seed)
-    decided = decide(work, config, *stage(folder, corpus, signature_settings(config.near_duplicates)))
+    decided = decide(Work(folder, seed), config, *stage(folder, corpus, signature_settings(config.near_duplicates)))
     outputs = [write_shard(folder, json.loads(json.dumps(payload)))["outputs"][:1] for payload in decided.payloads]
     written = {f"{split}/{path.stem}": path.read_bytes() for split in SPLITS
                for path in (folder / split).glob("*.tar")}
     assert len(written) == sum(map(len, outputs))
     kept = [row for record in decided.kept for row in parquet.read_table(folder / record["path"]).to_pylist()]
-    return SimpleNamespace(decided=decided, shards=written, done=work.done, kept=kept)
+    return SimpleNamespace(decided=decided, shards=written, kept=kept)
 
 
 def texts_of(folder, *splits):

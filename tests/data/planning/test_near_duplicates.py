@@ -20,8 +20,8 @@ FINEWEB = signature_settings(NearDuplicates())
 HAN = [chr(0x4e00 + number) for number in range(3000)]
 
 
-def article(rng, length=200):
-    return [f"w{rng.randrange(4000)}" for _ in range(length)]
+def article(rng):
+    return [f"w{rng.randrange(4000)}" for _ in range(200)]
 
 
 def edited(rng, own, edits, new=lambda rng: f"new{rng.randrange(10**6)}"):
@@ -32,19 +32,19 @@ def edited(rng, own, edits, new=lambda rng: f"new{rng.randrange(10**6)}"):
     return own
 
 
-def planted(seed=1, families=120, copies=3, sources=3, units=3):
-    """Articles with near-copies of 0 to 12 edits (Jaccard of 5-grams 1.0 to 0.54), shuffled over units of sources."""
+def planted(seed=1, families=120):
+    """Articles with near-copies of 0 to 12 edits (Jaccard of 5-grams 1.0 to 0.54), shuffled over three units of three
+    sources."""
     rng = random.Random(seed)
     texts = []
     for _ in range(families):
         own = article(rng)
         texts.append(" ".join(own))
-        texts += [" ".join(edited(rng, own, rng.choice([0, 1, 2, 4, 6, 9, 12]))) for _ in range(copies)]
+        texts += [" ".join(edited(rng, own, rng.choice([0, 1, 2, 4, 6, 9, 12]))) for _ in range(3)]
     texts += [" ".join(article(rng)) for _ in range(100)] + ["too short"] * 3 + ["one two three four"]
     rng.shuffle(texts)
-    cut = np.array_split(np.arange(len(texts)), sources * units)
-    return {f"s{source}": [[texts[place] for place in cut[source * units + unit]] for unit in range(units)]
-            for source in range(sources)}
+    units = [own.tolist() for own in np.array_split(texts, 9)]
+    return {f"s{source}": units[3 * source:3 * source + 3] for source in range(3)}
 
 
 def share_a_band(found, one, other):
@@ -52,7 +52,7 @@ def share_a_band(found, one, other):
 
 
 def config_of(corpus, verify=None, **values):
-    near = {"preset": "fineweb", "verify": verify, **values.pop("near", {})}
+    near = {"verify": verify, **values.pop("near", {})}
     return staged_corpora.settings(corpus, near_duplicates=near, shard_mb=0.05, validation_share=0.3, **values)
 
 

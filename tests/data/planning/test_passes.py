@@ -16,8 +16,9 @@ from tests.data.planning import in_memory, staged_corpora
 from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
 from tests.refusal import refused
 
-TEXTS = st.lists(st.one_of(st.sampled_from(["same", "other", "ab", "a", "b", "bb", "a\0\u2581b", "x" * 70]),
-                           st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9)), max_size=9)
+TEXTS = st.lists(st.one_of(
+    st.sampled_from(["same", "other", "ab", "a", "b", "bb", "a\0\u2581b", "x" * 70]),
+    st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9).filter(str.strip)), max_size=9)
 CORPORA = st.fixed_dictionaries({name: st.lists(TEXTS, min_size=1, max_size=4) for name in "abc"})
 TAIL = {"tail": True, "target": 3, "seed": 1}
 

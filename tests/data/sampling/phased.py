@@ -20,13 +20,13 @@ EXCLUDED = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 9)), max_size=3
 
 
 @st.composite
-def plans(draw, least=1, lengths=LENGTHS, steps=9):
+def plans(draw, least=1, lengths=LENGTHS):
     """Phases of random lengths, batches, mixtures and ends."""
     phases, until = [], 0
     for _ in range(draw(st.integers(least, 4))):
         length = draw(st.sampled_from(lengths))
         batch = length * draw(st.integers(1, 6))
-        until += batch * draw(st.integers(1, steps)) - draw(st.integers(0, batch - 1))
+        until += batch * draw(st.integers(1, 9)) - draw(st.integers(0, batch - 1))
         mixture = draw(st.none() | st.fixed_dictionaries({name: st.integers(0, 5) for name in SOURCES}).filter(
             lambda shares: sum(shares.values())))
         phases.append({"until": until, "sequence_length": length, "batch_tokens": batch, "mixture": mixture})

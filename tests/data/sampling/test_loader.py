@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from drover.pipeline.data.provenance import documents_of, named, pieces
 from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.shard_table import Shards
+from tests.data.sampling.phased import DOCUMENTS
 from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered
 from tests.waiting import HANG_S
@@ -18,17 +19,17 @@ from tests.waiting import HANG_S
 LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
 
 
-@given(lengths=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=12), min_size=2, max_size=6).filter(
-           lambda own: min(sum(map(sum, own[::2])), sum(map(sum, own[1::2]))) > 24),
-       length=st.integers(1, 24), shares=st.none() | st.tuples(st.integers(1, 5), st.integers(1, 5)),
+@given(documents=DOCUMENTS, length=st.integers(1, 24),
+       shares=st.none() | st.tuples(st.integers(1, 5), st.integers(1, 5)),
        asked=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9), st.integers(-8, 40), st.integers(1, 12)),
                       min_size=1, max_size=6), packed=st.booleans())
 @settings(max_examples=40)
-def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, lengths, length, shares, asked, packed):
+def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, documents, length, shares, asked,
+                                                             packed):
     """In steps and at random. The shards that a batch is read from are known before. What a sample is made of,
     test_over_phases.py has."""
     folder, read, plain = tmp_path_factory.mktemp("shards"), set(), Shards.__getitem__
-    table, mixture = write_numbered(folder, lengths), shares and dict(zip(SOURCES, shares, strict=True))
+    table, mixture = write_numbered(folder, documents), shares and dict(zip(SOURCES, shares, strict=True))
     data, alone = (training_data(folder, table, length, mixture, packed) for _ in range(2))
 
     def noted(self, index):

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.config.checks import problems
-from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.mixture import SMALLEST_SHARE
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.order import LEAST, PERIOD, Mix, Order, Pool, Segment, permute, unpermute
+from tests.data.planning import staged_corpora
 from tests.token_shards import plan_of
 
 
@@ -94,8 +94,8 @@ def test_the_plan_hash_knows_every_ingredient():
 
 
 def test_the_configuration_refuses_a_share_with_the_smallest_that_can_be_kept():
-    config = Config(train=TrainConfig(mixture={"web": 3.0, "notes": 1e-5}), shard=ShardConfig(sources=[
-        FilesSource(kind="files", name=name, paths=["x.txt"]) for name in ("web", "notes")]))
+    config = Config(train=TrainConfig(mixture={"web": 3.0, "notes": 1e-5}),
+                    shard=staged_corpora.settings(("web", "notes")))
     said, = problems(config)
     assert "the source notes 3.33e-06 of the training sequences" in said and "7.63e-06 (1 in 131,072)" in said
     config.train.mixture["notes"] = 3.0 * SMALLEST_SHARE * 1.001

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.mixture import tokens_text
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
@@ -11,6 +10,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned, train_tokens
 from drover.pipeline.data.sampling.order import PART, Order, Pool
+from tests.data.planning.staged_corpora import settings
 from tests.refusal import refused
 from tests.token_shards import plan_of
 
@@ -80,8 +80,7 @@ def test_what_was_used_is_found_while_phases_are_laid_out_anew(monkeypatch):
 
 
 def config_of(**train):
-    sources = [FilesSource(kind="files", name=name, paths=["x"]) for name in NAMES]
-    return Config(shard=ShardConfig(sources=sources), train=TrainConfig.model_validate(
+    return Config(shard=settings(NAMES), train=TrainConfig.model_validate(
         {"sequence_length": 16, "batch_tokens": 160, **train}))
 
 

@@ -11,9 +11,10 @@ from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.shard_table import ShardTable, files_in, open_shards
 from drover.pipeline.data.stored import read_ahead
 from drover.pipeline.data.stored import shards as stored_shards
-from drover.pipeline.data.stored.copying import survey
+from drover.pipeline.data.stored.copying import copy_shards, survey
 from drover.pipeline.data.stored.read_ahead import ReadAhead
-from tests.data.stored.made import copy, make_shards, stored
+from drover.pipeline.data.stored.shards import Settings, StoredTokens
+from tests.data.stored.made import make_shards
 from tests.refusal import refused
 from tests.token_shards import plan_of, shards_in
 from tests.waiting import wait_for
@@ -27,14 +28,16 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def made(tmp_path):
-    """Shards in a folder and as they were copied; `tokens(...)` is a reader of the copy, `data(reader)` what is
-    trained on."""
+    """Shards in a folder and as they were copied; `tokens(...)` is a reader of the copy, with room for so many shards,
+    `data(reader)` what is trained on."""
     folder = tmp_path / "encode"
     records, url = make_shards(folder), f"file://{tmp_path}/there"
     table = ShardTable.of(records)
 
-    def tokens(to=url, **options):
-        return stored(copy(folder, records, to), records, tmp_path / "cache", **options)
+    def tokens(to=url, shards=100, whole=True, say=print):
+        copy_shards(folder, records, to)
+        limit = int(shards * max(record["bytes"] for record in records))
+        return StoredTokens(Settings(to, tmp_path / "cache", limit, whole), table, [""] * len(records), say)
 
     def data(opener=None):
         return TrainingData(open_shards(table, "train", ["text"], opener or files_in(folder)),
