@@ -167,26 +167,20 @@ def test_other_code_is_not_started(job, monkeypatch):
 # ---- starts before this one
 
 
-@pytest.mark.parametrize("refusal", [None, "Job is no longer pending"])
-def test_links_that_are_not_needed_are_removed(job, refusal):
-    """What comes after training waits for this job then. If that cannot be, all stays as it was."""
-    jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
-    jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
-    Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=4).write(job.run)
-    job.slurm.refusal = refusal
-    status, log = job.go("work", links=3)
-    assert status == 0 and job.slurm.moved == [("15", "14", "12")]
-    assert job.slurm.cancelled == ([] if refusal else ["14", "13"])
-    assert (f"stay: {refusal}" if refusal else "13, 14, which would continue train, are cancelled") in log
-
-
-@pytest.mark.parametrize(("plan", "planned", "cancelled"), [("work", 5, []), ("refuse", 4, ["14", "13"])])
-def test_links_stay_until_all_is_submitted_and_go_where_the_stage_failed(job, plan, planned, cancelled):
+@pytest.mark.parametrize(("plan", "planned", "refusal", "moved", "cancelled", "words"), [
+    ("work", 4, None, True, True, "13, 14, which would continue train, are cancelled"),
+    ("work", 4, "Job is no longer pending", True, False, "stay: Job is no longer pending"),
+    ("work", 5, None, False, False, ""), ("refuse", 4, None, False, True, "")])
+def test_links_that_are_not_needed_are_removed(job, plan, planned, refusal, moved, cancelled, words):
+    """What comes after training waits for this job then. If that cannot be, or until all is submitted, all stays as it
+    was; where the stage failed, nothing comes after it."""
     jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
     jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
     Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
-    job.go(plan, links=3)
-    assert job.slurm.moved == [] and job.slurm.cancelled == cancelled
+    job.slurm.refusal = refusal
+    status, log = job.go(plan, links=3)
+    assert status == (plan == "refuse") and words in log, log
+    assert job.slurm.moved == [("15", "14", "12")] * moved and job.slurm.cancelled == ["14", "13"] * cancelled
 
 
 def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):
