@@ -32,8 +32,8 @@ def programs(programs):
 
 def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
     add_job(run.folder, "c1", run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
-    programs.queue(("14_1", "RUNNING"), ("14_3", "PENDING"), ("16", "PENDING"), ("11_0", "COMPLETED"),
-                   ("17", "PENDING"), ("12", "COMPLETED"), ("30", "RUNNING"))
+    programs.queue("14_1 RUNNING", "14_3 PENDING", "16 PENDING", "11_0 COMPLETED", "17 PENDING", "12 COMPLETED",
+                   "30 RUNNING")
     assert cancel(run.folder, programs.scheduler()) == 0
     assert programs.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14", "scancel 30"]
     assert capsys.readouterr().out.splitlines() == [
@@ -42,7 +42,7 @@ def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
 
 
 def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, programs, monkeypatch):
-    programs.queue(("16", "RUNNING"), ("31", "PENDING"))
+    programs.queue("16 RUNNING", "31 PENDING")
     scheduler = programs.scheduler()
     honest = scheduler.cancel
 
@@ -58,7 +58,7 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, program
 
 @pytest.mark.parametrize("name, said", [("demo", "no job of "), ("local", "nothing to cancel")])
 def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, said):
-    programs.queue(("11_0", "COMPLETED"))
+    programs.queue("11_0 COMPLETED")
     assert cancel(tmp_path / name, programs.scheduler()) == 0 and said in capsys.readouterr().out
     assert programs.calls("scancel") == []
 
@@ -74,10 +74,10 @@ def test_cancel_when_slurm_is_silent(run, programs, capsys):
 
 
 @pytest.mark.parametrize(("status", "line", "written", "said"), table("""
-    preempted -> ["16", PENDING, BeginTime, "", "0:00", "1"] -> true -> when its job starts again
-    null -> ["16", PENDING, Dependency] -> false -> removes it from the queue
-    null -> ["16", RUNNING] -> true -> after its current step
-    running -> ["16", RUNNING] -> true -> training (job 16) will stop after its current step
+    preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> when its job starts again
+    null -> 16 PENDING Dependency -> false -> removes it from the queue
+    null -> 16 RUNNING -> true -> after its current step
+    running -> 16 RUNNING -> true -> training (job 16) will stop after its current step
     running -> null -> true -> Slurm does not answer, so training may not be running""", *[yaml.safe_load] * 3))
 def test_stop_writes_only_where_something_reads_it(run, programs, capsys, status, line, written, said):
     if status:

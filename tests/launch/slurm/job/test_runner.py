@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drover.launch.host import StepEnd, process_end
 from drover.launch.slurm.chain import Chain, ChainJob
@@ -17,6 +18,7 @@ from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
+from tests.refusal import table
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 
@@ -65,21 +67,21 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
 # ---- the decisions' effects, with starts that are played
 
 
-@pytest.mark.parametrize("plan, changes, slurm, status, ends, requeued, words", [
-    ("save10 save20 save30 work", {"max_restarts": 1}, {}, 0, [RESTART] * 3 + [DONE], 0, "train is done"),
-    ("asked", {}, {}, 0, [("preempted", "requeue")], 1, "asked to stop (time limit) after step 120; queueing this job"),
-    ("asked", {}, {"refusal": "presently disabled"}, 1, [("preempted", "requeue")], 1,
-     "Slurm did not queue the job again (presently disabled), and no later job of the chain waits to go on: submit the "
-     "same command again"),
-    ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
-    ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
-    ("crash", {}, {"states": {"12": "PENDING"}}, 143, [("crashed", "leave")], 0, "Slurm has taken the job"),
-])
-def test_what_follows_from_each_end_of_a_start(job, plan, changes, slurm, status, ends, requeued, words):
+@pytest.mark.parametrize(("plan", "slurm", "status", "ends", "requeued", "words"), table("""
+    save10 save20 save30 work -> {} -> 0 -> crashed restart, crashed restart, crashed restart, done leave -> [] -> \
+train is done
+    asked -> {} -> 0 -> preempted requeue -> ["12"] -> asked to stop (time limit) after step 120; queueing this job
+    asked -> {refusal: presently disabled} -> 1 -> preempted requeue -> ["12"] -> Slurm did not queue the job again \
+(presently disabled), and no later job of the chain waits to go on: submit the same command again
+    crash -> {left_s: 179} -> 0 -> crashed requeue -> ["12"] -> the time limit is too near
+    refuse -> {} -> 1 -> failed stop -> [] -> there is nothing to train on
+    crash -> {states: {"12": PENDING}} -> 143 -> crashed leave -> [] -> Slurm has taken the job""",
+    str, yaml.safe_load, int, str, yaml.safe_load))
+def test_what_follows_from_each_end_of_a_start(job, plan, slurm, status, ends, requeued, words):
     vars(job.slurm).update(slurm)
-    found, log = job.go(*plan.split(), **changes)
-    assert (found, job.ends(), job.slurm.requeued) == (status, ends, ["12"] * requeued), log
-    assert words in log and len(job.events("attempt")) == len(ends)
+    found, log = job.go(*plan.split(), max_restarts=1)
+    assert (found, ", ".join(map(" ".join, job.ends())), job.slurm.requeued) == (status, ends, requeued), log
+    assert words in log and len(job.events("attempt")) == len(job.ends())
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
 
 

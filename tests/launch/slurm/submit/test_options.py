@@ -32,13 +32,16 @@ def options(lines, *names):
             and line.removeprefix("#SBATCH --").partition("=")[0].replace("_", "-") in names]
 
 
-@pytest.mark.parametrize("extra", [
-    {"gres": "gpu:h100:8"}, {"gpus_per_node": "h100:8"}, {"--gpus-per-node": "h100:8"}, {"gpus": 16},
-    {"gpus-per-task": "h100:1"}, {"gres": "nvme:1,gpu:8"}])
-def test_gpus_are_asked_for_once(script, extra):
-    asked = options(script(extra=extra), "gres", "gpus", "gpus-per-node", "gpus-per-task")
-    (_, value), = extra.items()
-    assert len(asked) == 1 and asked[0].endswith(f"={value}")
+@pytest.mark.parametrize(("name", "value"), table("""
+    gres -> gpu:h100:8
+    gpus_per_node -> h100:8
+    --gpus-per-node -> h100:8
+    gpus -> 16
+    gpus-per-task -> h100:1
+    gres -> nvme:1,gpu:8"""))
+def test_gpus_are_asked_for_once(script, name, value):
+    asked, = options(script(extra={name: value}), "gres", "gpus", "gpus-per-node", "gpus-per-task")
+    assert asked.endswith(f"={value}")
 
 
 def test_other_options_and_the_type_of_the_gpus(script):

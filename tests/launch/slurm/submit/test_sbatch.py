@@ -183,7 +183,7 @@ def test_a_run_is_queued_once(slurm):
     assert [job.stage for job in slurm.chain.jobs] == list(STAGES), "every stage has a job"
     slurm.programs.say("squeue", error=NO_CONTROLLER, status=1)
     assert "squeue does not answer" in slurm.accepted("--stage all")
-    slurm.programs.queue(("104", "RUNNING"))
+    slurm.programs.queue("104 RUNNING")
     again = slurm.refused("--stage all")
     assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
     slurm.programs.say("squeue", queue_line("999", "RUNNING", name="trial-train"))

@@ -11,28 +11,25 @@ from drover.launch.slurm.job.srun import srun_command
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.config.launching import Container
 from tests.conftest import REPOSITORY
+from tests.refusal import table
 
-SIF, PYTHON = "/shared/drover.sif", "/opt/venv/bin/python"
+PYTHON = "/opt/venv/bin/python"
 TWO_NODES = ("--stage encode,train --cluster slurm --dry-run --no-rehearse launch.gpus_per_node=8 launch.train.nodes=2 "
              f"launch.python={PYTHON}")
 
 
-@pytest.mark.parametrize("container, wrap, srun_args", [
-    ({"image": SIF, "mounts": ["/data", "/scratch:/tmp"]},
-     ["apptainer", "exec", "--nv", "--bind=/runs:/runs", "--bind=/work:/work", "--bind=/data:/data",
-      "--bind=/scratch:/tmp", "--pwd=/work", SIF], []),
-    ({"image": "ours/drover:1", "runtime": "podman", "options": ["--shm-size=8g"]},
-     ["podman", "run", "--rm", "--env-host", "--network=host", "--ipc=host", "--pid=host",
-      "--cgroups=disabled", "--env=PYTHONPATH", "--env=A",
-      "--device=nvidia.com/gpu=all", "--volume=/runs:/runs", "--volume=/work:/work", "--workdir=/work",
-      "--shm-size=8g", "ours/drover:1"], []),
-    ({"image": "ours/drover:1", "runtime": "pyxis", "mounts": ["/data"]}, [],
-     ["--container-image=ours/drover:1", "--container-mounts=/runs:/runs,/work:/work,/data:/data",
-      "--container-workdir=/work", "--container-env=PYTHONPATH,A"]),
-    ({}, [], [])])
+@pytest.mark.parametrize(("container", "wrap", "srun_args"), table("""
+    {image: /shared/drover.sif, mounts: [/data, "/scratch:/tmp"]} -> apptainer exec --nv --bind=/runs:/runs \
+--bind=/work:/work --bind=/data:/data --bind=/scratch:/tmp --pwd=/work /shared/drover.sif -> ''
+    {image: "ours/drover:1", runtime: podman, options: [--shm-size=8g]} -> podman run --rm --env-host --network=host \
+--ipc=host --pid=host --cgroups=disabled --env=PYTHONPATH --env=A --device=nvidia.com/gpu=all --volume=/runs:/runs \
+--volume=/work:/work --workdir=/work --shm-size=8g ours/drover:1 -> ''
+    {image: "ours/drover:1", runtime: pyxis, mounts: [/data]} -> '' -> --container-image=ours/drover:1 \
+--container-mounts=/runs:/runs,/work:/work,/data:/data --container-workdir=/work --container-env=PYTHONPATH,A
+    {} -> '' -> ''""", *[yaml.safe_load] * 3))
 def test_how_a_container_starts_a_stage(container, wrap, srun_args):
     assert in_container(Container(**container), [Path("/runs"), Path("/work")], 8, ["PYTHONPATH", "A"]) == (
-        wrap, srun_args)
+        wrap.split(), srun_args.split())
 
 
 def spec(**changes):
