@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -116,19 +117,19 @@ class Launcher:
                 os.umask(before)
         return subprocess.CompletedProcess(arguments, status, out.getvalue(), errors.getvalue())
 
-    def submit(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Call it with the configuration."""
-        return self.call("--config", "config.yaml", *arguments, **variables)
+    def submit(self, words: str, *settings: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Call it with the configuration. words: as a user types them. settings: more of them, with blanks."""
+        return self.call("--config", "config.yaml", *shlex.split(words), *settings, **variables)
 
-    def accepted(self, *arguments: str, **variables: str) -> str:
+    def accepted(self, words: str, *settings: str, **variables: str) -> str:
         """Call it with what it does; what it printed."""
-        result = self.submit(*arguments, **variables)
+        result = self.submit(words, *settings, **variables)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    def refused(self, *arguments: str, **variables: str) -> str:
+    def refused(self, words: str, *settings: str, **variables: str) -> str:
         """Call it with what it refuses; its complaint."""
-        result = self.submit(*arguments, **variables)
+        result = self.submit(words, *settings, **variables)
         assert result.returncode == 2, result.stdout
         return result.stderr
 

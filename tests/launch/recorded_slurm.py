@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +38,9 @@ class Programs:
         path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\necho \"{program} $*\" >> '{self.folder}/calls'\n{script}")
         path.chmod(0o755)
 
-    def queue(self, *jobs: tuple[str, ...]) -> None:
-        """Let squeue list jobs: id, state, and perhaps reason, nodes, time, restarts, name."""
-        self.say("squeue", "\n".join(queue_line(*job) for job in jobs))
+    def queue(self, *jobs: str) -> None:
+        """Let squeue list jobs: words for id, state, and perhaps reason, nodes, time, restarts, name."""
+        self.say("squeue", "\n".join(queue_line(*shlex.split(job)) for job in jobs))
 
     def calls(self, program: str = "") -> list[str]:
         """The command lines so far, of one program or all."""

@@ -1,6 +1,7 @@
 """Secrets: what is taken for one by its name or its value, the way on, and that none reaches a file."""
 
 import base64
+import json
 import random
 import string
 
@@ -11,6 +12,7 @@ from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from tests.launch.launcher import commit, git, snapshot_of
+from tests.refusal import refused, table
 
 DRAW = random.Random(0)
 
@@ -60,15 +62,29 @@ def test_what_looks_like_an_address_with_a_password():
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
 
 
-@pytest.mark.parametrize("name, value, secret", [
-    ("TOKEN_COUNT", "4096", False), ("HF_TOKEN", "abc", True), ("HF_TOKEN", "$(cat ~/.token)", False),
-    ("HF_TOKEN", "", False), ("HF_TOKEN_PATH", "/home/me/.token", False),
-    ("DB_PASSWORD", "123456", True), ("DB_PASSWORD_FILE", "/run/secrets/db", False),
-    ("WANDB_API_KEY", "x1", True), ("OPENAI_KEY", "abc", True), ("apiKey", "abc", True), ("MY_AUTH", WANDB, True),
-    ("MY_AUTH", "basic", False), ("KEY_COLUMN", "text", False), ("COMMIT", WANDB, False),
-    ("USE_AUTH_TOKEN", "true", False),
-    ("credentials", "me", True), ("NCCL_IB_PKEY", "0x8001", False), ("SESSION_ID", "a" * 20 + "1", False),
-    *((name, "warning", False) for name in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEY", "SECRETARY", "AUTHOR"))])
+@pytest.mark.parametrize(("name", "value", "secret"), [("HF_TOKEN", "", False), *table(f"""
+    TOKEN_COUNT -> 4096 -> false
+    HF_TOKEN -> abc -> true
+    HF_TOKEN -> $(cat ~/.token) -> false
+    HF_TOKEN_PATH -> /home/me/.token -> false
+    DB_PASSWORD -> 123456 -> true
+    DB_PASSWORD_FILE -> /run/secrets/db -> false
+    WANDB_API_KEY -> x1 -> true
+    OPENAI_KEY -> abc -> true
+    apiKey -> abc -> true
+    MY_AUTH -> {WANDB} -> true
+    MY_AUTH -> basic -> false
+    KEY_COLUMN -> text -> false
+    COMMIT -> {WANDB} -> false
+    USE_AUTH_TOKEN -> true -> false
+    credentials -> me -> true
+    NCCL_IB_PKEY -> 0x8001 -> false
+    SESSION_ID -> aaaaaaaaaaaaaaaaaaaa1 -> false
+    TOKENIZERS_PARALLELISM -> warning -> false
+    MAX_TOKENS -> warning -> false
+    MONKEY -> warning -> false
+    SECRETARY -> warning -> false
+    AUTHOR -> warning -> false""", str, str, json.loads)])
 def test_names_and_values_together(name, value, secret):
     assert is_secret(name, value) == secret
     assert bool(found(setup=[f"export {name}='{value}'"])) == secret
@@ -112,9 +128,8 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     (checkout / ".gitignore").write_text(".env\n")
     (checkout / "configs/.env").write_text(TOKENS["hf"])
     git(checkout, "init", "-q")
-    with pytest.raises(UserError, match=r"configs/mine\.yaml has a GitLab token") as refused:
-        snapshot_of(run, checkout)
-    assert "launch.secrets" in str(refused.value) and TOKENS["gitlab"] not in str(refused.value)
+    said = refused(UserError, r"configs/mine\.yaml has a GitLab token", snapshot_of, run, checkout)
+    assert "launch.secrets" in said and TOKENS["gitlab"] not in said
     assert not run.exists()
     mine.write_text("setup: []\n")
     snapshot_of(run, checkout)
@@ -123,7 +138,7 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_nothing_is_written_of_what_is_refused(slurm, cluster):
-    said = slurm.refused("--stage", "all", "--cluster", cluster, f"launch.environment={{MY_AUTH: {TOKENS['hf']}, "
+    said = slurm.refused(f"--stage all --cluster {cluster}", f"launch.environment={{MY_AUTH: {TOKENS['hf']}, "
                          f"TOKENIZERS_PARALLELISM: 'false'}}", f"launch.setup=['export WANDB_API_KEY={WANDB}']")
     assert "launch.environment.MY_AUTH contains what looks like a secret (a Hugging Face token)" in said
     assert "launch.setup.0 contains what looks like a secret, WANDB_API_KEY" in said
@@ -140,7 +155,7 @@ def test_no_canary_reaches_a_file_or_the_terminal(slurm):
     file.write_text(f"export AWS={TOKENS['aws']}\n")
     commit(slurm.checkout)
     git(slurm.checkout, "remote", "add", "origin", TOKENS["address"])
-    shown = slurm.accepted("--stage", "all", "launch.encode.array=2", f"launch.setup=['. {file}']",
+    shown = slurm.accepted("--stage all launch.encode.array=2", f"launch.setup=['. {file}']",
                            "launch.secrets=[HF_TOKEN, VAULT]", "launch.environment={TOKENIZERS_PARALLELISM: 'false'}",
                            **canaries)
     assert len(list(slurm.queue.iterdir())) == 8 and (slurm.run / "code").is_dir()

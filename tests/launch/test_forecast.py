@@ -11,6 +11,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from tests.conftest import REPOSITORY
+from tests.refusal import table
 
 RATE = 1e11
 
@@ -46,11 +47,13 @@ def test_the_look_is_by_processor_time_and_ends(monkeypatch):
     assert matrix_rate(cores=2) == 2 * 2 * 64**3 / 0.25
 
 
-@pytest.mark.parametrize("overrides, most", [
-    ([], 3), (["train.checkpoint.permanent_every=25"], 7), (["train.checkpoint.copy_to=s3://b/p"], 5),
-    (["launch.evaluate.every_checkpoints=2"], 8)])
-def test_the_most_checkpoints_that_there_are_at_one_time(overrides, most):
-    given = ["train.steps=100", "train.warmup_steps=1", "train.checkpoint={keep: 2, every_steps: 10}", *overrides]
+@pytest.mark.parametrize(("override", "most"), table("""
+    train.steps=100 -> 3
+    train.checkpoint.permanent_every=25 -> 7
+    train.checkpoint.copy_to=s3://b/p -> 5
+    launch.evaluate.every_checkpoints=2 -> 8""", str, int))
+def test_the_most_checkpoints_that_there_are_at_one_time(override, most):
+    given = ["train.steps=100", "train.warmup_steps=1", "train.checkpoint={keep: 2, every_steps: 10}", override]
     assert kept_checkpoints(load_config(REPOSITORY / "configs/demo.yaml", given, check=False)) == most
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from drover.launch import hosts as hosts_module
 from drover.launch import on_host
@@ -28,6 +29,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import CANCEL, read_attempts
 from tests.conftest import REPOSITORY, environment
 from tests.faulty import HOOKS
+from tests.refusal import table
 from tests.stages.training import curve, difference, proven, reusing, run_stage
 from tests.waiting import HANG_S, wait_for
 
@@ -283,15 +285,18 @@ def test_ranks_end_when_the_launcher_is_silent(tmp_path):
 # ---- which hosts a start gets
 
 
-@pytest.mark.parametrize("there, nodes, fewest, struck, taken", [
-    ("abcd", 2, None, "", "ab"),  # the others are spare
-    ("acd", 2, None, "", "ac"), ("abcd", 2, None, "b", "ac"),
-    ("abcd", 4, None, "b", "abcd"),  # no others are named
-    ("abcd", 4, 1, "b", "ac"),  # three ranks do not divide the batch
-    ("d", 4, 1, "", "d")])
+@pytest.mark.parametrize(("there", "nodes", "fewest", "struck", "taken"), table("""
+    abcd -> 2 -> null -> '' -> ab
+    acd -> 2 -> null -> '' -> ac
+    abcd -> 2 -> null -> b -> ac
+    abcd -> 4 -> null -> b -> abcd
+    abcd -> 4 -> 1 -> b -> ac
+    d -> 4 -> 1 -> '' -> d""", str, str, str, yaml.safe_load))
 def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, struck, taken):
+    """The others are spare. One that failed twice is left out where others are named; then three ranks of four are
+    left, which do not divide the batch."""
     run = Run(load_config("config.yaml", [f"launch.train.nodes={nodes}", "launch.hosts=[a,b,c,d]",
-                                          f"launch.train.min_nodes={fewest or 'null'}", "launch.processes=1"]))
+                                          f"launch.train.min_nodes={fewest}", "launch.processes=1"]))
     for start in range(2):
         for host in struck:
             add_strike(run.folder, host, f"hosts.0.{start}", "went down")
@@ -308,23 +313,23 @@ def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, s
 # ---- what is refused
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--cluster", "hosts"], "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."),
-    (["--hosts", "a,b,a,c"], "launch.hosts names a more than once"),
-    (["--hosts", "a,b", "--nodes", "4"], "train requests 4 hosts, but launch.hosts names 2"),
-    (["--hosts", "a,b", "launch.train.min_nodes=3"], "launch.train.min_nodes is 3, but training requests 2 nodes"),
-    (["--hosts", "me@localhost,b"], "launch.hosts names me@localhost, which on every host means the host itself"),
-    (["--hosts", "a,-oProxyCommand=x"], "launch.hosts"),
-    (["--hosts", "a,b", "--cluster", "local"], "--cluster local is given. Leave one of them out."),
-    (["--hosts", "a,b", "launch.srun_args=[--mpi=none]"], "need Slurm's srun"),
-    (["--hosts", "a,b", "launch.secrets=[NOT_THERE]"], "launch.secrets names NOT_THERE"),
-    (["--hosts", "a,b", "--rehearse"], "--rehearse is for jobs on Slurm")])
+@pytest.mark.parametrize(("words", "said"), table("""
+    --cluster hosts -> No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile.
+    --hosts a,b,a,c -> launch.hosts names a more than once
+    --hosts a,b --nodes 4 -> train requests 4 hosts, but launch.hosts names 2
+    --hosts a,b launch.train.min_nodes=3 -> launch.train.min_nodes is 3, but training requests 2 nodes
+    --hosts me@localhost,b -> launch.hosts names me@localhost, which on every host means the host itself
+    --hosts a,-oProxyCommand=x -> launch.hosts
+    --hosts a,b --cluster local -> --cluster local is given. Leave one of them out.
+    --hosts a,b launch.srun_args=[--mpi=none] -> need Slurm's srun
+    --hosts a,b launch.secrets=[NOT_THERE] -> launch.secrets names NOT_THERE
+    --hosts a,b --rehearse -> --rehearse is for jobs on Slurm"""))
 def test_wrong_options(launcher, words, said):
-    assert said in launcher.refused("--stage", "train,shard,tokenizer,encode", *words)
+    assert said in launcher.refused(f"--stage train,shard,tokenizer,encode {words}")
 
 
 def test_the_plan_of_hosts(launcher):
-    said = launcher.accepted("--stage", "all", "--hosts", "a,b,c,d", "--dry-run", "launch.processes=2")
+    said = launcher.accepted("--stage all --hosts a,b,c,d --dry-run launch.processes=2")
     assert "cluster   hosts (a, b, c, d)" in said and "8 ranks x 4 threads, 4 hosts" in said
 
 

@@ -1,6 +1,7 @@
 """Stages on this box: what follows from their ends, streams, signals, orphans."""
 
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -16,6 +17,7 @@ from drover.launch.plan import Machine, local_ranks
 from drover.launch.slurm.job import runner
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.state import read_state, write_state
+from tests.refusal import table
 from tests.waiting import wait_for
 
 
@@ -37,15 +39,15 @@ def test_a_chain(ready):
 # ---- what follows from a stage's end, with ends that are played
 
 
-@pytest.mark.parametrize("plays, forced, status, words", [
-    ("silent", False, 1, "shard failed: ended as if all were well, but is not done. Nothing after it was started."),
-    ("late done", False, 0, "all done in"),
-    ("fail", True, 2, "shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/"
-                      "shard/local.1/output.log. Once the cause is fixed, the same command without --force continues"),
-    ("9", True, 137, "shard failed: killed by SIGKILL, as the kernel does when memory runs out (see dmesg); a smaller"),
-    ("stopped", False, 130, "stopped in shard; the same command continues"),
-    ("request", False, 130, "stopped in shard; the same command continues"),
-    ("done,request", False, 130, "stopped before tokenizer; the same command continues")])
+@pytest.mark.parametrize(("plays", "forced", "status", "words"), table("""
+    silent -> false -> 1 -> shard failed: ended as if all were well, but is not done. Nothing after it was started.
+    late done -> false -> 0 -> all done in
+    fail -> true -> 2 -> shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/\
+shard/local.1/output.log. Once the cause is fixed, the same command without --force continues
+    9 -> true -> 137 -> shard failed: killed by SIGKILL, as the kernel does when memory runs out (see dmesg); a smaller
+    stopped -> false -> 130 -> stopped in shard; the same command continues
+    request -> false -> 130 -> stopped in shard; the same command continues
+    done,request -> false -> 130 -> stopped before tokenizer; the same command continues""", str, json.loads, int))
 def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status, words):
     """forced: there is a manifest from before, which proves nothing."""
     left, commands = plays.split(), []
@@ -67,8 +69,7 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
         return process_end({"fail": 2, "late": 3, "stopped": 130, "request": 143, "9": 137}.get(what, 0))
 
     monkeypatch.setattr(LocalHost, "start", start)
-    result = launcher.submit("--stage", "shard,tokenizer", "--cluster", "local", "launch.max_restarts=1",
-                             *["--force"] * forced)
+    result = launcher.submit(f"--stage shard,tokenizer --cluster local launch.max_restarts=1 {'--force' * forced}")
     assert result.returncode == status and words in result.stdout + result.stderr, result.stderr
     assert not left and ("--force" in " ".join(commands[0])) == forced and "--force" not in commands[0]
     assert f"start {int(forced)}: one process" in (launcher.run / "logs/local.log").read_text()
@@ -123,9 +124,13 @@ def test_a_closed_terminal_is_a_request_to_stop(ready):
     assert "convert-0" not in ready.started()
 
 
-@pytest.mark.parametrize("processes, gpus, device, ranks", [
-    (None, 0, "auto", 1), (3, 0, "cpu", 3), (None, 4, "cuda", 4), (2, 4, "auto", 2), (2, 1, "auto", 1),
-    (3, 0, "mps", 1)])
+@pytest.mark.parametrize(("processes", "gpus", "device", "ranks"), table("""
+    null -> 0 -> auto -> 1
+    3 -> 0 -> cpu -> 3
+    null -> 4 -> cuda -> 4
+    2 -> 4 -> auto -> 2
+    2 -> 1 -> auto -> 1
+    3 -> 0 -> mps -> 1""", json.loads, int, str, int))
 def test_ranks_on_this_box(processes, gpus, device, ranks):
     config = Config.model_validate({"launch": {"processes": processes, "device": device}})
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks

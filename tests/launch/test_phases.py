@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import yaml
 
 from drover.launch.checks import _refuse_plan
@@ -14,6 +13,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from drover.pipeline.records.checkpoints import TrainingProgress
+from tests.refusal import refused
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
                               "mixture": {"web": 1, "code": 1}}]
@@ -62,8 +62,8 @@ def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
 
 
 def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
-    with pytest.raises(UserError, match=r"train\.max_epochs allows 2 of code, and the plan takes 2\.[01]"):
-        _refuse_plan(run_of(tmp_path, max_epochs=2), forced=False)
+    refused(UserError, r"train\.max_epochs allows 2 of code, and the plan takes 2\.[01]",
+            _refuse_plan, run_of(tmp_path, max_epochs=2), forced=False)
     _refuse_plan(run_of(tmp_path, max_epochs=3), forced=False)
 
 
@@ -73,8 +73,7 @@ def test_another_past_is_refused_before_the_job_queues(tmp_path, capsys):
         "format": 2, "progress": vars(TrainingProgress(step=12, samples=224)), "files": [],
         "config": run.config.model_dump(mode="json")})
     other = run_of(tmp_path, phases=[{"until": 10_240, "batch_tokens": 2048}, PHASES[1]])
-    with pytest.raises(UserError, match=r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048"):
-        _refuse_plan(other, forced=False)
+    refused(UserError, r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048", _refuse_plan, other, forced=False)
     _refuse_plan(other, forced=True)
     _refuse_plan(run_of(tmp_path, phases=[*PHASES, {"until": "40k"}]), forced=False)
     assert "plan changed after step 12: train.phases[2] was added (phase 3" in capsys.readouterr().out

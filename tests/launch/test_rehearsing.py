@@ -13,6 +13,7 @@ from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
+from tests.refusal import refused, table
 
 MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
 TRAIN = {"sequence_length": 512, "batch_tokens": 4096, "micro_batch": 4, "precision": "bf16", "steps": 2,
@@ -36,9 +37,14 @@ def given(tmp_path):
     return of
 
 
-@pytest.mark.parametrize("fields, overrides, expected", [
-    ({}, [], True), ({"nodes": 1}, [], False), ({"gpus_per_node": 0}, [], False), ({"to_run": False}, [], False),
-    ({"stage": "convert"}, [], False), ({"ranks": 0}, [], False), ({}, ["parallel.engine=deepspeed"], False)])
+@pytest.mark.parametrize(("fields", "overrides", "expected"), table("""
+    {} -> [] -> true
+    {nodes: 1} -> [] -> false
+    {gpus_per_node: 0} -> [] -> false
+    {to_run: false} -> [] -> false
+    {stage: convert} -> [] -> false
+    {ranks: 0} -> [] -> false
+    {} -> [parallel.engine=deepspeed] -> false""", *[yaml.safe_load] * 3))
 def test_it_is_done_for_training_on_gpus_of_several_nodes(given, fields, overrides, expected):
     assert worth_rehearsing(given(*overrides)[0].config, [job(**fields)]) is expected
 
@@ -65,8 +71,7 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
                           r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse"),
                          ({"refused": "parallel.tp=3 divides nothing"}, r"cannot run: parallel\.tp=3 divides nothing")):
         rehearsal(json.dumps(answer))
-        with pytest.raises(UserError, match=said):
-            rehearse_training(run, [job()], options)
+        refused(UserError, said, rehearse_training, run, [job()], options)
 
 
 @pytest.mark.parametrize("answer, script, said", [
@@ -85,7 +90,6 @@ def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehears
 @pytest.mark.slow
 def test_a_real_one(given, capsys):
     run, options = given("launch.limits.gpu_memory_gb=0.11")
-    with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 110 MB. "
-                                        r"The largest part is activations.* and fitting, the fastest first: train"):
-        rehearse_training(run, [job()], options)
+    refused(UserError, r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 110 MB. The largest part is "
+                       r"activations.* and fitting, the fastest first: train", rehearse_training, run, [job()], options)
     assert "MB on rank 0 at its peak: activations" in capsys.readouterr().out

@@ -1,9 +1,9 @@
 """The command line: plan, refusals, questions."""
 
+import json
 import os
 import re
-import subprocess
-import sys
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,8 @@ from drover.launch.plan import Machine, Options
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
+from tests.refusal import refused, table
+from tests.test_house import HEAVY, imported_by
 
 
 def rows(text):
@@ -38,24 +40,25 @@ def test_the_examples_can_be_typed(tmp_path):
 
 def test_planning_imports_nothing_heavy(launcher):
     (launcher.work / "text.txt").write_text("some text")
-    code = ("import sys; sys.argv[0] = 'submit'; from drover.launch.submit import main; status = main(sys.argv[1:]);"
-            "heavy = {'torch', 'transformers', 'pyarrow'} & set(sys.modules); sys.exit(f'{status} {heavy}')")
-    result = subprocess.run([sys.executable, "-c", code, "--config", "config.yaml", "--stage", "all", "--dry-run",
-                             "shard.sources=[{kind: files, name: t, paths: [text.txt]}]"],
-                            capture_output=True, text=True, check=False)
-    assert result.stderr.strip() == "0 set()"
+    status, text, modules = imported_by(
+        "-m", "drover", "plan", "--config", "config.yaml", "shard.sources=[{kind: files, name: t, paths: [text.txt]}]",
+        cwd=launcher.work)
+    assert status == 0 and modules & HEAVY <= {"numpy"}, text  # which tells how fast this machine is
 
 
 def test_plan_of_a_fresh_run(launcher):
-    shown = launcher.accepted("--stage", "all", "--dry-run", "--cluster", "local")
+    shown = launcher.accepted("--stage all --dry-run --cluster local")
     count = len(os.sched_getaffinity(0)) // 2 or 1
     ranks = f"2 ranks x {count} thread{'s' * (count > 1)}"
     assert not launcher.run.exists()
-    assert rows(shown) == {
-        "shard": "to do 2 processes", "tokenizer": "waiting (for shard) 2 processes",
-        "encode": "waiting (for tokenizer) 2 processes",
-        "train": f"waiting (for encode) {ranks}", "convert": "waiting (for train) 1 process",
-        "evaluate": f"waiting (for convert) {ranks}", "report": "waiting (for evaluate) 1 process"}
+    assert rows(shown) == dict(table(f"""
+        shard -> to do 2 processes
+        tokenizer -> waiting (for shard) 2 processes
+        encode -> waiting (for tokenizer) 2 processes
+        train -> waiting (for encode) {ranks}
+        convert -> waiting (for train) 1 process
+        evaluate -> waiting (for convert) {ranks}
+        report -> waiting (for evaluate) 1 process"""))
     for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
@@ -64,57 +67,51 @@ def test_plan_of_a_fresh_run(launcher):
 
 
 def test_what_cannot_be_exported_is_refused(launcher):
-    both = ["--dry-run", "--cluster", "local", "model.qk_norm=true", "model.no_rope_layer_interval=2"]
-    refused = launcher.refused("--stage", "all", *both)
-    assert "class of transformers computes such" in refused and "--stage shard,tokenizer,encode,train" in refused
-    assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(
-        "--stage", "shard,tokenizer,encode,train", *both)
+    both = "--dry-run --cluster local model.qk_norm=true model.no_rope_layer_interval=2 --stage "
+    told = launcher.refused(f"{both} all")
+    assert "class of transformers computes such" in told and "--stage shard,tokenizer,encode,train" in told
+    assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(f"{both} shard,tokenizer,encode,train")
 
 
 def test_finished_partial_and_stale_stages(launcher):
     launcher.done("shard", "tokenizer", "encode")
-    asked, changed = ("--stage", "shard,tokenizer,encode", "--dry-run"), "encode.dtype: \"auto\" -> \"uint32\""
-    other, again = (*asked, "encode.dtype=uint32"), launcher.accepted(*asked)
+    asked, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
+    other, again = f"{asked} encode.dtype=uint32", launcher.accepted(asked)
     assert rows(again)["encode"] == "done -" and "nothing to do" in again
     (launcher.run / "tokenizer" / "manifest.json").unlink()
-    partial = rows(launcher.accepted(*asked))
+    partial = rows(launcher.accepted(asked))
     assert "partial (will continue)" in partial["tokenizer"]
     assert "waiting (for tokenizer)" in partial["encode"], "it may come back as it was"
     launcher.done("tokenizer")
-    stale = launcher.submit(*other)
+    stale = launcher.submit(other)
     assert stale.returncode == 2 and f"stale: {changed}" in rows(stale.stdout)["encode"]
     assert changed in stale.stderr and "--stage encode,train,convert,evaluate,report --force" in stale.stderr
-    launcher.accepted(*other, "--accept-drift")
-    assert rows(launcher.accepted(*other, "--force"))["encode"].startswith("rebuild (now stale) 2 processes")
-    before = launcher.refused("--stage", "encode", "--dry-run", "tokenizer.vocab_size=2048", "--force")
+    launcher.accepted(other, "--accept-drift")
+    assert rows(launcher.accepted(other, "--force"))["encode"].startswith("rebuild (now stale) 2 processes")
+    before = launcher.refused("--stage encode --dry-run tokenizer.vocab_size=2048 --force")
     assert "tokenizer.vocab_size: 1024 -> 2048" in before, "a stage before the asked one is not served"
     (launcher.run / "encode" / "manifest.json").unlink()
-    assert "encode is not finished, and one stage must not mix" in launcher.refused(*other, "--accept-drift")
+    assert "encode is not finished, and one stage must not mix" in launcher.refused(other, "--accept-drift")
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--stage", "tran"], ["There is no stage tran", "convert, evaluate, report, or all"]),
-    (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
-    (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
-    (["--stage", "all", "train.batch_tokens=8448", "train.warmup_steps=99", "model.heads=7"],
-     ["4 problems", "33 sequences (train.batch_tokens 8448 / train.sequence_length 256) is not divisible by 2 "
-      "data-parallel ranks", "train.warmup_steps 99",
-      "dim (256) must be divisible by heads (7)"]),
-    (["--stage", "all", "--cluster", "local", "--nodes", "2"], ["--nodes", "--cluster slurm"]),
-    (["--stage", "all", "--cluster", "slurm"], ["no sbatch on PATH"]),
-    (["--stage", "all", "stages.curv.every=5"], ["stages.curv: there is no stage curv; shard, tokenizer"]),
-    (["--stage", "train", "train.attention=nosuch:Nope", "--stage", "all"],
-     ["train.attention names nosuch:Nope, but there is no module nosuch"]),
-    ([], ["No stage is given"]),
-    (["--why", "trian"], ["There is no stage trian"]),
-    (["--explain", "train.lrr"], ["There is no setting 'train.lrr'"]),
-])
+@pytest.mark.parametrize(("arguments", "said"), [("", "No stage is given"), *table("""
+    --stage tran -> There is no stage tran | convert, evaluate, report, or all
+    --stage train -> tokenizer, encode of runs/trial are not done | --stage tokenizer,encode,train
+    --stage all train.learning=1 -> unknown key 'train.learning'
+    --stage all train.batch_tokens=8448 train.warmup_steps=99 model.heads=7 -> 4 problems | 33 sequences \
+(train.batch_tokens 8448 / train.sequence_length 256) is not divisible by 2 data-parallel ranks | \
+train.warmup_steps 99 | dim (256) must be divisible by heads (7)
+    --stage all --cluster local --nodes 2 -> --nodes | --cluster slurm
+    --stage all --cluster slurm -> no sbatch on PATH
+    --stage all stages.curv.every=5 -> stages.curv: there is no stage curv; shard, tokenizer
+    --stage train train.attention=nosuch:Nope --stage all -> train.attention names nosuch:Nope, but there is no \
+module nosuch
+    --why trian -> There is no stage trian
+    --explain train.lrr -> There is no setting 'train.lrr'""")])
 def test_refusals_start_nothing(launcher, arguments, said):
-    result = launcher.submit(*arguments)
-    assert result.returncode == 2
-    assert not launcher.run.exists() and result.stderr.startswith("error: ")
-    for text in said:
-        assert text in result.stderr
+    complaint = launcher.refused(arguments)
+    assert not launcher.run.exists() and complaint.startswith("error: ")
+    assert all(part in complaint for part in said.split(" | ")), complaint
 
 
 def test_no_configuration(launcher, monkeypatch):
@@ -126,9 +123,11 @@ def test_no_configuration(launcher, monkeypatch):
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
-@pytest.mark.parametrize("arguments, now", [
-    (["train.lr"], "0.01"), (["train.lr", "--config", "config.yaml", "train.lr=0.5"], "0.5"),
-    (["train.lr=0.5", "--config", "config.yaml"], "0.5"), (["train.lr=0.5"], "0.5")])
+@pytest.mark.parametrize(("arguments", "now"), table("""
+    train.lr -> 0.01
+    train.lr --config config.yaml train.lr=0.5 -> 0.5
+    train.lr=0.5 --config config.yaml -> 0.5
+    train.lr=0.5 -> 0.5""", shlex.split))
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
     said = launcher.call("--explain", *arguments).stdout
     assert f"default: 0.003   now: {now}" in said and ("config    " in said) == ("--config" not in arguments)
@@ -136,11 +135,11 @@ def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launche
 
 def test_why(launcher, monkeypatch):
     launcher.done("shard", "tokenizer")
-    assert launcher.accepted("--why", "tokenizer", "tokenizer.algorithm=unigram") == \
+    assert launcher.accepted("--why tokenizer tokenizer.algorithm=unigram") == \
         "tokenizer: stale\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
     monkeypatch.setitem(STAGES, "shard", replace(STAGES["shard"], code=()))
-    assert "code has changed since: pipeline/data" in launcher.accepted("--why", "shard")
-    warned = launcher.accepted("--stage", "shard", "--cluster", "local")
+    assert "code has changed since: pipeline/data" in launcher.accepted("--why shard")
+    warned = launcher.accepted("--stage shard --cluster local")
     assert "warning: the code has changed since (pipeline/" in warned
     assert "shard     up to date" in warned and "all done in" in warned
 
@@ -148,31 +147,34 @@ def test_why(launcher, monkeypatch):
 def test_packages_of_other_versions_are_refused(monkeypatch):
     wanted = ["pytest>=1", "pytest>=999", "no-such-package; extra == 'slurm'", "another; extra == 'x'"]
     monkeypatch.setattr(checks.metadata, "requires", lambda name: wanted)
-    with pytest.raises(UserError, match=r"pytest is \S+, but >=999 is needed\n.*no-such-package is not installed\n"):
-        checks.refuse_wrong_packages({"slurm"})
+    refused(UserError, r"pytest is \S+, but >=999 is needed\n.*no-such-package is not installed\n",
+            checks.refuse_wrong_packages, {"slurm"})
 
 
 def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launcher):
-    large = ("--stage", "train", "--cluster", "local", "model.preset=llama3.1_405b", "model.vocab_size=128256",
-             "--dry-run")
-    told = launcher.refused(*large)
+    large = "--stage train --cluster local --dry-run model.preset=llama3.1_405b model.vocab_size=128256"
+    told = launcher.refused(large)
     assert re.search(r"optimizer state alone take [\d.]+ TB a rank, but its share of the free memory here is", told)
     assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free at", told)
     assert "launch.check_fit=false starts it anyway" in told and not launcher.run.exists()
-    assert "-m drover.pipeline.train" in launcher.accepted(*large, "launch.check_fit=false")
+    assert "-m drover.pipeline.train" in launcher.accepted(large, "launch.check_fit=false")
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher, cluster):
-    asked = ("--stage", "train", "--cluster", cluster, "--dry-run", "launch.device=mps")
-    assert "launch.device=mps is Apple's GPU, but the stages would not run on a Mac" in launcher.refused(*asked)
-    told = launcher.refused(*asked, "train.precision=bf16", "parallel.engine=deepspeed")
+    asked = f"--stage train --cluster {cluster} --dry-run launch.device=mps"
+    assert "launch.device=mps is Apple's GPU, but the stages would not run on a Mac" in launcher.refused(asked)
+    told = launcher.refused(f"{asked} train.precision=bf16 parallel.engine=deepspeed")
     assert all(f"{part} is not for launch.device 'mps'" in told
                for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
 
 
-@pytest.mark.parametrize("gpus, memory, ranks, fits", [
-    (0, 0, 2, True), (0, 900_000, 1, True), (0, 900_000, 2, False), (2, 900_000, 2, True), (2, 400_000, 2, False)])
+@pytest.mark.parametrize(("gpus", "memory", "ranks", "fits"), table("""
+    0 -> 0 -> 2 -> true
+    0 -> 900000 -> 1 -> true
+    0 -> 900000 -> 2 -> false
+    2 -> 900000 -> 2 -> true
+    2 -> 400000 -> 2 -> false""", *[json.loads] * 4))
 def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(monkeypatch, gpus, memory, ranks, fits):
     monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)
     options = Options("local", "c.yaml", machine=Machine(2, gpus, memory))
@@ -192,12 +194,12 @@ def test_the_fewest_nodes_must_have_memory_for_training(monkeypatch, fewest, ask
 
 
 def test_where_it_runs(launcher, monkeypatch):
-    asked = ("--stage", "shard", "--dry-run")
-    here = launcher.accepted(*asked)
+    asked = "--stage shard --dry-run"
+    here = launcher.accepted(asked)
     assert "local (no sbatch on PATH" in here and "-m drover.pipeline.shard --config config.yaml" in here
-    shown = launcher.accepted(*asked, "--nodes", "1")
+    shown = launcher.accepted(f"{asked} --nodes 1")
     assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
-    refused = launcher.refused("--stage", "shard", "--nodes", "1")
-    assert "--nodes and --gpus-per-node are for Slurm and hosts, but this runs here (no sbatch" in refused
-    assert "--rehearse is for jobs on Slurm" in launcher.refused("--stage", "shard", "--rehearse")
-    assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(*asked)
+    assert "--nodes and --gpus-per-node are for Slurm and hosts, but this runs here (no sbatch" in launcher.refused(
+        "--stage shard --nodes 1")
+    assert "--rehearse is for jobs on Slurm" in launcher.refused("--stage shard --rehearse")
+    assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(asked)

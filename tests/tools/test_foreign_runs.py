@@ -5,6 +5,7 @@ import sys
 import pytest
 import yaml
 
+from drover.__main__ import main
 from drover.launch import status, submit
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
@@ -13,32 +14,28 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sealed_text
 from drover.pipeline.encode import encode
 from drover.pipeline.tokenization.simple import ByteTokenizer
-from drover.tools import audit, chat, compare, copy_tokens, lm_eval, serve, weights
-from drover.tools.export_tokens import __main__ as export_tokens
-from drover.tools.verify import __main__ as verify
-from drover.tools.where import __main__ as where
-from tests.conftest import merged
+from drover.tools import lm_eval
+from tests.conftest import merged, slow
 from tests.evaluation.test_task_packs import FILES
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tools.recorded import Recorded
 
 FOREIGN = "names plugins that were not imported: {}. "
-TOOLS = {
-    "where": (where.main, 0, "--run {data} --step 3"),
-    "audit": (audit.main, 0, "--run {data}"),
-    "verify": (verify.main, 0, "--run {data} --processes 1"),
-    "copy_tokens": (copy_tokens.main, 0, "--run {data} --to file://{out}"),
-    "export_tokens": (export_tokens.main, 0, "--run {data} --out {out} --format megatron --processes 1"),
-    "chat": (chat.main, 0, "--model {model} x --max-tokens 1"),
-    "serve": (serve.main, 0, "--model {model} --port 0"),
-    "compare --models": (compare.main, 2, "--models {model} --to {out} --tasks nope"),
-    "compare --checkpoints": (compare.main, 2, "--checkpoints {model} --to {out} --tasks nope"),
-    "compare --validation": (compare.main, 2, "--models {out} --validation {data} --to {out}"),
-    "weights": (weights.main, 0, "--from {model} --to {out} --format hf"),
-    "lm_eval": (lm_eval.main, 0, "--model drover --model_args run={model} --tasks capitals --include_path {tasks} "
-                                 "--limit 1 --device cpu"),
-}
+TOOLS = table("""
+    trace --run {data} --step 3 -> 0
+    audit --run {data} -> 0
+    verify --run {data} --processes 1 -> 0
+    copy-tokens --run {data} --to file://{out} -> 0
+    export-tokens --run {data} --out {out} --format megatron --processes 1 -> 0
+    chat --model {model} x --max-tokens 1 -> 0
+    serve --model {model} --port 0 -> 0
+    compare --models {model} --to {out} --tasks nope -> 2
+    compare --checkpoints {model} --to {out} --tasks nope -> 2
+    compare --models {out} --validation {data} --to {out} -> 2
+    weights --from {model} --to {out} --format hf -> 0""", str, int)
+HARNESS = ("lm_eval --model drover --model_args run={model} --tasks capitals --include_path {tasks} --limit 1 --device "
+           "cpu", 0)
 REUSING = {
     "--why": (submit.main, "--why encode"),
     "--dry-run": (submit.main, "--stage encode --cluster local --dry-run"),
@@ -75,15 +72,16 @@ def ran(home, no_plugins, monkeypatch):
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["opened", "named"])
-@pytest.mark.parametrize("tool", [pytest.param(tool, marks=[pytest.mark.slow] * (tool == "lm_eval")) for tool in TOOLS])
+@pytest.mark.parametrize("tool", [*TOOLS, *slow(HARNESS)], ids=lambda tool: tool[0].split()[0])
 def test_a_tool_imports_what_its_user_names(home, ran, tmp_path, monkeypatch, capsys, tool, named):
-    main, expected, arguments = TOOLS[tool]
-    if tool == "serve":
+    words, expected = tool
+    if words.startswith("serve"):
         monkeypatch.setattr(pytest.importorskip("uvicorn").Server, "run", lambda *_, **__: None)
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap
     plugin = str(home / "foreign_code.py")
     places = {"data": home / "data", "model": home / "model", "tasks": home / "tasks", "out": tmp_path / "out"}
-    found = main([*arguments.format(**places).split(), *(["--plugin", plugin] if named else [])])
+    name, *arguments = [*words.format(**places).split(), *(["--plugin", plugin] if named else [])]
+    found = lm_eval.main(arguments) if name == "lm_eval" else main([name, *arguments])
     assert (ran.exists(), found) == (named, expected)
     said = capsys.readouterr().err
     assert said.count(FOREIGN.format(plugin)) == (not named) and (named or f"--plugin {plugin}" in said)
@@ -92,10 +90,10 @@ def test_a_tool_imports_what_its_user_names(home, ran, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("named", [False, True], ids=["reused", "named"])
 @pytest.mark.parametrize("way", REUSING)
 def test_who_reuses_a_run_imports_what_its_own_configuration_names(home, ran, fresh, capsys, way, named):
-    main, arguments = REUSING[way]
+    program, arguments = REUSING[way]
     plugin = home / "foreign_code.py"
-    found = main([*arguments.split(), "--config", str(fresh), f"reuse={home / 'data'}",
-                  *([f"plugins=[{plugin}]"] if named else [])])
+    found = program([*arguments.split(), "--config", str(fresh), f"reuse={home / 'data'}",
+                     *([f"plugins=[{plugin}]"] if named else [])])
     assert (ran.exists(), found) == (named, 0)
     assert capsys.readouterr().err.count(FOREIGN.format(plugin)) == (not named)
 

@@ -16,24 +16,24 @@ def recorded(tmp_path_factory, encoded):
     return Recorded(tmp_path_factory.mktemp("where") / "mini", encoded)
 
 
-def shown(capsys, recorded, *arguments):
+def shown(capsys, recorded, words):
     """First lines, and the sample numbers of the pieces, each once."""
-    assert main(["--run", str(recorded.folder), *arguments]) == 0
-    head, *pieces = re.split(r"^(?=sample )", capsys.readouterr().out, flags=re.M)
+    said = printed(capsys, main, "--run", recorded.folder, *words.split())
+    head, *pieces = re.split(r"^(?=sample )", said, flags=re.M)
     return head, sorted({int(piece.split()[1]) for piece in pieces})
 
 
 @pytest.mark.parametrize("step, first", [(1, 0), (13, 208), (14, 224), (30, 496), (31, 512)])
 def test_a_step_is_shown_with_its_own_samples(capsys, recorded, step, first):
-    head, numbers = shown(capsys, recorded, "--step", str(step))
+    head, numbers = shown(capsys, recorded, f"--step {step}")
     assert f"step {step}: samples [{first}, {first + 16})" in head and numbers == list(range(first, first + 16))
     assert ("planned samples" in head) == (step > 30)
 
 
 def test_a_ranks_part_a_skipped_step_and_samples_that_were_left_out(capsys, recorded):
-    head, numbers = shown(capsys, recorded, "--step", "8", "--rank", "1", "--ranks", "4")
+    head, numbers = shown(capsys, recorded, "--step 8 --rank 1 --ranks 4")
     assert "step 8 was skipped (nonfinite)" in head and numbers == list(range(116, 120))
-    assert shown(capsys, recorded, "--samples", "192", "195") == ("samples [192, 195)\n", [192, 193, 194])
+    assert shown(capsys, recorded, "--samples 192 195") == ("samples [192, 195)\n", [192, 193, 194])
 
 
 def test_steps_undone_by_a_rollback_are_shown_as_they_will_be(capsys, tmp_path, encoded):
@@ -42,7 +42,7 @@ def test_steps_undone_by_a_rollback_are_shown_as_they_will_be(capsys, tmp_path, 
         pass  # ends at the first rollback
     cut.write()
     assert cut.lines[-1]["samples"] == [192, 208]
-    head, numbers = shown(capsys, cut, "--step", "13")
+    head, numbers = shown(capsys, cut, "--step 13")
     assert "done 12 steps" in head and numbers == list(range(208, 224))
 
 

@@ -1,6 +1,7 @@
 """Cancelling, stopping and reading the logs of runs made by hand."""
 
 import pytest
+import yaml
 
 from drover.launch.slurm import control
 from drover.launch.slurm.chain import add_job, in_queue
@@ -9,6 +10,7 @@ from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.errors import UserError
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
 from tests.launch.run_folders import HandMade
+from tests.refusal import refused, table
 
 GO_ON = "to continue: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
 
@@ -30,8 +32,8 @@ def programs(programs):
 
 def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
     add_job(run.folder, "c1", run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
-    programs.queue(("14_1", "RUNNING"), ("14_3", "PENDING"), ("16", "PENDING"), ("11_0", "COMPLETED"),
-                   ("17", "PENDING"), ("12", "COMPLETED"), ("30", "RUNNING"))
+    programs.queue("14_1 RUNNING", "14_3 PENDING", "16 PENDING", "11_0 COMPLETED", "17 PENDING", "12 COMPLETED",
+                   "30 RUNNING")
     assert cancel(run.folder, programs.scheduler()) == 0
     assert programs.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14", "scancel 30"]
     assert capsys.readouterr().out.splitlines() == [
@@ -40,7 +42,7 @@ def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
 
 
 def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, programs, monkeypatch):
-    programs.queue(("16", "RUNNING"), ("31", "PENDING"))
+    programs.queue("16 RUNNING", "31 PENDING")
     scheduler = programs.scheduler()
     honest = scheduler.cancel
 
@@ -56,7 +58,7 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, program
 
 @pytest.mark.parametrize("name, said", [("demo", "no job of "), ("local", "nothing to cancel")])
 def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, said):
-    programs.queue(("11_0", "COMPLETED"))
+    programs.queue("11_0 COMPLETED")
     assert cancel(tmp_path / name, programs.scheduler()) == 0 and said in capsys.readouterr().out
     assert programs.calls("scancel") == []
 
@@ -71,12 +73,12 @@ def test_cancel_when_slurm_is_silent(run, programs, capsys):
     assert "squeue does not answer" in said and f"drover cancel {run.folder}" in said
 
 
-@pytest.mark.parametrize("status, line, written, said", [
-    ("preempted", ("16", "PENDING", "BeginTime", "", "0:00", "1"), True, "when its job starts again"),
-    (None, ("16", "PENDING", "Dependency"), False, "removes it from the queue"),
-    (None, ("16", "RUNNING"), True, "after its current step"),
-    ("running", ("16", "RUNNING"), True, "training (job 16) will stop after its current step"),
-    ("running", None, True, "Slurm does not answer, so training may not be running")])
+@pytest.mark.parametrize(("status", "line", "written", "said"), table("""
+    preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> when its job starts again
+    null -> 16 PENDING Dependency -> false -> removes it from the queue
+    null -> 16 RUNNING -> true -> after its current step
+    running -> 16 RUNNING -> true -> training (job 16) will stop after its current step
+    running -> null -> true -> Slurm does not answer, so training may not be running""", *[yaml.safe_load] * 3))
 def test_stop_writes_only_where_something_reads_it(run, programs, capsys, status, line, written, said):
     if status:
         run.state("train", status, job="16")
@@ -102,16 +104,15 @@ def test_logs(run, capsys):
                                        "output 1 \N{SNOWMAN}\nerror\n")
 
 
-@pytest.mark.parametrize("arguments, said", [
-    ({"stage": "trian"}, "There is no stage trian. The stages are shard, tokenizer"),
-    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train in .*. Its newest start .16.1. has ranks 0-3."),
-    ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. The stage has not started."),
-    ({"stage": "convert"}, "The stage has not started. Read its job's log, .*/logs/slurm/17.log")])
+@pytest.mark.parametrize(("arguments", "said"), table("""
+    {stage: trian} -> There is no stage trian. The stages are shard, tokenizer
+    {stage: train, rank: 7} -> There is no log of rank 7 of train in .*. Its newest start .16.1. has ranks 0-3.
+    {stage: encode} -> There is no log of rank 0 of encode in .*. The stage has not started.
+    {stage: convert} -> The stage has not started. Read its job's log, .*/logs/slurm/17.log""", yaml.safe_load))
 def test_logs_that_are_not_there(run, arguments, said):
     two_starts(run)
     run.log("slurm/17.log")
-    with pytest.raises(UserError, match=said):
-        logs(run.folder, **arguments)
+    refused(UserError, said, logs, run.folder, **arguments)
 
 
 def test_following_over_a_restart(run, capsys, monkeypatch):

@@ -20,6 +20,7 @@ from drover.pipeline.core.files import output_record, sha256_file, write_json
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 from tests.launch.fake_job import chain_of, make_job
+from tests.refusal import refused
 
 
 def checkpoint(run, step, complete=True):
@@ -126,8 +127,8 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch
 def test_a_checkpoint_that_is_gone(job):
     checkpoint(job.run, 80, complete=False)
     for step in (60, 80):
-        with pytest.raises(UserError, match="not a complete checkpoint"):
-            prepare(Run(load_config(job.run / "config.yaml", check=False)), step)
+        refused(UserError, "not a complete checkpoint", prepare,
+                Run(load_config(job.run / "config.yaml", check=False)), step)
     assert main(["--run", str(job.run), "--step", "60"]) == 2
 
 

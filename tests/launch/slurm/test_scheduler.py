@@ -19,10 +19,9 @@ ACCOUNTED = """\
 
 
 def test_queue_answers_for_jobs_and_arrays(programs):
-    programs.queue(("1_2", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
-                   ("2", "PENDING", "Dependency"), ("1_0", "COMPLETED", "None", "n1", "0:08", "0", "demo-shard"),
-                   ("1_1", "RUNNING", "None", "n2", "0:05", "1", "demo-shard"),
-                   ("3", "RUNNING", "None", "n[1-3]", "1-02:03:04", "2"))
+    programs.queue("1_2 PENDING JobArrayTaskLimit '' 0:00 0 demo-shard", "2 PENDING Dependency",
+                   "1_0 COMPLETED None n1 0:08 0 demo-shard", "1_1 RUNNING None n2 0:05 1 demo-shard",
+                   "3 RUNNING None n[1-3] 1-02:03:04 2")
     assert programs.scheduler().jobs([]) == {}
     assert programs.scheduler().jobs(["1", "1_2", "2", "3"]) == {
         "1": JobInfo("1", "RUNNING", "", "n2", 8, 1, "demo-shard"),
@@ -34,7 +33,7 @@ def test_queue_answers_for_jobs_and_arrays(programs):
 
 
 def test_accounting_knows_what_left_the_queue(programs):
-    programs.queue(("3", "RUNNING", "None", "n[1-3]", "2:29"))
+    programs.queue("3 RUNNING None n[1-3] 2:29")
     programs.say("sacct", ACCOUNTED)
     found = programs.scheduler().jobs(["1_0", "1_2", "10", "3", "2"])
     assert {id: job.state for id, job in found.items()} == {

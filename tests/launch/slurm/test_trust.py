@@ -32,6 +32,7 @@ from drover.launch.slurm.trust import (
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 from tests.launch.launcher import snapshot_of
+from tests.refusal import refused
 
 ROOT = os.getuid() == 0
 OTHER = 12345
@@ -227,8 +228,7 @@ def test_folders_that_links_lead_through_are_looked_at(tmp_path):
     (tmp_path / "shared").chmod(0o777)
     said, = owner_problems([], None, [tmp_path / "runs/run"])
     assert said.startswith(f"{tmp_path}/shared may be written by everyone")
-    with pytest.raises(PermissionError, match="shared may be written by everyone"):
-        private_folder(tmp_path / "shared/mine")
+    refused(PermissionError, "shared may be written by everyone", private_folder, tmp_path / "shared/mine")
 
 
 def test_the_configuration_is_compared_whoever_owns_it(submitted):
@@ -265,8 +265,7 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
     assert local_copy(code, content).is_dir() and recent.is_dir() and not old.exists() and not archive_of(old).exists()
     archive_of(copy).write_bytes(b"PK")
     monkeypatch.setenv("SLURM_STEP_ID", "2")
-    with pytest.raises(ValueError, match="other code"):
-        local_copy(code, content)
+    refused(ValueError, "other code", local_copy, code, content)
 
 
 def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
@@ -331,7 +330,7 @@ def test_a_run_folder_may_be_kept_elsewhere(submitted, tmp_path):
 def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     os.umask(0o002)
     (slurm.checkout / "launch/slurm/trust.py").chmod(0o666)
-    slurm.accepted("--stage", "all")
+    slurm.accepted("--stage all")
     loose = [path for folder in ("code", "logs", "launch") for path in (slurm.run / folder).rglob("*")
              if path.stat().st_mode & 0o022]
     assert not loose, "what is submitted is one's own, whatever the umask and the checkout"
@@ -362,10 +361,10 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
     slurm.done("shard")
     slurm.run.chmod(0o777)
     assert "runs/trial may be written by everyone (mode 0777), and jobs execute files there or below. Look at it, " \
-           "then `chmod go-w runs/trial`" in slurm.refused("--stage", "all")
+           "then `chmod go-w runs/trial`" in slurm.refused("--stage all")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    assert "no such group" in slurm.refused("--stage", "all", "launch.trusted_group=nobodys-group")
-    slurm.accepted("--stage", "all", "launch.check_owners=false")
+    assert "no such group" in slurm.refused("--stage all launch.trusted_group=nobodys-group")
+    slurm.accepted("--stage all launch.check_owners=false")
 
 
 # ---- caches
@@ -381,16 +380,14 @@ def test_a_private_folder(tmp_path):
             mine.chmod(mode)
         assert private_folder(mine) == mine and stat.S_IMODE(mine.stat().st_mode) == 0o700
     (tmp_path / "file").touch(0o600)
-    with pytest.raises(FileExistsError):
-        private_folder(tmp_path / "file")
+    refused(FileExistsError, "", private_folder, tmp_path / "file")
     for mode, owner, why in ((0o702, -1, "may be written by everyone"), (0o770, -1, "may be written by the group"),
                              (0o700, OTHER, f"belongs to the user {OTHER}")):
         if owner == -1 or ROOT:
             mine.chmod(mode)
             for path in (link, mine):
                 os.chown(path, owner, -1, follow_symlinks=False)
-                with pytest.raises(PermissionError, match=why):
-                    private_folder(path)
+                refused(PermissionError, why, private_folder, path)
 
 
 def test_compilers_keep_what_they_run_again_in_private():
@@ -402,9 +399,8 @@ def test_compilers_keep_what_they_run_again_in_private():
         assert node_folder() in Path(found[name]).parents
     assert stat.S_IMODE(node_folder().stat().st_mode) == 0o700
     node_folder().chmod(0o777)
-    with pytest.raises(UserError, match=r"may be written by everyone.*\(on n7\)\. Remove it there \(`rm -r .*"
-                                        r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
-        defaults(node)
+    refused(UserError, r"may be written by everyone.*\(on n7\)\. Remove it there \(`rm -r .*"
+                       r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment", defaults, node)
 
 
 def test_the_check_needs_nothing_but_the_standard_library():

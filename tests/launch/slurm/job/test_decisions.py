@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+import yaml
 
 from drover.launch.host import StepEnd
 from drover.launch.slurm.job.decisions import MOST_OUTSIDE, Outcome, decide, fruitless, unseen
@@ -10,6 +11,7 @@ from drover.launch.slurm.job.srun import read_end
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import StageState
 from tests.launch.fake_job import NO_STEP
+from tests.refusal import table
 
 DONE, RUNNING, FAILED = StageState("done"), StageState("running"), StageState("failed", reason="bad data")
 ASKED = StageState("preempted", step=40, reason="time limit", again=True)
@@ -79,7 +81,7 @@ def test_what_holds_for_every_combination():
             "stop": decision.exit_status in (1, 143)}[decision.action]
 
 
-def attempts(*ends, begin=None):
+def attempts(ends, begin=None):
     """The log of starts that ended with (status, newest checkpoint)."""
     found = [{"event": "job"}]
     for status, step in ends:
@@ -87,23 +89,23 @@ def attempts(*ends, begin=None):
     return found
 
 
-@pytest.mark.parametrize("log, expected", [
-    (attempts(("crashed", None), ("hung", None), ("crashed", None)), 3),
-    (attempts(("crashed", 10)), 0),
-    (attempts(("crashed", 10), begin=10), 1),  # the checkpoint is of an earlier submission
-    (attempts(("crashed", 10), ("crashed", 10), ("crashed", 20), ("hung", 20)), 1),
-    (attempts(("crashed", 10), ("crashed", 10), ("preempted", 10), ("crashed", 10)), 1),
-    (attempts(("crashed", 10), ("crashed", 5)), 1),
-    (attempts(("crashed", None), ("requeued", None), ("requeued", None), ("crashed", None)), 2),
-])
-def test_fruitless_starts(log, expected):
-    assert fruitless(log) == expected
+@pytest.mark.parametrize(("ends", "begin", "expected"), table("""
+    [[crashed, null], [hung, null], [crashed, null]] -> null -> 3
+    [[crashed, 10]] -> null -> 0
+    [[crashed, 10]] -> 10 -> 1
+    [[crashed, 10], [crashed, 10], [crashed, 20], [hung, 20]] -> null -> 1
+    [[crashed, 10], [crashed, 10], [preempted, 10], [crashed, 10]] -> null -> 1
+    [[crashed, 10], [crashed, 5]] -> null -> 1
+    [[crashed, null], [requeued, null], [requeued, null], [crashed, null]] -> null -> 2""", *[yaml.safe_load] * 3))
+def test_fruitless_starts(ends, begin, expected):
+    """A checkpoint that they began from is of an earlier submission."""
+    assert fruitless(attempts(ends, begin)) == expected
 
 
 @pytest.mark.parametrize("down, most", [({"n3": "down*"}, 3), ({}, MOST_OUTSIDE)])
 def test_ends_that_nobody_saw_again_and_again(down, most):
     for times in (most - 1, most):
-        events = attempts(*[("crashed" if down else "requeued", None)] * times)
+        events = attempts([("crashed" if down else "requeued", None)] * times)
         found = unseen(RUNNING, False, down, False, None, events, terms())
         assert found.action == ("requeue" if times < most else "stop")
     assert kind(found) == ("stop", "crashed", 1) and found.final

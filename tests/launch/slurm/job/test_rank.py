@@ -1,6 +1,7 @@
 """What a task of a step becomes: its variables, its signal mask, its end with its parent."""
 
 import ast
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from drover.launch.devices import visible_gpus
 from drover.launch.slurm.job.rank import SAVES, rank_environment
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.core.errors import UserError
+from tests.refusal import refused, table
 
 SLURM = {"SLURM_PROCID": "13", "SLURM_NTASKS": "32", "SLURM_LOCALID": "5", "SLURM_NODEID": "1",
          "SLURM_STEP_NUM_NODES": "4", "SLURM_JOB_NUM_NODES": "9", "MASTER_ADDR": "gpu009", "MASTER_PORT": "24567",
@@ -30,16 +32,18 @@ def test_rank_environment():
 
 def test_what_was_not_planned_is_refused():
     short = {**SLURM, "DROVER_GPUS": "8", "CUDA_VISIBLE_DEVICES": "0,1"}
-    with pytest.raises(UserError, match="gpu010 shows 2 GPUs to this job, but 8 per node"):
-        rank_environment(short)
+    refused(UserError, "gpu010 shows 2 GPUs to this job, but 8 per node", rank_environment, short)
     assert rank_environment(short, "preflight"), "it says so"
     assert rank_environment({"SLURM_NTASKS": "1"}) == {}, "a stage without ranks"
 
 
-@pytest.mark.parametrize("masks, count", [
-    ({}, 2), ({"CUDA_VISIBLE_DEVICES": ""}, 0), ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0), ({"CUDA_VISIBLE_DEVICES": "GPU-a1,GPU-b2,GPU-c3"}, 3),
-    ({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}, 1)])
+@pytest.mark.parametrize(("masks", "count"), table("""
+    {} -> 2
+    {"CUDA_VISIBLE_DEVICES": ""} -> 0
+    {"CUDA_VISIBLE_DEVICES": "-1"} -> 0
+    {"CUDA_VISIBLE_DEVICES": "NoDevFiles"} -> 0
+    {"CUDA_VISIBLE_DEVICES": "GPU-a1,GPU-b2,GPU-c3"} -> 3
+    {"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"} -> 1""", json.loads, int))
 def test_visible_gpus(tmp_path, masks, count):
     """Of two masks the narrower holds."""
     for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm"):

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drover.launch.host import StepEnd, process_end
 from drover.launch.slurm.chain import Chain, ChainJob
@@ -17,6 +18,7 @@ from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.files import read_json, read_lines
 from tests.launch.fake_job import KILLED, chain_of, make_job
+from tests.refusal import table
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 
@@ -75,21 +77,21 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
 # ---- the decisions' effects, with starts that are played
 
 
-@pytest.mark.parametrize("plan, changes, slurm, status, ends, requeued, words", [
-    ("save10 save20 save30 work", {"max_restarts": 1}, {}, 0, [RESTART] * 3 + [DONE], 0, "train is done"),
-    ("asked", {}, {}, 0, [("preempted", "requeue")], 1, "asked to stop (time limit) after step 120; queueing this job"),
-    ("asked", {}, {"refusal": "presently disabled"}, 1, [("preempted", "requeue")], 1,
-     "Slurm did not queue the job again (presently disabled), and no later job of the chain waits to go on: submit the "
-     "same command again"),
-    ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
-    ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
-    ("crash", {}, {"states": {"12": "PENDING"}}, 143, [("crashed", "leave")], 0, "Slurm has taken the job"),
-])
-def test_what_follows_from_each_end_of_a_start(job, plan, changes, slurm, status, ends, requeued, words):
+@pytest.mark.parametrize(("plan", "slurm", "status", "ends", "requeued", "words"), table("""
+    save10 save20 save30 work -> {} -> 0 -> crashed restart, crashed restart, crashed restart, done leave -> [] -> \
+train is done
+    asked -> {} -> 0 -> preempted requeue -> ["12"] -> asked to stop (time limit) after step 120; queueing this job
+    asked -> {refusal: presently disabled} -> 1 -> preempted requeue -> ["12"] -> Slurm did not queue the job again \
+(presently disabled), and no later job of the chain waits to go on: submit the same command again
+    crash -> {left_s: 179} -> 0 -> crashed requeue -> ["12"] -> the time limit is too near
+    refuse -> {} -> 1 -> failed stop -> [] -> there is nothing to train on
+    crash -> {states: {"12": PENDING}} -> 143 -> crashed leave -> [] -> Slurm has taken the job""",
+    str, yaml.safe_load, int, str, yaml.safe_load))
+def test_what_follows_from_each_end_of_a_start(job, plan, slurm, status, ends, requeued, words):
     vars(job.slurm).update(slurm)
-    found, log = job.go(*plan.split(), **changes)
-    assert (found, job.ends(), job.slurm.requeued) == (status, ends, ["12"] * requeued), log
-    assert words in log and len(job.events("attempt")) == len(ends)
+    found, log = job.go(*plan.split(), max_restarts=1)
+    assert (found, ", ".join(map(" ".join, job.ends())), job.slurm.requeued) == (status, ends, requeued), log
+    assert words in log and len(job.events("attempt")) == len(job.ends())
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
 
 
@@ -177,26 +179,20 @@ def test_other_code_is_not_started(job, monkeypatch):
 # ---- starts before this one
 
 
-@pytest.mark.parametrize("refusal", [None, "Job is no longer pending"])
-def test_links_that_are_not_needed_are_removed(job, refusal):
-    """What comes after training waits for this job then. If that cannot be, all stays as it was."""
-    jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
-    jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
-    Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=4).write(job.run)
-    job.slurm.refusal = refusal
-    status, log = job.go("work", links=3)
-    assert status == 0 and job.slurm.moved == [("15", "14", "12")]
-    assert job.slurm.cancelled == ([] if refusal else ["14", "13"])
-    assert (f"stay: {refusal}" if refusal else "13, 14, which would continue train, are cancelled") in log
-
-
-@pytest.mark.parametrize(("plan", "planned", "cancelled"), [("work", 5, []), ("refuse", 4, ["14", "13"])])
-def test_links_stay_until_all_is_submitted_and_go_where_the_stage_failed(job, plan, planned, cancelled):
+@pytest.mark.parametrize(("plan", "planned", "refusal", "moved", "cancelled", "words"), [
+    ("work", 4, None, True, True, "13, 14, which would continue train, are cancelled"),
+    ("work", 4, "Job is no longer pending", True, False, "stay: Job is no longer pending"),
+    ("work", 5, None, False, False, ""), ("refuse", 4, None, False, True, "")])
+def test_links_that_are_not_needed_are_removed(job, plan, planned, refusal, moved, cancelled, words):
+    """What comes after training waits for this job then. If that cannot be, or until all is submitted, all stays as it
+    was; where the stage failed, nothing comes after it."""
     jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
     jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
     Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
-    job.go(plan, links=3)
-    assert job.slurm.moved == [] and job.slurm.cancelled == cancelled
+    job.slurm.refusal = refusal
+    status, log = job.go(plan, links=3)
+    assert status == (plan == "refuse") and words in log, log
+    assert job.slurm.moved == [("15", "14", "12")] * moved and job.slurm.cancelled == ["14", "13"] * cancelled
 
 
 def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import go_on
@@ -24,6 +25,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
+from tests.refusal import refused, table
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
 
@@ -61,10 +63,10 @@ export PYTHONPATH=$code${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBU
 code=$?; [ $code -ne 137 ] || {{ touch '{work}/runs/trial/launch'/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; \
 scontrol requeue $SLURM_JOB_ID; }}; exit $code
 """
-FOUR_NODES = ("--nodes", "4", "--gpus-per-node", "8", "launch.cpus=6", "launch.account=physics", "launch.mem=500G",
-              "launch.time=600", "launch.train.time=1-01:00:00", "launch.train.partition=gpu",
-              "launch.train.extra={qos: high, constraint: h100}", "launch.exclude=n[3-4]",
-              "launch.encode.partition=cpu", "launch.signal_s=180", "launch.setup=[module load cuda]", "--no-rehearse")
+FOUR_NODES = """--stage all --dry-run --nodes 4 --gpus-per-node 8 --no-rehearse launch.cpus=6 launch.account=physics
+launch.mem=500G launch.time=600 launch.train.time=1-01:00:00 launch.train.partition=gpu
+'launch.train.extra={qos: high, constraint: h100}' launch.exclude=n[3-4] launch.encode.partition=cpu
+launch.signal_s=180 'launch.setup=[module load cuda]'"""
 
 
 def scripts(text):
@@ -82,7 +84,7 @@ def option(script, name):
 
 
 def test_the_script_of_training_on_four_nodes(launcher):
-    shown = launcher.accepted("--stage", "all", "--dry-run", *FOUR_NODES)
+    shown = launcher.accepted(FOUR_NODES)
     assert not launcher.run.exists(), "a dry run writes nothing"
     found = scripts(shown)
     code = re.search(r"check=\$\(cat '(.+)/drover/launch/slurm/trust.py'", found["train"])[1]
@@ -108,20 +110,23 @@ def test_the_script_of_training_on_four_nodes(launcher):
 
 
 def test_links_arrays_and_sites_without_requeue(launcher):
-    shown = launcher.accepted(
-        "--stage", "all", "--nodes", "2", "--dry-run", "launch.train.links=3", "launch.requeue=false",
-        "launch.shard.array=1", "launch.encode.links=2", "launch.encode.array=5", "launch.encode.at_once=2",
-        "train.micro_batch=1", "launch.extra={comment: night}", "launch.qos=high", "launch.constraint=h100")
+    shown = launcher.accepted("""--stage all --nodes 2 --dry-run launch.train.links=3 launch.requeue=false
+        launch.shard.array=1 launch.encode.links=2 launch.encode.array=5 launch.encode.at_once=2 train.micro_batch=1
+        'launch.extra={comment: night}' launch.qos=high launch.constraint=h100""")
     found = scripts(shown)
-    assert list(found) == ["shard", "tokenizer", "encode-parts-1", "encode-parts", "encode-1", "encode", "train-1",
-                           "train-2", "train", "convert", "evaluate", "report"]
-    assert {key: option(text, "dependency") for key, text in found.items()} == {
-        "shard": None, "tokenizer": "afterok:ID_OF_shard", "encode-parts-1": "afterok:ID_OF_tokenizer",
-        "encode-parts": "afterok:ID_OF_tokenizer,afterany:ID_OF_encode-parts-1",
-        "encode-1": "afterok:ID_OF_encode-parts", "encode": "afterok:ID_OF_encode-parts,afterany:ID_OF_encode-1",
-        "train-1": "afterok:ID_OF_encode,singleton", "train-2": "afterok:ID_OF_encode,afterany:ID_OF_train-1,singleton",
-        "train": "afterok:ID_OF_encode,afterany:ID_OF_train-2,singleton", "convert": "afterok:ID_OF_train",
-        "evaluate": "afterok:ID_OF_convert", "report": "afterok:ID_OF_evaluate"}
+    assert [(key, str(option(text, "dependency"))) for key, text in found.items()] == table("""
+        shard -> None
+        tokenizer -> afterok:ID_OF_shard
+        encode-parts-1 -> afterok:ID_OF_tokenizer
+        encode-parts -> afterok:ID_OF_tokenizer,afterany:ID_OF_encode-parts-1
+        encode-1 -> afterok:ID_OF_encode-parts
+        encode -> afterok:ID_OF_encode-parts,afterany:ID_OF_encode-1
+        train-1 -> afterok:ID_OF_encode,singleton
+        train-2 -> afterok:ID_OF_encode,afterany:ID_OF_train-1,singleton
+        train -> afterok:ID_OF_encode,afterany:ID_OF_train-2,singleton
+        convert -> afterok:ID_OF_train
+        evaluate -> afterok:ID_OF_convert
+        report -> afterok:ID_OF_evaluate""")
     assert {option(found[key], "job-name") for key in ("train-1", "train-2", "train")} == {"trial-train"}
     assert option(found["encode-parts-1"], "array") == option(found["encode-parts"], "array") == "0-4%2"
     assert all(option(text, "no-requeue") == "" and option(text, "requeue") is None and "code=$?" not in text
@@ -131,19 +136,22 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert "link 2 of 3" in shown
 
 
-@pytest.mark.parametrize(("settings", "largest", "most", "elements"), [
-    ([], "", "", 4),
-    ([], "MaxArraySize = 4", "", 3), (["launch.limits={array: 2}"], "MaxArraySize = 4", "", 2),
-    # Five passes of shard and one of encode, and seven jobs besides.
-    ([], "", "normal|31\nhigh|\n", 4), ([], "", "normal|30\nhigh|\n", 3),
-    (["launch.qos=high"], "", "normal|\nhigh|19\n", 2), (["launch.qos=high"], "", "normal|\nhigh|9\n", 1),
-    (["launch.limits={jobs: 31}"], "", "normal|9\n", 4)])
+@pytest.mark.parametrize(("settings", "largest", "most", "elements"), table(r"""
+    [] -> '' -> '' -> 4
+    [] -> MaxArraySize = 4 -> '' -> 3
+    ["launch.limits={array: 2}"] -> MaxArraySize = 4 -> '' -> 2
+    [] -> '' -> 'normal|31\nhigh|\n' -> 4
+    [] -> '' -> 'normal|30\nhigh|\n' -> 3
+    [launch.qos=high] -> '' -> 'normal|\nhigh|19\n' -> 2
+    [launch.qos=high] -> '' -> 'normal|\nhigh|9\n' -> 1
+    ["launch.limits={jobs: 31}"] -> '' -> 'normal|9\n' -> 4""", *[yaml.safe_load] * 4))
 def test_arrays_keep_to_the_site_s_limits(slurm, settings, largest, most, elements):
-    """They get fewer elements, each with more of the work."""
+    """They get fewer elements, each with more of the work: five passes of shard and one of encode, and seven jobs
+    besides."""
     slurm.programs.do("scontrol", f"echo '{largest}'; echo 'AccountingStorageType = accounting_storage/slurmdbd'")
     slurm.programs.do("sacctmgr", "case $* in *'show user'*) echo mine;; *assoc*) "
                       f"printf 'mine||normal|\\nother||normal|2\\nmine|debug|normal|1\\n';; *) printf '{most}';; esac")
-    shown = slurm.accepted("--stage", "all", "--nodes", "4", *settings)
+    shown = slurm.accepted("--stage all --nodes 4", *settings)
     arrays = [job.elements for job in slurm.chain.jobs if job.kind == "array"]
     assert arrays == ([tuple(range(elements))] * 6 if elements > 1 else [])
     assert ("fewer than requested" in shown) == (elements != 4)
@@ -151,8 +159,8 @@ def test_arrays_keep_to_the_site_s_limits(slurm, settings, largest, most, elemen
 
 def test_submission_chains_what_is_not_done(slurm):
     slurm.done("shard")
-    assert "nothing to submit" in slurm.accepted("--stage", "shard") and not list(slurm.queue.iterdir())
-    shown = slurm.accepted("--stage", "all", "launch.encode.array=2", "train.steps=40", "--force")
+    assert "nothing to submit" in slurm.accepted("--stage shard") and not list(slurm.queue.iterdir())
+    shown = slurm.accepted("--stage all launch.encode.array=2 train.steps=40 --force")
     chain = slurm.chain
     assert [(job.stage, job.kind, job.id, job.elements, job.dependencies) for job in chain.jobs][1:5] == [
         ("tokenizer", "job", "102", None, ("101",)), ("encode", "array", "103", (0, 1), ("102",)),
@@ -171,23 +179,23 @@ def test_submission_chains_what_is_not_done(slurm):
 
 
 def test_a_run_is_queued_once(slurm):
-    slurm.accepted("--stage", "all")
+    slurm.accepted("--stage all")
     assert [job.stage for job in slurm.chain.jobs] == list(STAGES), "every stage has a job"
     slurm.programs.say("squeue", error=NO_CONTROLLER, status=1)
-    assert "squeue does not answer" in slurm.accepted("--stage", "all")
-    slurm.programs.queue(("104", "RUNNING"))
-    again = slurm.refused("--stage", "all")
+    assert "squeue does not answer" in slurm.accepted("--stage all")
+    slurm.programs.queue("104 RUNNING")
+    again = slurm.refused("--stage all")
     assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
     slurm.programs.say("squeue", queue_line("999", "RUNNING", name="trial-train"))
-    assert "other jobs of the same names are in the queue: 999" in slurm.accepted("--stage", "all")
+    assert "other jobs of the same names are in the queue: 999" in slurm.accepted("--stage all")
 
 
 def test_two_submissions_of_a_run_do_not_meet(slurm):
     slurm.run.mkdir(parents=True)
     other = lock(slurm.run, "submission")
-    assert "the submission of " in slurm.refused("--stage", "all") and not list(slurm.queue.iterdir())
+    assert "the submission of " in slurm.refused("--stage all") and not list(slurm.queue.iterdir())
     other.close()
-    slurm.accepted("--stage", "all")
+    slurm.accepted("--stage all")
 
 
 def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypatch):
@@ -195,16 +203,16 @@ def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypat
     monkeypatch.setattr(sbatch, "SBATCH_S", 1)
     monkeypatch.setattr(request, "_new_id", lambda: "now")
     queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
-    said = slurm.refused("--stage", "shard", SLOW="1")
+    said = slurm.refused("--stage shard", SLOW="1")
     assert "did not answer within 1 s" in said and "Nothing else is queued" in said
     # From the second question on: the first is before sbatch.
     slurm.programs.do("squeue", f"[ -e $QUEUE/asked ] && echo '{queued}'\ntouch $QUEUE/asked")
-    assert "shard     job 555" in slurm.accepted("--stage", "shard", SLOW="1")
+    assert "shard     job 555" in slurm.accepted("--stage shard", SLOW="1")
     assert [job.id for job in slurm.chain.jobs] == ["555"]
 
 
 def test_the_shells_own_slurm_variables_reach_no_job(slurm):
-    shown = slurm.accepted("--stage", "shard", SBATCH_EXPORT="NONE", SBATCH_TIMELIMIT="1", SLURM_JOB_ID="7",
+    shown = slurm.accepted("--stage shard", SBATCH_EXPORT="NONE", SBATCH_TIMELIMIT="1", SLURM_JOB_ID="7",
                            SLURM_NNODES="4", SLURM_CONF="/etc/slurm.conf")
     assert "SBATCH_EXPORT, SBATCH_TIMELIMIT, SLURM_JOB_ID, SLURM_NNODES of your shell are not passed on" in shown
     assert (slurm.queue / "101.environment").read_text().split() == ["SLURM_CONF=/etc/slurm.conf"]
@@ -213,36 +221,36 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
 def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
     slurm.programs.say("sinfo", "debug*|4|4|16000|(null)|infinite|1-infinite\nodd line\nodd|1|64+||none||\n"
                                 "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite")
-    said = slurm.refused("--stage", "all")
+    said = slurm.refused("--stage all")
     assert "train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
            "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
     assert "there is no partition bug (launch.partition); there are big, debug" in slurm.refused(
-        "--stage", "all", "launch.partition=bug")
-    assert "4,194,304 MB each" in slurm.refused("--stage", "all", "launch.cpus=2", "launch.mem=4T")
+        "--stage all launch.partition=bug")
+    assert "4,194,304 MB each" in slurm.refused("--stage all launch.cpus=2 launch.mem=4T")
     assert "requests 3 nodes with 8 cores, 2 GPUs, 0 MB each" in slurm.refused(
-        "--stage", "all", "--nodes", "3", "launch.partition=big", "launch.gpus_per_node=2", "train.micro_batch=1",
-        "train.batch_tokens=12288", "--no-rehearse")
-    slurm.accepted("--stage", "all", "launch.cpus=2")
+        """--stage all --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1
+        train.batch_tokens=12288 --no-rehearse""")
+    slurm.accepted("--stage all launch.cpus=2")
 
 
 def test_limits_of_a_partition_are_told_before_anything_queues(slurm):
     """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
     slurm.programs.say("sinfo", "debug*|4|64|16000|(null)|1:00:00|1-2\nlong|4|64|16000|(null)|infinite|1-infinite")
-    all_stages = ("--stage", "all", "--nodes", "4", "launch.time=60")
-    said = slurm.refused(*all_stages, "launch.convert.time=61")
+    all_stages = "--stage all --nodes 4 launch.time=60"
+    said = slurm.refused(f"{all_stages} launch.convert.time=61")
     assert "train: requests 4 nodes, but the partition debug (without launch.qos) allows 2: request fewer" in said
     assert "convert: requests 61 min, but the partition debug (without launch.qos) allows 60: request less" in said
     assert "evaluate" not in said and not list(slurm.queue.iterdir())
     for fits in "launch.partition=debug,long", "launch.qos=high":  # which may lift a partition's limits
-        slurm.accepted(*all_stages, f"name={fits[7:10]}", fits)
+        slurm.accepted(f"{all_stages} name={fits[7:10]} {fits}")
 
 
 def test_a_refused_submission_says_what_is_queued(slurm):
-    said = slurm.refused("--stage", "all", REFUSED="103")
+    said = slurm.refused("--stage all", REFUSED="103")
     assert "trial-encode: invalid partition. What to do: set launch.partition; `sinfo` shows those that" in said
     assert f"drover cancel {slurm.run}" in said and "(101 102)" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
-    assert "Nothing else is queued" in slurm.refused("--stage", "all", "name=other", REFUSED="103")
+    assert "Nothing else is queued" in slurm.refused("--stage all name=other", REFUSED="103")
 
 
 def test_nodes_that_failed_twice_are_left_out(slurm):
@@ -250,7 +258,7 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
         for job in ("1.0", "1.1"):
             add_strike(slurm.run, node, job, "went down")
     (slurm.run / "launch/stop").touch()
-    shown = slurm.accepted("--stage", "all")
+    shown = slurm.accepted("--stage all")
     assert "excluded  n7: failed twice within a day" in shown
     assert "not excluded  n3: failed twice within a day too, but of 1 nodes at most 1 is" in shown
     assert option((slurm.queue / "104").read_text(), "exclude") == "n7"
@@ -258,10 +266,9 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
 
 
 def test_all_that_the_site_forbids_is_told_at_once(slurm):
-    said = slurm.refused(
-        "--stage", "all", "--nodes", "4", "launch.secrets=[NO_SUCH_TOKEN]",
-        "launch.limits={nodes: 2, time: 60, jobs: 4, gpu_memory_gb: 0.000001}",
-        "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=4")
+    said = slurm.refused("""--stage all --nodes 4 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
+        'launch.limits={nodes: 2, time: 60, jobs: 4, gpu_memory_gb: 0.000001}'
+        'launch.environment={HF_TOKEN: hf_abc}'""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     for part in ("train: requests 4 nodes, but the site (launch.limits) allows 2", "requests 240 min, but the site",
                  "a GPU here has 1e-06 GB", "7 jobs would be queued, although no stage is divided; the site allows 4",
@@ -270,16 +277,16 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
         assert part in said, part
     assert "hf_abc" not in said
     least = "launch.limits={nodes: 4, time: 240, array: 4, jobs: 7, gpu_memory_gb: 1}"
-    assert "are free at" in slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1",
-                                          "train.steps=200000000", "train.warmup_steps=3")
-    slurm.accepted("--stage", "all", "--nodes", "4", least, "launch.train.time=5")
+    assert "are free at" in slurm.refused(
+        "--stage all train.checkpoint.permanent_every=1 train.steps=200000000 train.warmup_steps=3")
+    slurm.accepted("--stage all --nodes 4 launch.train.time=5", least)
 
 
 def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monkeypatch):
     """By the train job's runner, whose own variables of Slurm it does not get."""
     slurm.done("shard", "tokenizer", "encode")
-    slurm.accepted("--stage", "train", "launch.gpus_per_node=2", "launch.cpus=3",
-                   "launch.evaluate.every_checkpoints=1", "train.checkpoint.every_steps=20")
+    slurm.accepted("--stage train launch.gpus_per_node=2 launch.cpus=3 launch.evaluate.every_checkpoints=1 "
+                   "train.checkpoint.every_steps=20")
     config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[0].spec))
     write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
     monkeypatch.setenv("SLURM_JOB_ID", "1")
@@ -292,8 +299,7 @@ def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monk
     assert made.cpus_per_task == 6 and option((slurm.queue / "102").read_text(), "gpus-per-node") == "2"
     assert not (slurm.queue / "102.environment").exists()
     config.write_text(f"{config.read_text()}\n")
-    with pytest.raises(UserError, match="changed after the submission"):
-        Evaluations(spec, print).to_submit()
+    refused(UserError, "changed after the submission", Evaluations(spec, print).to_submit)
 
 
 def test_a_file_system_without_locks(slurm, monkeypatch):
@@ -301,5 +307,5 @@ def test_a_file_system_without_locks(slurm, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    slurm.accepted("--stage", "all", "launch.encode.array=2")
+    slurm.accepted("--stage all launch.encode.array=2")
     assert len(slurm.chain.jobs) == 8

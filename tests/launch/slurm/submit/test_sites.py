@@ -11,26 +11,25 @@ from drover.launch.slurm.job.srun import srun_command
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.config.launching import Container
 from tests.conftest import REPOSITORY
+from tests.refusal import table
 
-TWO_NODES = ("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "--no-rehearse", "launch.gpus_per_node=8",
-             "launch.train.nodes=2")
-SIF, PYTHON = "/shared/drover.sif", "/opt/venv/bin/python"
-@pytest.mark.parametrize("container, wrap, srun_args", [
-    ({"image": SIF, "mounts": ["/data", "/scratch:/tmp"]},
-     ["apptainer", "exec", "--nv", "--bind=/runs:/runs", "--bind=/work:/work", "--bind=/data:/data",
-      "--bind=/scratch:/tmp", "--pwd=/work", SIF], []),
-    ({"image": "ours/drover:1", "runtime": "podman", "options": ["--shm-size=8g"]},
-     ["podman", "run", "--rm", "--env-host", "--network=host", "--ipc=host", "--pid=host",
-      "--cgroups=disabled", "--env=PYTHONPATH", "--env=A",
-      "--device=nvidia.com/gpu=all", "--volume=/runs:/runs", "--volume=/work:/work", "--workdir=/work",
-      "--shm-size=8g", "ours/drover:1"], []),
-    ({"image": "ours/drover:1", "runtime": "pyxis", "mounts": ["/data"]}, [],
-     ["--container-image=ours/drover:1", "--container-mounts=/runs:/runs,/work:/work,/data:/data",
-      "--container-workdir=/work", "--container-env=PYTHONPATH,A"]),
-    ({}, [], [])])
+PYTHON = "/opt/venv/bin/python"
+TWO_NODES = ("--stage encode,train --cluster slurm --dry-run --no-rehearse launch.gpus_per_node=8 launch.train.nodes=2 "
+             f"launch.python={PYTHON}")
+
+
+@pytest.mark.parametrize(("container", "wrap", "srun_args"), table("""
+    {image: /shared/drover.sif, mounts: [/data, "/scratch:/tmp"]} -> apptainer exec --nv --bind=/runs:/runs \
+--bind=/work:/work --bind=/data:/data --bind=/scratch:/tmp --pwd=/work /shared/drover.sif -> ''
+    {image: "ours/drover:1", runtime: podman, options: [--shm-size=8g]} -> podman run --rm --env-host --network=host \
+--ipc=host --pid=host --cgroups=disabled --env=PYTHONPATH --env=A --device=nvidia.com/gpu=all --volume=/runs:/runs \
+--volume=/work:/work --workdir=/work --shm-size=8g ours/drover:1 -> ''
+    {image: "ours/drover:1", runtime: pyxis, mounts: [/data]} -> '' -> --container-image=ours/drover:1 \
+--container-mounts=/runs:/runs,/work:/work,/data:/data --container-workdir=/work --container-env=PYTHONPATH,A
+    {} -> '' -> ''""", *[yaml.safe_load] * 3))
 def test_how_a_container_starts_a_stage(container, wrap, srun_args):
     assert in_container(Container(**container), [Path("/runs"), Path("/work")], 8, ["PYTHONPATH", "A"]) == (
-        wrap, srun_args)
+        wrap.split(), srun_args.split())
 
 
 def spec(**changes):
@@ -51,7 +50,7 @@ def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, p
 
 
 def test_the_dry_run_shows_the_container(launcher):
-    shown = launcher.accepted(*TWO_NODES, f"launch.python={PYTHON}", "launch.container={image: i, runtime: pyxis}")
+    shown = launcher.accepted(TWO_NODES, "launch.container={image: i, runtime: pyxis}")
     mounts = f"--container-mounts={launcher.run}:{launcher.run},{launcher.work}:{launcher.work}"
     assert "srun --container-image=i " in shown and mounts in shown and "--container-env=PYTHONPATH," in shown
     assert f" {PYTHON} -m drover.pipeline.train" in shown
@@ -59,7 +58,7 @@ def test_the_dry_run_shows_the_container(launcher):
 
 def test_packages_of_another_python_are_not_judged_by_this_one(launcher):
     """This Python has everything that the configuration needs; what the other one lacks, its nodes would tell."""
-    assert "train" in launcher.accepted(*TWO_NODES, "train.log_to=[mlflow]", f"launch.python={PYTHON}")
+    assert "train" in launcher.accepted(TWO_NODES, "train.log_to=[mlflow]")
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("llama3*.yaml")), ids=lambda path: path.stem)

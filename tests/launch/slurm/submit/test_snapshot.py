@@ -8,6 +8,7 @@ from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
 from tests.launch.launcher import commit, snapshot_of
+from tests.refusal import refused
 
 
 @pytest.fixture
@@ -62,6 +63,5 @@ def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path, ins
 def test_an_edit_after_the_plan_is_refused(checkout, tmp_path):
     code, content = planned_snapshot(tmp_path / "run", checkout)
     (checkout / "launch/a.py").write_text("A = 9\n")
-    with pytest.raises(UserError, match="changed while they were being copied"):
-        take_snapshot(code, content, checkout)
+    refused(UserError, "changed while they were being copied", take_snapshot, code, content, checkout)
     assert not (tmp_path / "run").exists()
