@@ -5,7 +5,7 @@ import pytest
 from drover.model.attention import BACKENDS
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.loading import load_config
-from tests.config.files import refusal, write
+from tests.config.files import refusal
 from tests.refusal import table
 
 BASE = """
@@ -156,8 +156,8 @@ convert.copy_to=s3://b/a; encode.copy_to=s3://b/a/x -> encode.copy_to s3://b/a/x
 
 
 @pytest.mark.parametrize(("overrides", "words"), table(REFUSED))
-def test_what_cannot_be_is_refused_in_words(tmp_path, overrides, words):
-    assert words in refusal(write(tmp_path / "c.yaml", BASE), *overrides.split("; "))
+def test_what_cannot_be_is_refused_in_words(written, overrides, words):
+    assert words in refusal(written(BASE), *overrides.split("; "))
 
 
 @pytest.mark.parametrize("overrides", [
@@ -168,8 +168,8 @@ def test_what_cannot_be_is_refused_in_words(tmp_path, overrides, words):
     "train.optimizer=tests.training.optimizers.outside:SGD; train.optimizer_settings={momentum: 0.5}",
     "runs_dir=/a/b:c/d; reuse=../s3/x", "train.checkpoint.copy_to=s3://b/a; convert.copy_to=s3://b/ab",
     "train.checkpoint.copy_to=abfss://box@account/a; convert.copy_to=gs://b/a"])
-def test_what_can_be_is_not(tmp_path, overrides):
-    load_config(write(tmp_path / "c.yaml", BASE), overrides.split("; "))
+def test_what_can_be_is_not(written, overrides):
+    load_config(written(BASE), overrides.split("; "))
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "words"), [
@@ -186,13 +186,13 @@ def test_what_can_be_is_not(tmp_path, overrides):
               "by 128 data-parallel ranks, even one sequence at a time. Take fewer nodes (at most 8 data-parallel "
               "ranks), a multiple of 32768 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, "
               "whose ranks share sequences.")])
-def test_ranks_that_cannot_be_laid_out(tmp_path, overrides, ranks, words):
+def test_ranks_that_cannot_be_laid_out(written, overrides, ranks, words):
     given = ["train.sequence_length=256", "train.batch_tokens=2048", *(f"parallel.{one}" for one in overrides.split())]
-    [said] = rank_problems(load_config(write(tmp_path / "c.yaml", BASE), given), ranks)
+    [said] = rank_problems(load_config(written(BASE), given), ranks)
     assert words in said
 
 
-def test_profiled_ranks_are_there(tmp_path):
-    config = load_config(write(tmp_path / "c.yaml", BASE), ["train.profile={start: 5, ranks: [0, 2]}"])
+def test_profiled_ranks_are_there(written):
+    config = load_config(written(BASE), ["train.profile={start: 5, ranks: [0, 2]}"])
     assert rank_problems(config, 4) == []
     assert rank_problems(config, 2) == ["train.profile.ranks names 2, but there are 2 ranks, from 0 on."]

@@ -6,9 +6,9 @@ from drover.pipeline.config.loading import load_config
 from tests.config.files import refusal, write
 
 
-def test_merge_keys(tmp_path):
+def test_merge_keys(written):
     """Own keys win over merged ones, earlier merged mappings over later ones; nested ones are replaced whole."""
-    config = load_config(write(tmp_path / "c.yaml", """
+    config = load_config(written("""
 train: &small {steps: 7, warmup_steps: 2, checkpoint: {keep: 5, every_steps: 3}}
 launch:
   shard: &one {cpus: 3, mem: 5G}
@@ -20,34 +20,34 @@ launch:
     assert (launch.tokenizer.cpus, launch.tokenizer.mem) == (3, "1G")
 
 
-def test_a_problem_in_what_was_merged_is_named_where_it_was_written(tmp_path):
-    path = write(tmp_path / "c.yaml", "launch:\n  shard: &one\n    cpus: many\n  encode:\n    <<: *one\n    mem: 7\n")
+def test_a_problem_in_what_was_merged_is_named_where_it_was_written(written):
+    path = written("launch:\n  shard: &one\n    cpus: many\n  encode:\n    <<: *one\n    mem: 7\n")
     text = refusal(path)
     assert f"{path}:3: 'launch.shard.cpus'" in text and f"{path}:3: 'launch.encode.cpus'" in text
     assert f"{path}:6: 'launch.encode.mem'" in text
 
 
 @pytest.mark.parametrize("text", ["train: {<<: 5}\n", "train: {<<: [1]}\n", "train: {<<: [[{steps: 3}]]}\n"])
-def test_only_mappings_can_be_merged(tmp_path, text):
-    assert "for merging, but found" in refusal(write(tmp_path / "c.yaml", text))
+def test_only_mappings_can_be_merged(written, text):
+    assert "for merging, but found" in refusal(written(text))
 
 
 @pytest.mark.parametrize("text", ["train: &x {lr: *x}\n", "train: &x\n  prompts: [a, *x]\n", "shard: &x {<<: *x}\n",
                                   "train: &x {guards: {spike: [[*x]]}}\n", "&x shard: {sources: &y [[*y]]}\n"])
-def test_an_alias_inside_of_itself(tmp_path, text):
-    said = refusal(write(tmp_path / "c.yaml", text))
+def test_an_alias_inside_of_itself(tmp_path, written, text):
+    said = refusal(written(text))
     assert f"{tmp_path}/c.yaml:" in said and "the value of an alias contains the alias itself" in said
 
 
-def test_an_alias_may_be_used_often(tmp_path):
+def test_an_alias_may_be_used_often(written):
     text = "train: {prompts: &x [a, b]}\nevaluate: {prompts: *x}\n"
-    assert load_config(write(tmp_path / "c.yaml", text)).evaluate.prompts == ["a", "b"]
+    assert load_config(written(text)).evaluate.prompts == ["a", "b"]
 
 
-def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path, monkeypatch):
+def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path, written, monkeypatch):
     """2^40 values in 42 lines; of an override, too."""
     doubled = ", ".join(f"&a{number} [*a{number - 1}, *a{number - 1}]" for number in range(1, 41))
-    said = refusal(write(tmp_path / "c.yaml", f"train: {{prompts: [&a0 x, {doubled}]}}\n"))
+    said = refusal(written(f"train: {{prompts: [&a0 x, {doubled}]}}\n"))
     assert "c.yaml has 4,398,0" in said and "at most 100,000 are allowed" in said
     path = write(tmp_path / "d.yaml", "name: x\n")
     assert "The override train.prompts has 4,398,0" in refusal(path, f"train.prompts=[&a0 x, {doubled}]")
@@ -65,20 +65,20 @@ def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path, mo
     (b"name: \x00\n", "c.yaml, position 6"), (b"name: [a\n", "c.yaml, line 1, column 7"),
     *((b"name: !!python/" + tag, "c.yaml:1: the tag tag:yaml.org,2002:python/") for tag in (
         b"name:os.system", b"object/apply:os.system [ls]", b"object/new:x {a: 1}"))])
-def test_files_that_are_no_text(tmp_path, data, words):
-    assert words in refusal(write(tmp_path / "c.yaml", data))
+def test_files_that_are_no_text(written, data, words):
+    assert words in refusal(written(data))
 
 
-def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_key(tmp_path):
-    assert load_config(write(tmp_path / "c.yaml", b"\xef\xbb\xbfname: y\n")).name == "y"
+def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_key(written):
+    assert load_config(written(b"\xef\xbb\xbfname: y\n")).name == "y"
 
 
-def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, monkeypatch):
+def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, written, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refusal("configs/mine.yaml")
     assert f"looked in {tmp_path}/configs" in said and "Give an existing file with --config." in said
-    said = refusal(write(tmp_path / "c.yaml", "name: x\nbase: other.yaml\n"))
+    said = refusal(written("name: x\nbase: other.yaml\n"))
     assert f"{tmp_path}/other.yaml cannot be read" in said and f"Correct `base:` in {tmp_path}/c.yaml:2" in said
     for base in ("[1, other.yaml]", "{a: 1}", "2"):
-        assert "`base` is a file name or a list" in refusal(write(tmp_path / "c.yaml", f"base: {base}\n"))
-    assert str(tmp_path / "clusters" / "ours.yaml") in refusal(write(tmp_path / "c.yaml", "launch: {cluster: ours}\n"))
+        assert "`base` is a file name or a list" in refusal(written(f"base: {base}\n"))
+    assert str(tmp_path / "clusters" / "ours.yaml") in refusal(written("launch: {cluster: ours}\n"))

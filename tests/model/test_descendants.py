@@ -9,7 +9,6 @@ from drover.model.attention.choosing import choose
 from drover.model.attention.sdpa import Sdpa
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.training.engines.engine import without_gradient
 from tests.refusal import refused
 from tests.tiny_models import DESCENDANT
 
@@ -42,9 +41,3 @@ def test_a_window_takes_from_attentions_operations():
     for causal, full, part in ((False, 32.0, 8.0), (True, 16.0, 7.0)):  # causal: 8 - 8 * 8 / 64
         assert plain.flops_per_token(32, causal) - windowed.flops_per_token(32, causal) == 12 * 48 * 3 * (full - part)
         assert plain.flops_per_token(8, causal) == windowed.flops_per_token(8, causal)
-
-
-def test_scores_may_lack_a_gradient_where_nothing_is_seen():
-    found = ["layers.0.attention.q_norm.weight", "layers.0.attention.k_norm.weight", "layers.0.attention.wq.weight"]
-    assert without_gradient(found, [0, 0, 0], attending=False) == ""
-    assert "q_norm.weight" in without_gradient(found, [0, 1, 1], attending=True)

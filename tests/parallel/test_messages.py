@@ -24,6 +24,7 @@ from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.rollbacks import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
+from tests.refusal import refused
 
 COUNTS = np.arange(6, dtype=np.int64)
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]
@@ -89,8 +90,7 @@ def test_other_errors_and_numbers_arrive_as_the_nearest(told, heard):
 @pytest.mark.parametrize("value", [{1, 2}, object(), print, np.array([None]), namedtuple("Run", "file")(1),
                                    torch.ones(1), torch.Size([1])], ids=lambda value: type(value).__name__)
 def test_nothing_else_is_told(value):
-    with pytest.raises(TypeError, match=f"{type(value).__name__} cannot be sent to other ranks"):
-        encode([value])
+    refused(TypeError, f"{type(value).__name__} cannot be sent to other ranks", encode, [value])
 
 
 class Hostile:
@@ -116,6 +116,5 @@ def message(plain, content=b""):
     "a key that is a list": message({"!dict": [[[], 1]]})}.items(), ids=lambda pair: pair[0])
 def test_what_somebody_else_has_written_is_refused_and_not_executed(hostile, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MessageError, match="The message from rank 3 cannot be read"):
-        decode(hostile[1], "rank 3")
+    refused(MessageError, "The message from rank 3 cannot be read", decode, hostile[1], "rank 3")
     assert not list(tmp_path.iterdir())

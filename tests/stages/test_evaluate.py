@@ -62,14 +62,12 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
     assert evaluated[1]["validation"]["sources"]["prose"]["nats"] == pytest.approx(nats, rel=1e-5)
 
 
-def test_a_part_of_the_validation_text_is_measured_and_said(evaluated, copied, tmp_path, capsys):
+def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copied, tmp_path):
     """Another amount costs the figures of validation text only, and is asked for without --force."""
     limit, folder = 200, tmp_path / "copy/evaluate"
-    assert run_here("evaluate", *copied, "evaluate.validation_tokens=null") == 0
+    run("evaluate", *copied, "evaluate.validation_tokens=null")
     assert read_json(folder / "results.json") == evaluated[1], "the default takes all of so little"
-    capsys.readouterr()
-    assert run_here("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001") == 0
-    told = capsys.readouterr().out
+    told = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001").out
     assert [told_of(told, part) for part in ("validation text", "baselines", "task words", "continuations")] == [
         "measured", "measured", "kept", "kept"]
     results = read_json(folder / "results.json")["validation"]
@@ -99,21 +97,21 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     (f"evaluate.prompts=['{'x' * 70}']", "leaves no room in the model's context of 64"),
     ("evaluate.tasks=[word]", "did you mean 'words'"),
 ])
-def test_what_cannot_be_measured_is_said(copied, override, message, capsys):
-    assert run_here("evaluate", *copied, override) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_measured_is_said(run, copied, override, message):
+    assert message in run("evaluate", *copied, override, expect=2).err
 
 
 @pytest.fixture
-def tasks(copied, tmp_path):
-    """Function: run the stage of a run of its own with these tasks; they are `one`, `two` and `broken`."""
+def tasks(run, copied, tmp_path):
+    """Function: run the stage of a run of its own with these tasks, to this exit status; they are `one`, `two` and
+    `broken`. What it said."""
     for name, gold in (("one", 0), ("two", 1), ("broken", ["yes", "no"])):
         write_task(tmp_path, name, *(item(number, gold) for number in range(4)))
 
-    def run(*names, more=(), stage="evaluate"):
-        return run_here(stage, *copied, f"evaluate.task_folders=[{tmp_path}]", f"evaluate.tasks=[{', '.join(names)}]",
-                        *more)
-    return run
+    def told(*names, more=(), stage="evaluate", expect=0):
+        return run(stage, *copied, f"evaluate.task_folders=[{tmp_path}]", f"evaluate.tasks=[{', '.join(names)}]", *more,
+                   expect=expect)
+    return told
 
 
 @pytest.fixture
@@ -122,7 +120,7 @@ def results(tmp_path):
     return lambda: read_json(tmp_path / "copy/evaluate/results.json")
 
 
-def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_path, capsys):
+def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_path):
     """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
     run = Run(load_config(copied[0], copied[1:]))
     texts = [document.text for record in shard_records(run.finished("shard"), "train")
@@ -130,11 +128,9 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     items = [{"query": " ".join(text.split()[:10]).upper() if number % 2 else f"Nobody wrote item {number} so far:",
               "choices": ["So it goes.", "no"], "gold": 0} for number, text in enumerate(texts[:6])]
     write_task(tmp_path, "one", *items)
-    assert tasks("one") == 0
+    tasks("one")
     before = results()
-    capsys.readouterr()
-    assert tasks("one", more=["evaluate.contamination=true"]) == 0
-    told = capsys.readouterr().out
+    told = tasks("one", more=["evaluate.contamination=true"]).out
     assert [told_of(told, part) for part in ("task one", "validation text", "contamination")] == [
         "kept", "kept", "measured"]
     after = results()
@@ -143,31 +139,29 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     assert (parts["clean"]["items"], parts["dirty"]["items"], parts["too_short"]) == (3, 3, 0)
 
 
-def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themselves(tasks, results, tmp_path, capsys):
+def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themselves(tasks, results, tmp_path):
     """It may be taken out without --force, or repaired: then it alone is measured. The report follows."""
-    assert tasks("one", "broken", "two") == 2
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err + said.out and "The task broken (" in said.err
+    said = tasks("one", "broken", "two", expect=2)
+    assert "Traceback" not in said.out and "The task broken (" in said.err
     assert "kept (validation text, continuations, task one, task two)" in said.err
     assert read_manifest(tmp_path / "copy/evaluate") is None
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    assert tasks("one", "two") == tasks("one", "two", stage="report") == 0
+    tasks("one", "two")
+    tasks("one", "two", stage="report")
     changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[broken, one]"])
     jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
     assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]
     first = results()
-    capsys.readouterr()
     for names, new, how in ((["broken", "one"], "broken", "measured"), (["one", "two"], "two", "kept")):
-        assert tasks(*names) == 0 and list(results()["tasks"]) == names
-        told = capsys.readouterr().out
+        told = tasks(*names).out
+        assert list(results()["tasks"]) == names
         assert [told_of(told, part) for part in ("validation text", "continuations", "task one", f"task {new}")] == [
             "kept", "kept", "kept", how]
         assert "changed: evaluate.tasks.0" in told and f"changed: input file {new}/{new}.yaml is new" in told
     assert results() == first
 
 
-def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_is_refused(tasks, tmp_path, capsys,
-                                                                                         monkeypatch):
+def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_is_refused(tasks, tmp_path, monkeypatch):
     """What is renewed in silence is the list of tasks; what a finished one was made of is not. And were results of
     other code kept, the manifest would name code that did not make them."""
     from drover.pipeline.evaluation import running
@@ -179,18 +173,14 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
         return original(model, task_file, *how)
     with monkeypatch.context() as patch:
         patch.setattr(running, "measure_task", measure)
-        assert tasks("one", "two") == INTERRUPTED
+        tasks("one", "two", expect=INTERRUPTED)
     parts = ("validation text", "task one", "task two")
-    capsys.readouterr()
-    assert tasks("one", "two") == 0
-    told = capsys.readouterr().out
+    told = tasks("one", "two").out
     assert [told_of(told, part) for part in parts] == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
         patch.setattr("drover.pipeline.contract.run.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
-        assert tasks("two", "one") == 0
-    told = capsys.readouterr().out
+        told = tasks("two", "one").out
     assert {told_of(told, part) for part in parts} == {"measured"}
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
-    assert tasks("one") == 2
-    assert "input file one/one.jsonl has other content" in capsys.readouterr().err
+    assert "input file one/one.jsonl has other content" in tasks("one", expect=2).err
     assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["two", "one"]

@@ -14,6 +14,7 @@ from drover.pipeline.training import async_saver
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
 from tests.formats.cutting import whole
+from tests.refusal import refused
 from tests.training.uploads.saving import Log, save
 
 
@@ -64,8 +65,7 @@ def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
     saver, checkpoints, _ = make(attempts=1)
     broken = OSError(5, "Input/output error", "rank-00000.safetensors")
     monkeypatch.setattr(async_saver, "write_part", Mock(side_effect=broken))
-    with pytest.raises(UserError, match=r"Saving failed 1 times: .*Input/output error.*run the same command again"):
-        save(saver, 1)
+    refused(UserError, r"Saving failed 1 times: .*Input/output error.*run the same command again", save, saver, 1)
     assert saver.failed and saver.event.names() == ["checkpoint_failed"]
     assert not list(checkpoints.folder.glob("*"))
 
@@ -75,6 +75,5 @@ def test_a_checkpoint_of_another_form_is_named_and_left_alone(make):
     save(saver, 1)
     marker = checkpoints.path(1) / MARKER
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 3}))
-    with pytest.raises(UserError, match=r"by another version of Drover \(format 3, this one reads 2\)"):
-        checkpoints.newest_valid()
+    refused(UserError, r"by another version of Drover \(format 3, this one reads 2\)", checkpoints.newest_valid)
     assert checkpoints.path(1).is_dir(), "nothing was renamed"

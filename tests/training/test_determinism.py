@@ -10,6 +10,7 @@ import torch._inductor.config as inductor
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.training import loop
 from drover.pipeline.training.determinism import is_deterministic, make_deterministic
+from tests.refusal import refused
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 
@@ -46,16 +47,14 @@ def test_own_choices_stay_and_one_that_cannot_be_is_refused(monkeypatch):
     make_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8" and os.environ["NCCL_ALGO"] == "allreduce:tree"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0'.*Unset it, or set it to :4096:8"):
-        make_deterministic()
+    refused(UserError, r"CUBLAS_WORKSPACE_CONFIG is ':0:0'.*Unset it, or set it to :4096:8", make_deterministic)
 
 
 def test_training_asks_for_it_before_it_touches_a_device(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setattr(loop, "start_ranks", lambda patience: pytest.fail("the device was there first"))
     config = SimpleNamespace(train=SimpleNamespace(deterministic=True))
-    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
-        loop.Loop(SimpleNamespace(config=config), None).run()
+    refused(UserError, "CUBLAS_WORKSPACE_CONFIG", loop.Loop(SimpleNamespace(config=config), None).run)
 
 
 def test_a_cpu_always_is_and_a_gpu_where_it_is_asked_to_be():

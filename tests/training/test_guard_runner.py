@@ -14,6 +14,7 @@ from drover.pipeline.data.provenance import SeenDocument
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.engines.engine import StepResult
 from drover.pipeline.training.guard_runner import GuardRunner
+from tests.refusal import refused
 
 NAN = StepResult(math.nan, 1.0, False)
 
@@ -31,6 +32,6 @@ def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypa
     if leads:
         assert "web/abc (train-0.arrow, document 5)" in said.call_args.args[0] and log.call_args.args == ("skip",)
         assert log.call_args.kwargs["documents"][0]["samples"] == [8] and log.call_args.kwargs["samples"] == [[0, 8]]
-    with pytest.raises(UserError, match="web/abc" if leads else "what rank 0 has read"):
-        runner.judge_step(2, NAN, TrainingProgress(step=1, samples=8), True, log)
+    refused(UserError, "web/abc" if leads else "what rank 0 has read", runner.judge_step, 2, NAN,
+            TrainingProgress(step=1, samples=8), True, log)
     assert read.call_count == 2 * leads

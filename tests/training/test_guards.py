@@ -13,6 +13,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
 from drover.pipeline.training.guards import UNLIMITED, Guards
+from tests.refusal import refused
 
 NAN, INF = math.nan, math.inf
 HERE = [(64, 80)]
@@ -104,8 +105,7 @@ def test_a_lasting_higher_level_becomes_normal_under_log_and_stops_under_skip():
     outcomes = judged(guards, *(4.4 + 0.01 * (step % 3) for step in range(64)))
     assert outcomes[0] == "spike" and outcomes[-1] == "ok"
     assert 20 < outcomes.count("spike") <= 34
-    with pytest.raises(UserError, match="spike=log"):
-        judged(steady(Guards(GuardConfig(spike="skip", max_skipped=4))), *[4.4] * 5)
+    refused(UserError, "spike=log", judged, steady(Guards(GuardConfig(spike="skip", max_skipped=4))), *[4.4] * 5)
 
 
 def test_too_many_skips_in_a_row_stop_with_an_explanation_also_over_a_restart():
@@ -120,8 +120,7 @@ def test_too_many_skips_in_a_row_stop_with_an_explanation_also_over_a_restart():
                  "train.lr", "checkpoints are valid"):
         assert part in str(caught.value)
     assert guards.skipped_total == 5 and "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="1 updates in a row"):
-        judged(Guards(GuardConfig(max_skipped=0)), NAN)
+    refused(UserError, "1 updates in a row", judged, Guards(GuardConfig(max_skipped=0)), NAN)
 
 
 def test_rollbacks_are_limited_and_need_a_checkpoint():
@@ -130,8 +129,7 @@ def test_rollbacks_are_limited_and_need_a_checkpoint():
     skipped = guards.judge(41, 9.0, 0.5, HERE, can_roll_back=False)
     assert outcome(skipped) == "skip spike" and "no checkpoint yet" in skipped.text
     assert judged(guards, 9.0) == ["rollback"] and guards.counters() == {"skipped": 1, "spikes": 1, "rollbacks": 1}
-    with pytest.raises(UserError, match=r"max_rollbacks is 1.*loss 9.*\[64, 80\)"):
-        judged(steady(going_on(config, {}, 1)), 9.0)
+    refused(UserError, r"max_rollbacks is 1.*loss 9.*\[64, 80\)", judged, steady(going_on(config, {}, 1)), 9.0)
 
 
 def test_state_goes_through_json_and_every_later_decision_is_the_same():

@@ -21,6 +21,7 @@ from drover.pipeline.training.initial_weights import (
 )
 from tests.formats.cutting import part_of, rectangle
 from tests.formats.exporting import write_model
+from tests.refusal import refused
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=70, context_length=64)
 
@@ -57,8 +58,8 @@ def test_values_that_are_no_numbers_are_refused_by_the_tensors_name(exported, tm
     with open_weights(tmp_path) as weights:
         values = taken(weights, drawn(SHAPE, 8))
         values("layers.1.feed_forward.w2.weight", (32, 48), (4, 0), (28, 48))
-        with pytest.raises(UserError, match=r"model.layers.1.mlp.down_proj.weight in .* has NaN or infinite values"):
-            values("layers.1.feed_forward.w2.weight", (32, 48), (0, 0), (4, 48))
+        refused(UserError, r"model.layers.1.mlp.down_proj.weight in .* has NaN or infinite values", values,
+                "layers.1.feed_forward.w2.weight", (32, 48), (0, 0), (4, 48))
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -69,8 +70,7 @@ def test_values_that_are_no_numbers_are_refused_by_the_tensors_name(exported, tm
     ({"vocab_size": 69}, "vocab_size is 69 here, 70 there: it may only grow"),
 ])
 def test_another_model_is_refused_with_all_that_differs(exported, change, said):
-    with pytest.raises(UserError, match=said):
-        refuse_other_shape(exported[0], SHAPE.model_copy(update=change))
+    refused(UserError, said, refuse_other_shape, exported[0], SHAPE.model_copy(update=change))
 
 
 def test_positions_may_be_changed_and_the_vocabulary_grow_which_is_said(exported):
@@ -116,8 +116,7 @@ def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, 
     if isinstance(said, str):
         assert refuse_other_tokenizer(*folders) == said
         return
-    with pytest.raises(UserError, match=str(said)):
-        refuse_other_tokenizer(*folders)
+    refused(UserError, str(said), refuse_other_tokenizer, *folders)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is_said(tmp_path):
@@ -126,8 +125,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is
     assert "no tokenizer.json there" in refuse_other_tokenizer(torn, same)
     for text in ("{", "[" * 5000):
         (torn / "tokenizer.json").write_text(text)
-        with pytest.raises(UserError, match="cannot be compared"):
-            refuse_other_tokenizer(torn, same)
+        refused(UserError, "cannot be compared", refuse_other_tokenizer, torn, same)
 
 
 def test_a_checkpoint_of_a_run_has_the_runs_tokenizer(tmp_path):

@@ -11,6 +11,7 @@ from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.resume import changed_code, continued, load
+from tests.refusal import refused
 
 
 @pytest.mark.parametrize("code, now, told", [
@@ -27,8 +28,7 @@ def test_code_that_changed_since_a_checkpoint_is_named(tmp_path, code, now, told
 def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
     progress = TrainingProgress(step=4, plan_sha256="a" * 64, restarts=1)
     assert continued(tmp_path, progress, "a" * 64, drift=False).restarts == 2
-    with pytest.raises(UserError, match="was trained on other token shards"):
-        continued(tmp_path, progress, "b" * 64, drift=False)
+    refused(UserError, "was trained on other token shards", continued, tmp_path, progress, "b" * 64, drift=False)
     assert continued(tmp_path, progress, "b" * 64, drift=True).plan_sha256 == "b" * 64
 
 

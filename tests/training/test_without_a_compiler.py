@@ -9,6 +9,7 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.compiling import refuse_without_compiler
+from tests.refusal import refused
 from tests.stages.training import run_train, train_folder
 
 
@@ -41,8 +42,7 @@ def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch
     if told is None:
         refuse_without_compiler(train, torch.device(device))
         return
-    with pytest.raises(UserError, match=re.escape(told)):
-        refuse_without_compiler(train, torch.device(device))
+    refused(UserError, re.escape(told), refuse_without_compiler, train, torch.device(device))
 
 
 @pytest.mark.slow

@@ -23,13 +23,14 @@ def test_documents_are_kept_apart_unless_asked_otherwise(windowed):
         assert given["tokens"] is batch.tokens and given["labels"] is batch.labels
 
 
-QUERY, KEY = "layers.0.attention.wq.weight", "layers.0.attention.wk.weight"
+SCORES = QUERY, KEY, *_ = [f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "q_norm", "k_norm")]
+"""What decides who attends to whom, and nothing else."""
 
 
 @pytest.mark.parametrize(("counts", "attending", "told"), [
-    ([5, 1, 2, 3], True, ""), ([5, 0, 0, 3], False, ""),  # every target's token sees itself only
-    ([5, 0, 0, 3], True, f": {QUERY}, {KEY}, of 4 parameters, got no gradient"),
-    ([0, 0, 0, 3], False, ": tok_embeddings.weight, of 4"), ([0, 0, 0, 0], True, f"{KEY} and 1 more, of 4")])
+    ([5, 1, 2, 1, 1, 3], True, ""), ([5, 0, 0, 0, 0, 3], False, ""),  # every target's token sees itself only
+    ([5, 0, 0, 1, 1, 3], True, f": {QUERY}, {KEY}, of 6 parameters, got no gradient"),
+    ([0, 0, 0, 0, 0, 3], False, ": tok_embeddings.weight, of 6"), ([0] * 6, True, f"{KEY} and 3 more, of 6")])
 def test_parameters_without_a_gradient_are_named_and_scores_that_nothing_is_seen_by_are_not(counts, attending, told):
-    found = without_gradient(["tok_embeddings.weight", QUERY, KEY, "norm.weight"], counts, attending)
+    found = without_gradient(["tok_embeddings.weight", *SCORES, "norm.weight"], counts, attending)
     assert told in found and bool(told) == bool(found)

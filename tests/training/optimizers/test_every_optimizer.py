@@ -11,6 +11,7 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
+from tests.refusal import refused
 from tests.training.optimizers.kit import MODEL, NO, built, everything, give, model_of, same, step
 
 OUTSIDE = "tests.training.optimizers.outside"
@@ -108,10 +109,10 @@ def test_the_plan_counts_the_bytes_that_there_are(name):
 
 
 def test_a_pattern_that_fits_no_parameter_is_refused():
-    with pytest.raises(UserError, match=re.escape("lr_factors: 'embeddings.*' matches no parameter. Some are tok_")):
-        built(model_of(), lr_factors={"embeddings.*": 2})
+    refused(UserError, re.escape("lr_factors: 'embeddings.*' matches no parameter. Some are tok_"), built, model_of(),
+            lr_factors={"embeddings.*": 2})
 
 
 def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(UserError, match=r"made a Impostor, which is neither an Optimizer .* not be clipped or skip"):
-        built(model_of(), optimizer=f"{OUTSIDE}:IMPOSTOR")
+    refused(UserError, r"made a Impostor, which is neither an Optimizer .* not be clipped or skip", built, model_of(),
+            optimizer=f"{OUTSIDE}:IMPOSTOR")

@@ -6,6 +6,7 @@ import torch
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.optimizers.muon import COEFFICIENTS, orthogonal
 from drover.pipeline.training.optimizers.whole_matrices import assign_owners
+from tests.refusal import refused
 from tests.training.optimizers.kit import built, give, model_of, step
 
 
@@ -49,8 +50,8 @@ def test_steps_are_those_of_torchs_own_muon_and_adamw(nesterov):
 
 @pytest.mark.parametrize("settings", [{"momentum": 1.0}, {"iterations": 0}])
 def test_impossible_settings_are_refused(settings):
-    with pytest.raises(UserError, match=r"train\.optimizer_settings: momentum must be at least 0 and below 1"):
-        built(model_of(), optimizer="muon", optimizer_settings=settings)
+    refused(UserError, r"train\.optimizer_settings: momentum must be at least 0 and below 1", built, model_of(),
+            optimizer="muon", optimizer_settings=settings)
 
 
 def test_owners_share_the_work_evenly_and_the_same_everywhere():

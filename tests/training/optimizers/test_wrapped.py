@@ -6,6 +6,7 @@ import torch
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.optimizers.base import Weight
 from drover.pipeline.training.optimizers.wrapped import Wrapped
+from tests.refusal import refused
 from tests.training.optimizers.kit import give, model_of, step
 
 
@@ -27,8 +28,8 @@ def test_a_group_with_a_learning_rate_of_its_own_keeps_its_share_of_the_schedule
 def test_a_weight_that_was_left_out_is_named():
     model = model_of()
     inner = torch.optim.SGD([parameter for name, parameter in model.named_parameters() if "wk" not in name], lr=0.1)
-    with pytest.raises(UserError, match=r"SGD was given 21 parameters and holds 19; layers\.0\.attention\.wk\.weight"):
-        Wrapped(weights(model), inner, lr=0.1)
+    refused(UserError, r"SGD was given 21 parameters and holds 19; layers\.0\.attention\.wk\.weight", Wrapped,
+            weights(model), inner, lr=0.1)
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -40,8 +41,7 @@ def test_a_weight_that_was_left_out_is_named():
 ])
 def test_states_that_could_not_be_carried_on_are_refused(make, words):
     model = model_of()
-    with pytest.raises(UserError, match=words):
-        Wrapped(weights(model), make(list(model.parameters())), lr=0.1)
+    refused(UserError, words, Wrapped, weights(model), make(list(model.parameters())), lr=0.1)
 
 
 def test_making_the_states_leaves_weights_as_they_are_and_starts_the_count_at_none():

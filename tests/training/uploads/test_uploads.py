@@ -16,14 +16,14 @@ from drover.pipeline.storage.store import Store
 from drover.pipeline.training import uploads as module
 from drover.pipeline.training.data.token_check import SET_ASIDE
 from drover.pipeline.training.uploads import CopiedCheckpoints, Uploads
+from tests.refusal import refused
 from tests.training.uploads.saving import after
 
 
 @pytest.mark.parametrize("last", ["weights.bin", COPY])
 def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     run.store.put(f"step-7/{last}", b"somebody else's")
-    with pytest.raises(UserError, match=r"folders named after steps \(step-00000007 \.\.\.\), but no owner\.json"):
-        run.start()
+    refused(UserError, r"folders named after steps \(step-00000007 \.\.\.\), but no owner\.json", run.start)
     assert [entry.path for entry in run.store.list()] == [f"step-7/{last}"]
     run.store.delete([f"step-7/{last}"])
     run.train(4)
@@ -46,8 +46,7 @@ def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_che
     run.store.put(f"{checkpoint_name(4)}/{name}", b"{")
     run.remove_here(4)
     copying = run.start()
-    with pytest.raises(UserError, match=r"Every copy of a checkpoint in .* is damaged"):
-        copying.newest_valid()
+    refused(UserError, r"Every copy of a checkpoint in .* is damaged", copying.newest_valid)
 
 
 def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(run):
@@ -83,19 +82,16 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
     living, copied = run.start(), tmp_path / "copied"
     shutil.copytree(run.folder, copied)
     before = {entry.path: run.store.read(entry.path) for entry in run.store.list()}
-    with pytest.raises(UserError, match=r"of the run mini, not of trial\. .*/copied seems to be a copy"):
-        run.at(copied, "trial").start()
+    refused(UserError, r"of the run mini, not of trial\. .*/copied seems to be a copy", run.at(copied, "trial").start)
     run.at(copied, "trial", Store(f"file://{tmp_path}/other")).train(8)  # a store of its own: another training
-    with pytest.raises(UserError, match="of the run mini, not of trial"):
-        run.at(copied, "trial").start()
+    refused(UserError, "of the run mini, not of trial", run.at(copied, "trial").start)
     assert {path: run.store.read(path) for path in before} == before
     living._owner.refuse_lost()
     shutil.copytree(run.folder, tmp_path / "second")
     second = run.at(tmp_path / "second", "mini")
     second.start()
     assert "takes over" in second.said[-1]
-    with pytest.raises(UserError, match="took it over"):
-        living._owner.refuse_lost()
+    refused(UserError, "took it over", living._owner.refuse_lost)
 
 
 def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tmp_path):
