@@ -303,7 +303,7 @@ import torch.distributed as dist
 from drover.launch.slurm.job.node_trial import try_node
 exchange = dist.batch_isend_irecv
 if os.environ["SLURMD_NODENAME"] == "n3":
-    dist.batch_isend_irecv = lambda operations: time.sleep(0.4) or exchange(operations)
+    dist.batch_isend_irecv = lambda operations: time.sleep(1.0) or exchange(operations)
 try_node(Path(sys.argv[1]), float(sys.argv[2]))
 """
 
