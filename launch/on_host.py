@@ -23,7 +23,7 @@ from pathlib import Path
 
 from drover.launch.processes import Environment, Group, free_port, pass_on, started
 from drover.launch.slurm.start_logs import Labelled
-from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.files import Record, sha256_file, sha256_json
 
 MARK = "drover-host "
@@ -64,9 +64,9 @@ def try_folder(token: Path, number: int) -> Record:
 
 
 def code_hash() -> str:
-    """Hash of the source files that make the outputs of Drover's own stages, as this machine has them."""
-    files = {path for stage in STAGES.values() if not stage.own_module for path in stage.source_files()}
-    return sha256_json({path.as_posix(): sha256_file(REPOSITORY / path) for path in files})
+    """Hash of the source files of Drover that a stage runs, as this machine has them."""
+    return sha256_json({path.relative_to(REPOSITORY).as_posix(): sha256_file(path)
+                        for part in ("launch", "model", "pipeline") for path in (REPOSITORY / part).rglob("*.py")})
 
 
 def do(work: Work, given: int) -> int:
