@@ -16,6 +16,7 @@ import argparse
 import getpass
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -54,6 +55,8 @@ SLOW_IMPORT_S = 20.0
 SLOW_FOLDER_S = 3.0
 TRIAL_S = 120
 """How long a node waits for the others."""
+REPORT = re.compile(r"\s*(\d+: *)?(\{.*)?")
+"""A report in a node's log, with srun's label, or an empty line."""
 MINUTES = 10
 """Time limit of a job."""
 
@@ -176,8 +179,9 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
             return
         reason = _wait(scheduler, number, wait)
         facts[name] = read_reports(folder, NodeFacts)
-        log = "\n".join(path.read_text(errors="replace").strip() for path in sorted(folder.glob("*.log")))
-        yield from judge(name, nodes, gpus, facts[name], reason, log)
+        lines = [line for path in sorted(folder.glob("*.log")) for line in path.read_text(errors="replace").splitlines()
+                 if not REPORT.fullmatch(line)]
+        yield from judge(name, nodes, gpus, facts[name], reason, "\n".join(lines))
     finally:
         scheduler.cancel(f"--name={JOB}{folder.name}")  # by name, in case sbatch's answer was lost
         shutil.rmtree(folder, ignore_errors=True)

@@ -85,7 +85,8 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     states = {row.state for row in rows}
     # A stage that waits for a failed one will never run.
     goes_on = beside or not asked or "running" in states or ("waiting" in states and "failed" not in states)
-    partial = run.chain is not None and run.chain.partial
+    # What the newest submission lacks may have been made without Slurm since.
+    partial = run.chain is not None and run.chain.partial and not states <= {*FINISHED}
     outcome: Outcome = None if goes_on else "done" if current.state in FINISHED and not partial else "failed"
     remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + run.remarks
     remarks += ["some jobs of the newest submission are not queued: it is at work, or sbatch refused one"] * partial

@@ -60,7 +60,8 @@ REASONS = (
 )
 """Patterns of reasons, special ones before general ones: the first that matches counts."""
 NEVER = "will never run"
-OUT_OF_MEMORY = "(?i)oom.kill|out of memory|exceeded (job |step )?memory limit"
+OUT_OF_MEMORY = "(?i)oom.kill|(?<!cuda )(?<!hip )out of memory|exceeded (job |step )?memory limit"
+"""Of the host: a GPU that is full is another matter."""
 REFUSALS = (
     ("time limit is|Node count", "request less (launch.time, launch.<stage>.time, --nodes), or another "
                                  "launch.partition; `scontrol show partition` shows MaxTime and MaxNodes"),

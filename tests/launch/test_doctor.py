@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from drover.launch.doctor import NOTE, OK, PROBLEM, _script, _wait, judge, main, profile, try_partition
+from drover.launch.doctor import NOTE, OK, PROBLEM, REPORT, _script, _wait, judge, main, profile, try_partition
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
 from drover.launch.slurm.job.site_trial import NodeFacts
 from drover.launch.slurm.scheduler import NodeKind
@@ -43,6 +43,11 @@ def test_a_job_without_reports_says_why(reason, log, part, advice):
     [finding] = judge("gpu", 2, True, [], reason, log)
     assert finding.state == PROBLEM and part in finding.found
     assert finding.advice.startswith(advice) and bool(finding.advice) == bool(advice)
+
+
+def test_reports_and_empty_lines_do_not_say_what_went_wrong():
+    assert all(REPORT.fullmatch(line) for line in ("", "0: ", '1: {"rank": 1, "node": "n2"}'))
+    assert not any(REPORT.fullmatch(line) for line in ("1: Traceback (most recent call last):", "srun: error: Killed"))
 
 
 def test_a_job_that_will_never_run_is_not_waited_for(programs):

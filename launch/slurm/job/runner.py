@@ -261,7 +261,8 @@ class Runner:
         self.here.avoid.update(end.lost)
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself, and Slurm, where it killed the rank.
-        words = last_lines(folder, end.rank, self.spec.tasks_per_node, 25)
+        failed = end.status or end.cause
+        words = last_lines(folder, end.rank, self.spec.tasks_per_node, 25) if failed else []
         if end.exit_code is None:
             words = ["it used more memory than the job requested (launch.mem, launch.<stage>.mem)"] * bool(
                 re.search(OUT_OF_MEMORY, str([end.cause, *words])))

@@ -13,6 +13,7 @@ from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import wanted_ids
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.scheduler import COLUMNS, JobInfo
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import write_json, write_text
 from tests.launch.run_folders import SETTINGS
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
@@ -65,6 +66,10 @@ def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
     assert seen.outcome == "failed" and "some jobs of the newest submission are not queued" in seen.remarks[-2]
     run.submitted(run.job("16", "train"), planned=1)
     assert run.status({}).outcome == "done"
+    run.submitted(run.job("16", "train"), planned=2)
+    run.done(*STAGES, until=10)
+    seen = run.status({})
+    assert seen.outcome == "done" and not seen.remarks, "the other stages were made without Slurm"
 
 
 def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):
