@@ -46,7 +46,7 @@ def test_a_job_without_reports_says_why(reason, log, part, advice):
 
 
 def test_a_job_that_will_never_run_is_not_waited_for(programs):
-    programs.queue(("12", "PENDING", "PartitionTimeLimit"))
+    programs.queue("12 PENDING PartitionTimeLimit")
     assert "more time than the partition allows" in _wait(programs.scheduler(), "12", 10)
 
 
