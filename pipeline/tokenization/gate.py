@@ -90,17 +90,19 @@ def verdict(tokenizer: Path, shards: Path, validation: Sequence[Record]) -> Reco
 
 
 def odd_strings(reference: Tokenizer) -> Iterator[str]:
-    """Strings that encoders get wrong: odd characters, long runs; and random strings of the characters of ODD, blanks,
-    the names of special tokens, and one block of Unicode, whose code points are spread evenly over the powers of two.
-    Always the same ones."""
+    """Strings that encoders get wrong: odd characters, long runs, the names of special and added tokens; and random
+    strings of the characters of ODD, blanks, and one block of Unicode, whose code points are spread evenly over the
+    powers of two. Always the same ones."""
     yield from ODD
     for piece, length in product(ODD, (17, 65, 257, 30_000)):  # Llama 3's tokenizer cuts the longest
         run = (piece * length)[:length]
         yield f"{run}x\n{run}"
-    # About a quarter of the pieces are blanks, and a third are of the block.
-    common = [*"".join(ODD), *(40 * " \n\t\r\u2581'0"), *reference.special_tokens, *reference.added.values()]
+    for name in (*reference.special_tokens, *reference.added.values()):  # of which there may be thousands
+        yield f"{name} a{name}b {name[:-1]} {name}{name}\n"
+    # More than a quarter of the characters are blanks, and more than a third are of the block.
+    common = "".join(ODD) + 40 * " \n\t\r\u2581'0"
     draw = random.Random(0)
     for _ in range(6000):
         block = int(2 ** draw.uniform(0, 20))
-        pieces = [*common, *map(chr, range(block, block + 500))]
-        yield "".join(draw.choices(pieces, k=draw.randint(1, 24))).encode("utf-8", "ignore").decode()
+        characters = common + "".join(map(chr, range(block, block + 500)))
+        yield "".join(draw.choices(characters, k=draw.randint(1, 24))).encode("utf-8", "ignore").decode()

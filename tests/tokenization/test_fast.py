@@ -3,6 +3,7 @@
 import shutil
 from importlib.metadata import version
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,6 +70,12 @@ def test_ids_are_those_of_the_reference_and_the_gate_lets_it_through(vocabularie
     assert len(odd) > 6000 and odd == list(odd_strings(vocabulary)), "always the same ones"
     assert all(any(name in text for text in odd) for name in vocabulary.special_tokens)
     assert verdict(folders[kind], folders[kind], []) == {"version": version(NAME), "texts": len(odd), "problem": ""}
+
+
+def test_every_added_token_is_named_and_however_many_there_are_the_random_strings_stay():
+    few, many = ([*odd_strings(SimpleNamespace(special_tokens={}, added=dict.fromkeys(range(count), "<unused>")))]
+                 for count in (0, 5000))
+    assert [text for text in many if "<unused>" not in text] == few and len(many) == len(few) + 5000
 
 
 def test_what_somebody_added_to_a_tokenizer_is_found_in_texts_and_its_special_tokens_are_not(tmp_path, byte_level):

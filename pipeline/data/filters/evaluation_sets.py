@@ -127,7 +127,7 @@ def _settings(path: Path) -> dict[str, Any]:
     """What a task's .yaml says."""
     found = read_task(path, yaml.SafeLoader, " For a task that needs code or includes other files, name its data file "
                       "and `fields` instead.")
-    if not _strings((found.get("dataset_kwargs") or {}).get("data_files")):
+    if not any(_strings((found.get("dataset_kwargs") or {}).get("data_files"))):
         raise UserError(f"The task {path} names no data files (dataset_kwargs.data_files) of its own. Name its data "
                         f"file and `fields` instead.")
     return found

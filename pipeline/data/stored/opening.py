@@ -41,16 +41,16 @@ def used(config: Config, table: ShardTable) -> NDArray[np.int64]:
 
 
 def shards_of(work: Work, split: str) -> dict[str, Shards]:
-    """The token shards of a split by source, to read some of their documents: files if they are there, else from the
-    store that the configuration names."""
+    """The token shards of a split by source, to read some of their documents: files, or where the configuration names a
+    store, from there those that are no files here."""
     folder, manifest = work.input("encode")
     sources = work.config.shard.source_names
-    table, opener = ShardTable.of(manifest.outputs), files_in(folder)
-    files, url = opener, work.config.train.tokens_from
-    if url is not None:
-        opener = StoredTokens(reading(work.config, table, url), table, [""] * len(table), work.say)
+    table, files = ShardTable.of(manifest.outputs), files_in(folder)
+    if (url := work.config.train.tokens_from) is None:
+        return open_shards(table, split, sources, files)
+    stored = StoredTokens(reading(work.config, table, url), table, [""] * len(table), work.say)
     return open_shards(table, split, sources, lambda row, record, whole: (
-        files if (folder / record["path"]).is_file() else opener)(row, record, whole))
+        files(row, record, whole) if (folder / record["path"]).is_file() else stored(row, record, whole)))
 
 
 def validation_files(work: Work) -> list[Expected]:

@@ -380,7 +380,7 @@ def test_a_private_folder(tmp_path):
             mine.chmod(mode)
         assert private_folder(mine) == mine and stat.S_IMODE(mine.stat().st_mode) == 0o700
     (tmp_path / "file").touch(0o600)
-    refused(FileExistsError, "", private_folder, tmp_path / "file")
+    refused(FileExistsError, "File exists", private_folder, tmp_path / "file")
     for mode, owner, why in ((0o702, -1, "may be written by everyone"), (0o770, -1, "may be written by the group"),
                              (0o700, OTHER, f"belongs to the user {OTHER}")):
         if owner == -1 or ROOT:

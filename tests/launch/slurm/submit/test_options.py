@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.launch.slurm.submit.test_sbatch import scripts
 from tests.refusal import table
@@ -38,7 +39,7 @@ def options(lines, *names):
     --gpus-per-node -> h100:8
     gpus -> 16
     gpus-per-task -> h100:1
-    gres -> nvme:1,gpu:8"""))
+    gres -> nvme:1,gpu:8""", str, yaml.safe_load))
 def test_gpus_are_asked_for_once(script, name, value):
     asked, = options(script(extra={name: value}), "gres", "gpus", "gpus-per-node", "gpus-per-task")
     assert asked.endswith(f"={value}")
