@@ -259,6 +259,9 @@ def _run_options(parser: Parser) -> None:
 def _plan(options: argparse.Namespace) -> int:
     """With --json and --as, notes for people go to stderr."""
     if options.form:
+        if options.json or options.cluster in ("slurm", "local"):
+            raise UserError("--as prints a file for Kubernetes or SkyPilot. Leave out --json and --cluster slurm or "
+                            "local; the settings of a profile are used.")
         from drover.launch.plan import Options
         from drover.launch.pods import manifest
         from drover.pipeline.contract.state import now

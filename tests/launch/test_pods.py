@@ -132,6 +132,8 @@ def test_text_is_quoted_that_another_reader_takes_for_a_number(tmp_path, capsys)
 
 
 def test_what_cannot_run_there_is_refused_at_once(printed, capsys, tmp_path, monkeypatch):
+    assert show_plan(["--as", "jobset", "--config", "run.yaml", "--cluster", "slurm"]) == 2
+    assert "Leave out --json and --cluster slurm" in capsys.readouterr().err
     assert show_plan(["--as", "jobset", "--config", "run.yaml", "launch.container={}", "launch.wrap=[env]"]) == 2
     said = capsys.readouterr().err
     for words in ("Pods need an image", "runs/My_Run is in no volume", "launch.wrap and launch.srun_args are for"):
