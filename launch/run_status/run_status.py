@@ -83,13 +83,16 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
     beside = any(jobs[id].queued for id in run.evaluations if id in jobs) if jobs else False
     states = {row.state for row in rows}
+    refused = run.chain.refused if run.chain else ""
     # A stage that waits for a failed one will never run.
-    goes_on = beside or not asked or "running" in states or ("waiting" in states and "failed" not in states)
+    waits = "waiting" in states and "failed" not in states
+    goes_on = beside or not (asked or refused) or "running" in states or waits
     # What the newest submission lacks may have been made without Slurm since.
     partial = run.chain is not None and run.chain.partial and not states <= {*FINISHED}
     outcome: Outcome = None if goes_on else "done" if current.state in FINISHED and not partial else "failed"
     remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + run.remarks
-    remarks += ["some jobs of the newest submission are not queued: it is at work, or sbatch refused one"] * partial
+    if partial:
+        remarks.append(f"not all jobs of the newest submission are queued: {refused or 'it is at work, or was killed'}")
     if outcome == "failed":
         remarks.append(f"to continue: {go_on(run)}")
     return RunStatus(run, rows, asked[-1] if outcome == "done" else current, remarks, outcome)

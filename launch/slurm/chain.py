@@ -47,7 +47,7 @@ class ChainJob:
 @dataclass(frozen=True)
 class Chain:
     """One submission: its jobs in the order of their dependencies, and what they were made from. planned: how many
-    jobs it is to have, without evaluations of checkpoints."""
+    jobs it is to have, without evaluations of checkpoints. refused: why it ended before it had them."""
 
     id: str
     submitted: str
@@ -57,6 +57,7 @@ class Chain:
     code: str
     jobs: tuple[ChainJob, ...] = ()
     planned: int = 0
+    refused: str = ""
 
     @property
     def partial(self) -> bool:

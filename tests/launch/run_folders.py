@@ -73,10 +73,10 @@ class HandMade:
         write_text(self.folder / "logs" / path, text)
         return self.folder / "logs" / path
 
-    def submitted(self, *jobs: ChainJob, seconds: float = 900, planned: int = 0) -> None:
+    def submitted(self, *jobs: ChainJob, seconds: float = 900, planned: int = 0, refused: str = "") -> None:
         """The newest submission."""
         Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
-              jobs=jobs, planned=planned).write(self.folder)
+              jobs=jobs, planned=planned, refused=refused).write(self.folder)
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
             needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:

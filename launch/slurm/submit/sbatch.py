@@ -7,13 +7,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from drover.launch.plan import Job
 from drover.launch.slurm import trust
-from drover.launch.slurm.chain import Chain, ChainJob, add_job, token
+from drover.launch.slurm.chain import Chain, ChainJob, add_job, read_chain, token
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
 from drover.launch.slurm.submit.options import directives, gpus_asked, options_of
 from drover.launch.slurm.wait_reasons import refusal
@@ -59,6 +59,8 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
         except (UserError, OSError, KeyboardInterrupt) as error:
             queued = " ".join(entry.id for entry in submitted.values())
             why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
+            with suppress(OSError):
+                replace(read_chain(run) or chain, refused=why).write(run)
             raise UserError(f"{why} " + (
                 f"The jobs before it are queued; `drover cancel {run}` removes them "
                 f"({queued})." if queued else "Nothing else is queued.")) from None

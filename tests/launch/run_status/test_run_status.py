@@ -63,7 +63,12 @@ def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
     run.submitted(run.job("16", "train"), planned=2)
     run.done("train", until=10)
     seen = run.status({})
-    assert seen.outcome == "failed" and "some jobs of the newest submission are not queued" in seen.remarks[-2]
+    assert seen.outcome == "failed"
+    assert seen.remarks[-2] == "not all jobs of the newest submission are queued: it is at work, or was killed"
+    run.submitted(planned=2, refused="No such account.")
+    seen = run.status({})
+    assert seen.outcome == "failed"
+    assert seen.remarks[-2] == "not all jobs of the newest submission are queued: No such account."
     run.submitted(run.job("16", "train"), planned=1)
     assert run.status({}).outcome == "done"
     run.submitted(run.job("16", "train"), planned=2)

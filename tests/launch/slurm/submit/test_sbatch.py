@@ -250,6 +250,7 @@ def test_a_refused_submission_says_what_is_queued(slurm):
     assert "trial-encode: invalid partition. What to do: set launch.partition; `sinfo` shows those that" in said
     assert f"drover cancel {slurm.run}" in said and "(101 102)" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
+    assert slurm.chain.refused in said
     assert "Nothing else is queued" in slurm.refused("--stage all name=other", REFUSED="103")
 
 
