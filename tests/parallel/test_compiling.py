@@ -18,8 +18,7 @@ from tests.refusal import refused
 from tests.stages.training import curve, difference, lines, run_train
 
 LAYERS = 12
-"""Were only the graphs of validation shared, or only those of training, there would be 13: more than the 8 that
-`compiled_calls` allows for one kind of blocks. Were none shared, there would be 24: more than the 16 of any case."""
+"""More than the graphs that `compiled_calls` allows: were one not shared, the run would stop."""
 KINDS = {"sliding_window": 7, "full_attention_interval": 3, "no_rope_layer_interval": 2}
 """Of 12 layers, those with a window or not, rotated or not: four kinds."""
 
