@@ -77,7 +77,7 @@ def _problems(config: Config, form: str, path: str) -> Iterator[str]:
         yield "launch.container.mounts is CLAIM:/FOLDER there: the name of a volume, and where the stages see it."
     elif not any((_work(config) / config.folder).is_relative_to(inside) for inside in volumes):
         yield (f"{config.folder} is in no volume, so it would be lost with its pod. Name a volume that all stages can "
-               f"write, such as launch.container.mounts=[my-claim:/work]; a relative runs_dir lies in the first one.")
+               f"write, such as launch.container.mounts=[my-claim:/data]; a relative runs_dir lies in the first one.")
     if launch.wrap or launch.srun_args:
         yield "launch.wrap and launch.srun_args are for Slurm and hosts. Leave them out."
 

@@ -19,9 +19,9 @@ from tests.waiting import HANG_S
 
 CLOUD = """
 name: My_Run
-shard: {sources: [{kind: files, name: t, paths: [/work/text/*.txt]}]}
+shard: {sources: [{kind: files, name: t, paths: [/data/text/*.txt]}]}
 launch:
-  container: {image: registry/drover:1, mounts: [runs-claim:/work, "scratch:/scratch"]}
+  container: {image: registry/drover:1, mounts: [runs-claim:/data, "scratch:/scratch"]}
   gpus_per_node: 8
   gpu_type: H100
   cpus: 4
@@ -67,12 +67,12 @@ def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
     assert container["resources"] == {"requests": {"cpu": 32, "memory": "128Gi", "nvidia.com/gpu": 8},
                                       "limits": {"nvidia.com/gpu": 8}}
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
-        "/etc/drover/config.yaml", "/dev/shm", "/work", "/scratch"}
+        "/etc/drover/config.yaml", "/dev/shm", "/data", "/scratch"}
     assert [variable["name"] for variable in container["env"]] == [
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "DROVER_CHAIN",
         "DROVER_LAUNCHED", "DROVER_CPUS", "HF_TOKEN", "DROVER_STORE_SECRET"]
     shard = specs["shard"]["template"]["spec"]["containers"][0]
-    assert (shard["resources"]["limits"], shard["workingDir"]) == ({}, "/work")
+    assert (shard["resources"]["limits"], shard["workingDir"]) == ({}, "/data")
     assert {one["name"]: one.get("value") for one in shard["env"]}["DROVER_CPUS"] == "4"
     monkeypatch.setenv("DROVER_CPUS", "1")
     assert processes(load_config("run.yaml", check=False)) == 1, "although the pod sees all cores of its node"
@@ -89,13 +89,13 @@ def test_a_pipeline_of_skypilot_has_a_task_for_each_stage(printed):
         "name": "train", "workdir": ".", "num_nodes": 2,
         "resources": {"accelerators": "H100:8", "cpus": "32+", "memory": "1024+",
                       "image_id": "docker:registry/drover:1", "job_recovery": {"max_restarts_on_errors": 7}},
-        "volumes": {"/work": "runs-claim", "/scratch": "scratch"}, "secrets": {"HF_TOKEN": None},
+        "volumes": {"/data": "runs-claim", "/scratch": "scratch"}, "secrets": {"HF_TOKEN": None},
         "envs": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1",
                  "DROVER_CPUS": "32"},
         "run": "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$SKYPILOT_NODE_RANK "
                '--master-addr="$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port=29500 --nproc-per-node=8 '
                "-m drover.pipeline.train --config run.yaml train.lr=1e-3 launch.mem=1T launch.train.nodes=2 "
-               "runs_dir=/work/runs\n"}
+               "runs_dir=/data/runs\n"}
 
 
 def test_kubernetes_takes_every_name_and_value(printed):
@@ -141,12 +141,12 @@ def test_what_cannot_run_there_is_refused_at_once(printed, capsys, tmp_path, mon
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
     assert show_plan(["--as", "skypilot", "--config", "../run.yaml", "launch.gpu_type=null", "launch.device=mps",
-                      "launch.container.mounts=[/data:/work]"]) == 2
+                      "launch.container.mounts=[/folder:/data]"]) == 2
     said = capsys.readouterr().err
     for words in ("Set launch.gpu_type", "launch.container.mounts is CLAIM:/FOLDER there", "launch.device=mps is Apple",
                   "the configuration ../run.yaml is outside of it"):
         assert words in said
-    for folder in ("/elsewhere", "/work2", "/zoo"):
+    for folder in ("/elsewhere", "/data2", "/zoo"):
         assert show_plan(["--as", "jobset", "--config", "../run.yaml", f"runs_dir={folder}"]) == 2
         assert f"{folder}/My_Run is in no volume" in capsys.readouterr().err
 
