@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from drover.launch.checks import configuration_problems, device_problems, megabytes, memory_problems, refuse_all
-from drover.launch.credentials import credential_problems
+from drover.launch.credentials import credential_problems, files_with_secrets
 from drover.launch.plan import Job, Options, plan
 from drover.pipeline.config.loading import dump_config
 from drover.pipeline.config.plugins import plugin_files
@@ -33,7 +33,7 @@ SETTINGS = PurePosixPath("/etc/drover/config.yaml")
 KUBERNETES_SECRET = "drover"
 """Name of the Kubernetes Secret that has the variables of `launch.secrets`."""
 LONGEST_NAME = 40
-"""Of a JobSet: names of its pods add the stage and numbers, and have at most 63 characters."""
+"""Most characters of a JobSet's name. Its pods' names add the stage and numbers, and may have 63."""
 _CLAIM = re.compile("[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 REFUSED = 2
 """Exit status of a stage that refuses its settings: to start it again would not help."""
@@ -59,8 +59,9 @@ def manifest(config: Config, stages: str, options: Options, form: str) -> str:
     jobs = [replace(job, state=State("to do")) for job in plan(config, Run(config), parse_stages(stages), options)]
     configuration_problems(config, jobs, options.config_path, here=False)
     memory = memory_problems(config, jobs, options) if config.launch.check_fit else ()
-    refuse_all("This cannot be printed", [*credential_problems(config, {}), *device_problems(config), *memory,
-                                          *_problems(config, form, options.config_path)])
+    refuse_all("This cannot be printed", [
+        *credential_problems(config, os.environ), *device_problems(config), *memory,
+        *_problems(config, form, options.config_path)])
     return yaml.dump_all(FORMS[form](config, jobs), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -78,6 +79,9 @@ def _problems(config: Config, form: str, path: str) -> Iterator[str]:
     elif not any((_work(config) / config.folder).is_relative_to(inside) for inside in volumes):
         yield (f"{config.folder} is in no volume, so it would be lost with its pod. Name a volume that all stages can "
                f"write, such as launch.container.mounts=[my-claim:/data]; a relative runs_dir lies in the first one.")
+    for plugin in _plugins(config) if form == "jobset" else ():
+        for what in files_with_secrets(plugin.parent, [Path(plugin.name)]).values():
+            yield f"{plugin} contains what looks like a secret ({what}), and would be printed. Use launch.secrets."
     if launch.wrap or launch.srun_args:
         yield "launch.wrap and launch.srun_args are for Slurm and hosts. Leave them out."
 
@@ -126,18 +130,18 @@ def _literal(text: str) -> str:
     return re.sub(r"\$+(?=\()|\${2,}", lambda found: 2 * found[0], text)
 
 
-def _plugins(config: Config) -> dict[str, str]:
+def _plugins(config: Config) -> list[Path]:
     """The plugins that are files, and what they import from their folders. A stage also looks for them next to its
     configuration."""
     folders = {Path(name).parent for name in config.plugins if name.endswith(".py")}
-    return {path.name: path.read_text() for path in plugin_files() if path.parent in folders}
+    return [path for path in plugin_files() if path.parent in folders]
 
 
 def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
     """A ConfigMap with the whole configuration and its plugins, and the JobSet."""
     launch = config.launch
     name = _label(config.name)
-    settings = {SETTINGS.name: dump_config(config), **_plugins(config)}
+    settings = {SETTINGS.name: dump_config(config), **{path.name: path.read_text() for path in _plugins(config)}}
     # A name for each content: pods that start again must not get the settings of a later submission.
     own = f"{name}-{sha256_json(settings)[:8]}"
 

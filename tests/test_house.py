@@ -23,7 +23,7 @@ FILES = [path for floor in (*FLOORS, "tools", "benchmarks") for path in sorted((
 
 @cache
 def nodes_of(path):
-    """Of the syntax tree of a file, but for the many that no test asks about."""
+    """The nodes of a file's syntax tree that the tests here look at (KINDS)."""
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, KINDS)]
 
 

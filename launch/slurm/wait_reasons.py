@@ -61,7 +61,7 @@ REASONS = (
 """Patterns of reasons, special ones before general ones: the first that matches counts."""
 NEVER = "will never run"
 OUT_OF_MEMORY = "(?i)oom.kill|(?<!cuda )(?<!hip )out of memory|exceeded (job |step )?memory limit"
-"""Of the host: a GPU that is full is another matter."""
+"""Slurm's words where a process exceeded the memory of its job. A full GPU needs other advice."""
 REFUSALS = (
     ("time limit is|Node count", "request less (launch.time, launch.<stage>.time, --nodes), or another "
                                  "launch.partition; `scontrol show partition` shows MaxTime and MaxNodes"),

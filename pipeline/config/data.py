@@ -157,7 +157,7 @@ class ShardConfig(Section):
 
     @property
     def source_names(self) -> list[str]:
-        """Of the sources, in their order."""
+        """Names of the sources, in their order."""
         return [source.name for source in self.sources]
 
 

@@ -37,7 +37,7 @@ def plugin_files() -> list[Path]:
     """The files of the imported plugins, and of modules in the same folders that they imported."""
     folders = {path.parent for path in _LOADED.values()}
     files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    return sorted({*_LOADED.values(), *(path for file in files if file and Path(file).is_absolute()  # torch.classes not
+    return sorted({*_LOADED.values(), *(path for file in files if file and Path(file).is_absolute()  # not torch.classes
                                         and (path := Path(file).resolve()).parent in folders)})
 
 

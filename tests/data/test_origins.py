@@ -13,7 +13,7 @@ from tests.stages.test_shard import files_source, run, write_config
 
 
 def test_file_and_record_of_every_document(tmp_path, monkeypatch):
-    """Of files in lines, of which one is large enough to be read in parts. Of two documents it is a part, since the
+    """Files of lines, of which one is large enough to be read in parts. Of two documents it is a part, since the
     border between the splits cuts one."""
     monkeypatch.setattr(sources, "LEAST_PART", 100_000)
     draw = random.Random(3)

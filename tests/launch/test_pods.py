@@ -121,6 +121,12 @@ def test_the_files_of_plugins_are_next_to_the_configuration(printed, tmp_path, n
             } in spec["containers"][0]["volumeMounts"]
 
 
+def test_a_plugin_with_a_secret_is_not_printed(printed, tmp_path, no_plugins, capsys):
+    (tmp_path / "leaky_of_pods.py").write_text(f"TOKEN = 'hf_{'aB3' * 12}'\n")
+    assert show_plan(["--as", "jobset", "--config", "run.yaml", "plugins=[leaky_of_pods.py]"]) == 2
+    assert "leaky_of_pods.py contains what looks like a secret" in capsys.readouterr().err
+
+
 def test_text_is_quoted_that_another_reader_takes_for_a_number(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(CLOUD)
     config = str(tmp_path / "run.yaml")

@@ -59,7 +59,7 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
         except (UserError, OSError, KeyboardInterrupt) as error:
             queued = " ".join(entry.id for entry in submitted.values())
             why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
-            with suppress(OSError):
+            with suppress(OSError, UserError):  # the refusal itself is what the user must see
                 replace(read_chain(run) or chain, refused=why).write(run)
             raise UserError(f"{why} " + (
                 f"The jobs before it are queued; `drover cancel {run}` removes them "
