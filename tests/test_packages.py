@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 
@@ -15,7 +17,7 @@ from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.core import errors as packages
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.filters.base import libraries
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, environment, write_config
 from tests.refusal import refused, table
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -109,6 +111,40 @@ def test_it_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert all(f"the package {name}, which is not installed" in told for name in ("tensorboard", "mlflow", "lm_eval"))
     assert not (tmp_path / "runs").exists()
+
+
+HIDE = """
+import importlib.machinery, importlib.metadata
+find, distribution = importlib.machinery.PathFinder.find_spec, importlib.metadata.distribution
+def found(name, *where):
+    return None if name.partition(".")[0] in ABSENT else find(name, *where)
+def known(name):
+    if name in ABSENT:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return distribution(name)
+importlib.machinery.PathFinder.find_spec, importlib.metadata.distribution = staticmethod(found), known
+"""
+"""Code of `sitecustomize`, after which an interpreter has none of the packages ABSENT."""
+
+
+@pytest.mark.slow
+def test_the_whole_chain_needs_no_extra(tmp_path, corpus):
+    absent = {*packages.EXTRAS, *DISTRIBUTIONS.values()}
+    (tmp_path / "sitecustomize.py").write_text(f"ABSENT = {absent}\n{HIDE}")
+    config, variables = write_config(tmp_path, corpus), environment()
+    variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
+
+    def ended(setting):
+        result = subprocess.run([sys.executable, "launch/submit.py", "--stage", "all", "--config", str(config),
+                                 "--cluster", "local", setting], cwd=REPOSITORY, env=variables, capture_output=True,
+                                text=True)
+        return result.returncode, result.stdout + result.stderr
+
+    for setting in ("train.log_to=[tensorboard]", "evaluate.tasks=[x]"):
+        status, told = ended(setting)
+        assert status == 2 and "which is not installed here" in told
+    status, told = ended("train.log_to=[]")
+    assert status == 0, told
 
 
 def test_versions_of_libraries_decide_what_filters_do():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import installed_version
 from drover.pipeline.core.files import Record
 from drover.pipeline.evaluation.baselines import MEANING, OVERALL
 from drover.pipeline.evaluation.measurement import Measurement
@@ -82,8 +82,9 @@ def as_json(config: Config, model: ModelConfig, window: int, found: Record) -> R
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries that measure."""
-    return {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")}
+    """Versions of the libraries that measure, of those that are installed."""
+    found = {package: installed_version(package) for package in ("torch", "lm_eval", "datasets")}
+    return {package: version for package, version in found.items() if version is not None}
 
 
 def say_results(results: Record) -> Iterator[str]:
