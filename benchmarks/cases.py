@@ -31,8 +31,8 @@ from drover.pipeline.data.sampling.batch import Batch, pack
 from drover.pipeline.formats.huggingface import config_to_json
 from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.context_parallel import part_of
-from drover.pipeline.parallel.grid import Grid, own
-from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.ranks import start_ranks
 from drover.pipeline.training.device_facts import memory_mb, peak_flops
 from drover.pipeline.training.engines.build import build_engine
@@ -202,9 +202,7 @@ class OurStep:
         grid, self.plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
         dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
         self.engine: Any = build_engine(config, config.model, grid, dtype, self.plan.accumulation,
-                                        None if bench.on_gpu else drawn(config.model, 0))
-        if bench.on_gpu:
-            fill(self.engine.model, config.model)
+                                        quickly_drawn(config.model, bench.device))
         if across:
             self.engine.across_documents = True
         self.data = batch(config.model, self.plan.sequence_length, self.plan.micro_batch * self.plan.accumulation,
@@ -239,15 +237,13 @@ def batch(config: ModelConfig, length: int, sequences: int, seed: int, documents
                   np.array(begins(length, seed + row) if documents else [0])) for row in range(sequences)])
 
 
-@torch.no_grad()
-def fill(model: nn.Module, config: ModelConfig) -> None:
-    """Draw weights of the usual sizes on the device; zeros would run faster than real ones."""
-    for name, parameter in model.named_parameters():
-        local = own(parameter)
+def quickly_drawn(config: ModelConfig, device: torch.device) -> InitialValues:
+    """Initial values of the usual sizes, drawn on the device; zeros would run faster than real ones."""
+    def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
         if name.endswith("norm.weight"):
-            local.fill_(1)
-        else:
-            local.normal_(std=config.dim**-0.5 if name == "output.weight" else 0.02)
+            return torch.ones(tuple(size), device=device)
+        return torch.randn(tuple(size), device=device) * (config.dim**-0.5 if name == "output.weight" else 0.02)
+    return values
 
 
 def transformers_step(config: Config, device: torch.device, compiled: bool) -> Step:
