@@ -136,7 +136,7 @@ class SiteLimits(Section):
     array: PositiveInt | None = None
     """Most tasks of one array (MaxArraySize)."""
     jobs: PositiveInt | None = None
-    """Most jobs of one user in the queue."""
+    """Most jobs of one submission. Jobs that are queued already are not counted."""
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of one GPU in GB. A rank's weights, gradients and optimizer state must fit into it (`check_fit`)."""
 
@@ -193,7 +193,7 @@ class LaunchConfig(Resources):
     """Python of the jobs; null: the one that submits. If `wrap` starts a container, give the Python inside."""
     runner_python: str | None = None
     """Python outside of a container. It runs the runner, which starts the stages, and the program that makes each
-    process a rank. null: `python`; with `wrap`, the one that submits."""
+    process a rank. null: `python`; with `container` or `wrap`, the one that submits."""
     container: Container = nested()
     """Container of the Slurm jobs."""
     wrap: list[str] = []
@@ -218,8 +218,8 @@ class LaunchConfig(Resources):
     """Test every node (devices, memory, disk, network, clock) before training. It takes at most 180 s, one more for
     every two nodes, and half an hour in all. A rank four times slower than the median makes its node a bad one."""
     health_check: list[str] = []
-    """A site's own test of a node: a command that the preflight runs on each. If it fails, the node is excluded and its
-    last line of output is the reason."""
+    """A site's own test of a node: a command that the preflight runs on each. If it fails, the node has failed the
+    preflight, and its last line of output is the reason."""
     limits: SiteLimits = nested()
     """Limits of the site."""
     check_fit: bool = True

@@ -83,7 +83,9 @@ def test_without_phases_nothing_is_new():
 
 def test_all_problems_of_all_phases_come_at_once(tmp_path):
     said = refusal(write(tmp_path / "c.yaml", """
-shard: {sources: [{kind: files, name: web, paths: [x.txt]}, {kind: files, name: code, paths: [x.txt]}]}
+shard:
+  sources: [{kind: files, name: web, paths: [x.txt]}, {kind: files, name: code, paths: [x.txt]}]
+  filters: [{kind: c4, sources: [web]}, {kind: repetition, sources: [books]}]
 model: {context_length: 256}
 parallel: {tp: 64}
 train:
@@ -112,7 +114,8 @@ train.phases[2] has an lr_end, but its schedule is constant
 train.phases[3].warmup_steps 500 is more than its 9 steps
 train.phases[3]: train.mixture gives the source code 1e-07
 train.max_epochs is 0 for web; a limit is above 0
-train.max_epochs names wob""".splitlines():
+train.max_epochs names wob
+shard.filters: the filter repetition names books, but shard.sources are web, code""".splitlines():
         assert expected in said, said
     assert said.count("model.heads") == 1, "what phases share is said once"
 

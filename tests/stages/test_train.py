@@ -7,13 +7,15 @@ import shutil
 import signal
 
 import pytest
+import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import PROGRESS, read_state
 from drover.pipeline.core.files import read_json
+from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.goodput import goodput
-from tests.conftest import slow
+from tests.conftest import REPOSITORY, run_stage, slow, write_config
 from tests.stages.training import (
     curve,
     difference,
@@ -216,6 +218,34 @@ def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh,
     run_train(fresh, *settings)
     whole = {record["step"]: record for record in curve(fresh, "whole")}
     assert events(fresh, "resume") and difference(lines(fresh), whole) == 0.0 and proven(fresh)
+
+
+@pytest.mark.slow
+def test_text_is_added_to_a_trained_model_as_the_page_says(tmp_path, encoded, corpus, first):
+    """The old validation text is validation text again."""
+    written = (REPOSITORY / "docs/continue.md").read_text()
+    [text] = re.findall(r"```yaml\n# configs/notes2.yaml\n(.*?)```", written, re.DOTALL)
+    page = yaml.safe_load(text)
+    (tmp_path / "new").mkdir()
+    for number in range(30):
+        (tmp_path / f"new/{number}.txt").write_text(f"note {number}: " + "what was written later " * number)
+    write_config(tmp_path, corpus).rename(tmp_path / "notes.yaml")
+    old, new = page["shard"]["sources"]
+    old.update(yaml.safe_load((tmp_path / "notes.yaml").read_text())["shard"]["sources"][0])
+    new["paths"] = [f"{tmp_path}/new/*.txt"]
+    page["tokenizer"]["path"] = str(encoded.parent / page["tokenizer"]["path"].replace("notes", "mini"))
+    page["train"].update(init_from=str(first), mixture={old["name"]: 1, "new": 1}, steps=4, warmup_steps=1)
+    (config := tmp_path / "notes2.yaml").write_text(yaml.safe_dump(page))
+    for stage in ("shard", "tokenizer", "encode", "train"):
+        told = run_stage(stage, config).stdout
+    assert f"starts from the weights in {first}" in told
+    runs = [encoded.parent / "runs/mini", tmp_path / "runs/notes2"]
+    old, new = ((run / "tokenizer/hf/tokenizer.json").read_bytes() for run in runs)
+    assert old == new
+    before, after = (
+        {document.text for record in shard_records(read_manifest(folder / "shard"), "validation")
+         for document in read_shard(folder / "shard", record) if document.source != "new"} for folder in runs)
+    assert before == after
 
 
 def test_other_weights_make_it_stale_wherever_they_lie(fresh, first, tmp_path):

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from drover.pipeline.config.kinds import Kind, outside_sources
+from drover.pipeline.config.section import added
 from drover.pipeline.config.shipped import FILTERS
 from drover.pipeline.data.documents import Document
 
@@ -55,6 +56,8 @@ class Filter(Kind):
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
     """Under which its documents are counted; null: the kind. Two filters of one kind need two names."""
+    sources: list[str] | None = added(None)
+    """Names of the sources whose documents it sees, as in [web]; null: all."""
 
     @abstractmethod
     def __call__(self, document: Document) -> Document | str:

@@ -59,6 +59,8 @@ class Chain:
             UnusableInputError: a filter failed, or made what is no document.
         """
         for own in self.filters:
+            if own.sources is not None and document.source not in own.sources:
+                continue
             name = name_of(own)
             try:
                 found = own(document)

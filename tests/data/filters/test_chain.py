@@ -32,3 +32,10 @@ def test_reasons_of_a_filter_that_keeps_to_no_few_are_counted_together():
     assert few["documents"] == 206 and few["reasons"][OTHER_REASONS] == 51 + 5 + 40
     assert len(few["reasons"]) == MOST_REASONS + 1
     assert list(few["reasons"].items())[:2] == [("reason 1", 3), ("more 0", 2)]
+
+
+def test_a_filter_with_sources_sees_only_their_documents():
+    chain = Chain([Numbered(kind="length", sources=["web"])])
+    web, code = (Document("x", source, "i", {}) for source in ("web", "code"))
+    assert isinstance(chain(web, to_json(web)), Dropped)
+    assert chain(code, to_json(code)) == (code, to_json(code))
