@@ -245,8 +245,9 @@ def _listed(config: Config) -> Iterator[str]:
     yield from (f"a filter of shard.filters has the reserved name '{name}'; give it another `name`."
                 for name in filters if name in ("duplicate", "empty"))
     for item in config.shard.filters:
-        yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None) or (),
-                               sources)
+        named = getattr(item, "sources", None)
+        if isinstance(named, list) and all(isinstance(name, str) for name in named):  # one from outside is not checked
+            yield from _no_sources(f"shard.filters: the filter {name_of(item)}", named, sources)
     limits = train.max_epochs if isinstance(train.max_epochs, dict) else dict.fromkeys(sources, train.max_epochs)
     yield from (f"train.max_epochs is {most:g} for {name}; a limit is above 0." for name, most in limits.items()
                 if most is not None and most <= 0)

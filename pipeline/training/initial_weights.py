@@ -137,12 +137,9 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
         wrong.append("the tokens are the same, but not how text is split into them (merges)")
     if wrong:
         more = [f"and {len(wrong) - 3:,} more"] * (len(wrong) > 3)
-        take = f"tokenizer.kind=huggingface tokenizer.path={theirs}"
-        if theirs.parents[1].name == "tokenizer":
-            take = f"tokenizer.path={theirs.parents[1]} and that run's tokenizer.kind (tiktoken in the place of bpe)"
         raise UserError(f"train.init_from: the weights in {path} were trained with another tokenizer, so that ids "
-                        f"would mean something else:\n{listed([*wrong[:3], *more])}\nTake theirs: {take}, from the "
-                        f"stage tokenizer on.")
+                        f"would mean something else:\n{listed([*wrong[:3], *more])}\nTake theirs: "
+                        f"tokenizer.kind=huggingface tokenizer.path={theirs}, from the stage tokenizer on.")
     return f"the same {len(old):,} tokens"
 
 
