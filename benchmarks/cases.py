@@ -14,6 +14,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -238,11 +239,14 @@ def batch(config: ModelConfig, length: int, sequences: int, seed: int, documents
 
 
 def quickly_drawn(config: ModelConfig, device: torch.device) -> InitialValues:
-    """Initial values of the usual sizes, drawn on the device; zeros would run faster than real ones."""
+    """Initial values of the usual sizes, drawn on the device, equal on replicas; zeros would run faster than real
+    ones."""
     def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(tuple(size), device=device)
-        return torch.randn(tuple(size), device=device) * (config.dim**-0.5 if name == "output.weight" else 0.02)
+        seeded = torch.Generator(device).manual_seed(crc32(f"{name} {list(offset)}".encode()))
+        std = config.dim**-0.5 if name == "output.weight" else 0.02
+        return torch.randn(tuple(size), device=device, generator=seeded) * std
     return values
 
 
