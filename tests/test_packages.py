@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from importlib import metadata
 
@@ -17,7 +15,7 @@ from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.core import errors as packages
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.filters.base import libraries
-from tests.conftest import REPOSITORY, environment, write_config
+from tests.conftest import REPOSITORY, run_python, write_config
 from tests.refusal import refused, table
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -131,13 +129,11 @@ importlib.machinery.PathFinder.find_spec, importlib.metadata.distribution = stat
 def test_the_whole_chain_needs_no_extra(tmp_path, corpus):
     absent = {*packages.EXTRAS, *DISTRIBUTIONS.values()}
     (tmp_path / "sitecustomize.py").write_text(f"ABSENT = {absent}\n{HIDE}")
-    config, variables = write_config(tmp_path, corpus), environment()
-    variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
+    config = write_config(tmp_path, corpus)
 
     def ended(setting):
-        result = subprocess.run([sys.executable, "launch/submit.py", "--stage", "all", "--config", str(config),
-                                 "--cluster", "local", setting], cwd=REPOSITORY, env=variables, capture_output=True,
-                                text=True)
+        result = run_python("launch/submit.py", "--stage", "all", "--config", config, "--cluster", "local", setting,
+                            check=False, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
         return result.returncode, result.stdout + result.stderr
 
     for setting in ("train.log_to=[tensorboard]", "evaluate.tasks=[x]"):

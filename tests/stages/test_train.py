@@ -240,12 +240,12 @@ def test_text_is_added_to_a_trained_model_as_the_page_says(tmp_path, encoded, co
         told = run_stage(stage, config).stdout
     assert f"starts from the weights in {first}" in told
     runs = [encoded.parent / "runs/mini", tmp_path / "runs/notes2"]
-    old, new = ((run / "tokenizer/hf/tokenizer.json").read_bytes() for run in runs)
-    assert old == new
+    theirs, ours = ((run / "tokenizer/hf/tokenizer.json").read_bytes() for run in runs)
+    assert theirs == ours
     before, after = (
         {document.text for record in shard_records(read_manifest(folder / "shard"), "validation")
          for document in read_shard(folder / "shard", record) if document.source != "new"} for folder in runs)
-    assert before == after
+    assert before and before == after
 
 
 def test_other_weights_make_it_stale_wherever_they_lie(fresh, first, tmp_path):

@@ -56,7 +56,7 @@ class Filter(Kind):
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
     """Under which its documents are counted; null: the kind. Two filters of one kind need two names."""
-    sources: list[str] | None = added(None)
+    sources: list[str] | None = added(None, min_length=1)
     """Names of the sources whose documents it sees, as in [web]; null: all."""
 
     @abstractmethod
