@@ -230,8 +230,8 @@ class TrainConfig(Section):
     torch calls it a prototype). `auto`: fa3 if it is available, else fa2."""
     precision: Literal["auto", "fp32", "bf16", "fp64", "fp8"] = "auto"
     """Precision of the forward and backward pass. Weights, optimizer state and reductions stay fp32 (mixed precision).
-    `auto`: bf16 if the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp8`: bf16, with the blocks'
-    matrix products in fp8 by torchao (docs/precision.md). `fp64` is for proofs of exactness."""
+    `auto`: bf16 if the hardware multiplies it fast (GPUs, CPUs with AMX, AMD's with AVX512-BF16), else fp32. `fp8`:
+    bf16, with the blocks' matrix products in fp8 by torchao (docs/precision.md). `fp64` is for proofs of exactness."""
     fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = added("rowwise")
     """For `fp8`: how values are scaled. `rowwise`: each row by its largest value. `rowwise_with_gw_hp`: the same, with
     weight gradients in bf16. `tensorwise`: the whole matrix by its largest value; fastest."""

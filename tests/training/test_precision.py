@@ -14,14 +14,16 @@ def test_what_is_asked_for_is_taken(wanted):
     assert choose_precision(wanted, CPU) == choose_precision(wanted, GPU) == (wanted, f"{wanted} as configured")
 
 
-@pytest.mark.parametrize(("amx", "avx512", "expected"), [
-    (True, False, "bf16"), (False, True, "bf16"), (None, None, "fp32: no fast bf16 here")])
-def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, expected):
-    """A torch that cannot be asked is taken for slow."""
+@pytest.mark.parametrize(("amx", "avx512", "vendor", "expected"), [
+    (True, True, "GenuineIntel", "bf16"), (False, True, "AuthenticAMD", "bf16"),
+    (False, True, "GenuineIntel", "fp32"), (None, None, "AuthenticAMD", "fp32: no fast bf16 here")])
+def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, vendor, expected):
+    """AVX512-BF16 is slow on Intel. A torch that cannot be asked is taken for slow."""
     for query, there in (("_is_amx_tile_supported", amx), ("_is_avx512_bf16_supported", avx512)):
         monkeypatch.setattr(torch.cpu, query, lambda there=there: there, raising=False)
         if there is None:
             monkeypatch.delattr(torch.cpu, query)
+    monkeypatch.setattr("drover.pipeline.training.precision.vendor", lambda: vendor)
     assert expected in choose_precision("auto", CPU)
 
 
