@@ -2,7 +2,7 @@
 
     drover doctor                                 asks Slurm, then runs a small job in the default partition
     drover doctor --partition gpu --partition cpu a job in each of these
-    drover doctor --cluster mine                  with the modules, Python and environment of a profile
+    drover doctor --cluster mine                  with the settings of a profile
     drover doctor --no-jobs                       asks only, and queues nothing
     drover doctor --write configs/clusters/mine.yaml
 
@@ -73,7 +73,8 @@ class Finding:
 
 def add_options(parser: Parser) -> None:
     """The options."""
-    parser.add_argument("--cluster", metavar="PROFILE", help="use this profile's modules, Python and environment")
+    parser.add_argument("--cluster", metavar="PROFILE", help="use this profile's partition, account, QOS, memory, "
+                                                             "setup, environment, Python, container and options")
     parser.add_argument("--partition", action="append", metavar="NAME", help="test this partition; can be repeated")
     parser.add_argument("--runs-dir", default="runs", metavar="FOLDER", help="shared folder to test (default: runs)")
     parser.add_argument("--no-jobs", action="store_true", help="only ask Slurm, and queue nothing")
