@@ -294,13 +294,10 @@ def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int =
     """
     size, before, own = len(separator), b"", start == 0
     at = begin = max(0, start - reach(separator))  # offsets of `rest` and of the record that it belongs to
-    rest = _read(stream, len(codecs.BOM_UTF8)) if own else b""
-    if rest.startswith(codecs.BOM_UTF8):
-        at, begin, rest = at + 3, begin + 3, rest[3:]
-    more = True
-    while more:
-        data = _read(stream, max(1, len(rest)))  # doubling: a long record is copied a few times only
-        more = bool(data)
+    rest, data = b"", _read(stream, len(codecs.BOM_UTF8) + 1)
+    if own and data.startswith(codecs.BOM_UTF8):
+        at, begin, data = at + 3, begin + 3, data[3:]
+    while data:
         *texts, rest = (rest + data).split(separator)
         for text in texts:
             end = at + len(text) + size
@@ -316,6 +313,7 @@ def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int =
             at, rest, before = at + dropped, rest[dropped:], b""
             if at > stop + 2 * size:  # the next separator is a free one, and a later part begins there
                 break
+        data = _read(stream, max(1, len(rest)))  # doubling: a long record is copied a few times only
     if own and (rest or at > begin):
         yield begin, None if at > begin or len(rest) > limit else rest
 

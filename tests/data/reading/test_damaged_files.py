@@ -48,6 +48,14 @@ def test_compressed_data_is_read_up_to_its_damage(tmp_path, harm, ending):
     assert rejection.lost and "from here on" in rejection.reason and not any(own.lost for own in garbage)
 
 
+def test_what_the_first_buffer_gives_is_kept(tmp_path):
+    """Also where the next read meets the damage."""
+    whole = gzip.compress(numbered(200))
+    (tmp_path / "f.jsonl.gz").write_bytes(whole[:len(whole) // 2])
+    documents, [rejection] = read(tmp_path / "f.jsonl.gz")
+    assert len(documents) > 50 and rejection.lost
+
+
 def test_a_bad_line_costs_itself_alone(tmp_path):
     rows = [b'{"text": "good"}', b'{"text": "cut', b'{"text": "bad \xff byte"}', b'{"body": "other"}', b'{"text": 7}',
             b'{"text": null}', b'["text"]', b"", b'{"text": "half \\ud83d pair"}', b'{"text": "also good"}', b"NaN",
