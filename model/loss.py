@@ -18,13 +18,17 @@ from drover.model.linear import add_weight_gradient, product
 IGNORED = -100
 """Label of a position that has no target."""
 
-CHUNK_TOKENS_CPU = 256
-"""Rows whose logits exist at the same time. For 2,048 x 288 -> 8,192 in float32, forward + backward on 2 threads with
-MKL: 207 ms without chunks (torch's own cross-entropy), 168 with chunks of 256, 175 with 512 or 128, 190 with 1,024."""
+CHUNKS = {"cpu": (256, 0), "accelerator": (2048, 2**25)}
+"""How many rows have logits at the same time: the first number, or any multiple of it whose logits have at most the
+second number of elements.
 
-CHUNK_TOKENS_ACCELERATOR = 2048
-"""Smaller chunks would spend most time on adding up the weight's gradient (calculated, not measured). For Llama 3's
-vocabulary one chunk is 1 GiB in float32, or half of it in bfloat16 with compiled passes."""
+CPU, 2,048 x 288 -> 8,192 in float32, forward + backward on 2 threads with MKL: 207 ms without chunks (torch's own
+cross-entropy), 168 with chunks of 256, 175 with 512 or 128, 190 with 1,024.
+
+Accelerators: smaller chunks would spend most time on adding up the weight's gradient (calculated, not measured). For
+Llama 3's vocabulary one chunk is 1 GiB in float32, or half of it in bfloat16 with compiled passes. A small vocabulary
+gets larger chunks, since launching the kernels of many small ones takes longer than their work."""
+
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -141,7 +145,7 @@ def cross_entropy_sum(
     """
     assert hidden.shape[0] == labels.shape[0] and hidden.shape[1] == weight.shape[1]
     # Inside a Function gradients always appear disabled, and needs_input_grad ignores no_grad: check here.
-    chunk = _chunk(hidden, chunk_tokens)
+    chunk = _chunk(hidden, weight, chunk_tokens)
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss, passes,
                                       torch.is_grad_enabled())
 
@@ -155,7 +159,7 @@ def token_losses(
     vocabulary: VocabularyPartition = WHOLE,
 ) -> Tensor:
     """Each row's loss in nats, without gradient: (rows,) float32 or float64, 0 for label -100."""
-    chunk = _chunk(hidden, chunk_tokens)
+    chunk = _chunk(hidden, weight, chunk_tokens)
     losses = [
         _chunk_losses(_logits(h, weight), target, vocabulary)[0]
         for h, target in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
@@ -163,10 +167,11 @@ def token_losses(
     return torch.cat(losses)
 
 
-def _chunk(hidden: Tensor, chunk_tokens: int | None) -> int:
+def _chunk(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> int:
     if chunk_tokens is not None:
         return chunk_tokens
-    return CHUNK_TOKENS_CPU if hidden.device.type == "cpu" else CHUNK_TOKENS_ACCELERATOR
+    rows, elements = CHUNKS["cpu" if hidden.device.type == "cpu" else "accelerator"]
+    return rows * max(1, elements // (rows * weight.shape[0]))
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str
 def as_on_gpus(train: TrainConfig) -> Iterator[None]:
     """Use the sizes and types of GPUs, and keep as much for the backward pass as blocks do there."""
     swiglu = replacements.swiglu if train.compile is not False else drover.model.llama.swiglu
-    with (mock.patch.object(drover.model.loss, "CHUNK_TOKENS_CPU", drover.model.loss.CHUNK_TOKENS_ACCELERATOR),
+    with (mock.patch.dict(drover.model.loss.CHUNKS, {"cpu": drover.model.loss.CHUNKS["accelerator"]}),
           mock.patch.dict(muon.COMPUTED_IN, {"cpu": muon.COMPUTED_IN["cuda"]}),
           mock.patch.object(nn.RMSNorm, "forward", replacements.norm),
           mock.patch.object(drover.model.llama, "swiglu", swiglu)):
