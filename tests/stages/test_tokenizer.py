@@ -22,7 +22,7 @@ from tests.tokenization.conftest import ODD_TEXTS, byte_level, files, texts, voc
 def sharded(tmp_path_factory, corpus):
     """Config of a run whose shard stage is done, over the corpus and odd texts, a third of them held out."""
     folder = tmp_path_factory.mktemp("sharded")
-    (folder / "odd.jsonl").write_bytes(lines({"text": f"{text} {number}"} for number, text in enumerate(ODD_TEXTS * 4)))
+    (folder / "odd.jsonl").write_bytes(lines({"text": f"{text} {number}"} for number, text in enumerate(ODD_TEXTS * 8)))
     sources = [files_source("code", corpus / "*.txt"), files_source("odd", folder / "odd.jsonl")]
     config = write_config(folder, corpus, shard={"validation_share": 0.3, "sources": sources})
     run_stage("shard", config)
@@ -102,7 +102,7 @@ def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_
     monkeypatch.setattr(stage, "read_texts",
                         lambda folder, record, size: read.append(record) or honest(folder, record, size))
     whole, records = shard.counts["text_bytes"]["train"], shard_records(shard, "train")
-    settings = [f"tokenizer.train_mb={whole / 20e6}", "tokenizer.vocab_size=640", "tokenizer.check_mb=0.02",
+    settings = [f"tokenizer.train_mb={whole / 10e6}", "tokenizer.vocab_size=640", "tokenizer.check_mb=0.02",
                 "tokenizer.document_characters=500"]
     said, made = run("tokenizer", many, *settings).out, read_manifest(stage_folder(many))
     sample = made.counts["trained_on"]

@@ -179,7 +179,7 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
 
 
 @pytest.mark.parametrize(("body", "status", "said"), [
-    (b"[" * 9000, 400, "nested too deeply"), (b" " * (2**24 + 1), 413, "larger than 16777216 bytes"),
+    (b"[" * 100_000, 400, "nested too deeply"), (b" " * (2**24 + 1), 413, "larger than 16777216 bytes"),
     ({"prompt": "x", "stop": ["x"] * 200_000}, 400, "stop: Value should have at most 16 items"),
     ({"prompt": "x", "stop": "x" * 257}, 400, "stop.0: String should have at most 256 characters"),
     ({"prompt": "x" * (32 * CONTEXT + 10_001)}, 400, "prompt has a text of more than 9610000 characters"),
