@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.plugins import left_out, load_plugins
-from drover.pipeline.config.section import sections_in, sentence
+from drover.pipeline.config.section import local_path, sections_in, sentence
 from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
@@ -113,7 +113,7 @@ def _read(path: Path, overrides: Iterable[tuple[str, str]], advice: str) -> Tree
     for section, key, named in (("launch", "cluster", _profile), ("model", "preset", _shape)):
         given, place = tree.get(section), place_of(tree, (section, key))
         if isinstance(given, dict) and (name := given.pop(key, None)) is not None:
-            tree[section] = merge(named(str(name), given, place, path), given)
+            tree[section] = merge(named(local_path(str(name)), given, place, path), given)
     return tree
 
 
@@ -128,7 +128,7 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
         raise UserError(f"{place}: `base` is a file name or a list of them, not {bases!r}.")
     tree: Tree = {}
     for base in [bases] if isinstance(bases, str) else bases:
-        merge(tree, _with_bases(path.parent / base, chain, f"Correct `base:` in {place}."))
+        merge(tree, _with_bases(path.parent / local_path(base), chain, f"Correct `base:` in {place}."))
     if "preset" in (own.get("model") or ()):
         tree.pop("model", None)  # a preset replaces the whole section of the base
     return merge(tree, own)

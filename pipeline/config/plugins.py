@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.config.section import local_path
 from drover.pipeline.core.command_line import add_run
 from drover.pipeline.core.errors import UserError, printable
 
@@ -58,7 +59,7 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{place}: `plugins` is a list of modules and files, not {names!r}.")
     found = []
-    for name in names:
+    for name in map(local_path, names):
         path = _file(name, config, place) if name.endswith(".py") else None
         _import(_module(name), path, place)
         found.append(str(path or name))

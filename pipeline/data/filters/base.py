@@ -23,10 +23,10 @@ order, and again after a kill. Keep costly objects (a compiled expression) in a 
 makes each filter once for a unit of reading.
 
 A filter that needs files (a model, evaluation sets) names them in `reads` and reads them in `open`. Declare their paths
-with `drover.pipeline.config.section.execution`: their content counts, not their place. Keep what takes long to read in
-a function with `lru_cache`, once for the process. The stage records these files and their hashes as its inputs, as
-filters/<name of the filter>/<name of the file>, and does not continue with other files. Tools that only look at a run
-do not import a filter from outside of Drover, so they do not see its files.
+as `LocalPath` and with `execution` (`drover.pipeline.config.section`): their content counts, not their place. Keep what
+takes long to read in a function with `lru_cache`, once for the process. The stage records these files and their hashes
+as its inputs, as filters/<name of the filter>/<name of the file>, and does not continue with other files. Tools that
+only look at a run do not import a filter from outside of Drover, so they do not see its files.
 
 The stage counts how many documents a filter dropped and why. A filter counts everything else itself (languages, items
 of evaluation sets) and returns it as `findings`, which are added up over all units.

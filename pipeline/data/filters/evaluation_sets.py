@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.kinds import impossible
-from drover.pipeline.config.section import Section, execution
+from drover.pipeline.config.section import LocalPath, Section, execution
 from drover.pipeline.config.yaml_source import read_task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Limit, Place, Unreadable, damage, is_shortage
@@ -28,7 +28,7 @@ _LARGEST = Limit(1000.0)
 class EvaluationSet(Section):
     """The items of one task."""
 
-    path: str = execution()
+    path: LocalPath = execution()
     """A file of items (.jsonl, .json, .parquet, .csv, .arrow, also .gz and .zst), or a task's .yaml as for
     `evaluate.tasks`, whose data files are then read, all splits. Its content, not its place, is what counts."""
     task: str | None = None
@@ -56,7 +56,7 @@ class EvaluationSet(Section):
         Raises:
             UserError: the task's file cannot be used, or names a data file that is not there.
         """
-        path = Path(self.path).expanduser()
+        path = Path(self.path)
         if path.suffix not in _TASK or not path.exists():
             return [path]
         return [path, *_data_files(path, _settings(path))]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from drover.pipeline.config.section import execution
+from drover.pipeline.config.section import LocalPath, execution
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
@@ -29,7 +29,7 @@ class Language(Filter):
 
     needs = "fasttext"
 
-    path: str = execution()
+    path: LocalPath = execution()
     """The model's file (.ftz or .bin). Only its content counts, not its place."""
     languages: list[str] = Field(min_length=1)
     """Labels that are kept, as the model writes them, without __label__: [en, de], or [eng_Latn]."""
@@ -42,7 +42,7 @@ class Language(Filter):
 
     def reads(self) -> list[Path]:
         """The model's file."""
-        return [Path(self.path).expanduser()]
+        return [Path(self.path)]
 
     def open(self) -> None:
         """Load the model, once a process for any number of units."""
