@@ -23,6 +23,7 @@ from drover.pipeline.config.yaml_source import (
     Key,
     Path_,
     Tree,
+    file_of,
     keyed,
     merge,
     override,
@@ -58,7 +59,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     typed = [_parted(override) for override in overrides]
     tree = _read(Path(path), typed, "Give an existing file with --config.")
     if plugins := tree.get("plugins"):
-        tree["plugins"] = load_plugins(plugins, Path(path), place_of(tree, ("plugins",)))
+        place = place_of(tree, ("plugins",))
+        tree["plugins"] = load_plugins(plugins, file_of(place) or Path(path), place)
     config = _validated(tree, path, dict(typed))
     if check and (found := problems(config)):
         raise refusal(found, path)

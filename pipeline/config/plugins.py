@@ -46,9 +46,9 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     """Import the plugins of a configuration, in order.
 
     Args:
-        names: names of modules, or of files that end in .py, relative to the configuration or the working directory.
-        config: the configuration.
-        place: its line that names them, for errors.
+        names: names of modules, or of files that end in .py, relative to `config` or the working directory.
+        config: the file that names them; for an override, the configuration.
+        place: the line that names them, for errors.
 
     Returns:
         The names in a form that any process can use: files with their whole path.
