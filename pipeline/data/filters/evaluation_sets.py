@@ -81,15 +81,16 @@ def items_of(given: EvaluationSet) -> Iterator[Item]:
     settings = _settings(path) if data else {}
     task = given.task or settings.get("task") or path.name.partition(".")[0]
     for file in data or [path]:
-        for number, record in _records(file, given.fields, settings):
+        for number, record in _records(file, given.fields):
             texts = [text for field in given.fields for text in _texts(record, field, file, number)] \
                 if given.fields else _of_task(record, settings, file, number)
             yield Item(str(task), f"{file.name}:{number}", "\n".join(texts))
 
 
-def _records(path: Path, fields: list[str], settings: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    columns = list(dict.fromkeys(field.partition(".")[0] for field in fields or _named_by(settings)))
-    source = FilesSource(kind="files", name="items", paths=[str(path)], text_field=columns[0], meta_fields=columns[1:])
+def _records(path: Path, fields: list[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The records of a file: of columns those with the fields, or all."""
+    source = FilesSource(kind="files", name="items", paths=[str(path)], text_field="",
+                         meta_fields=[field.partition(".")[0] for field in fields])
     try:
         for record in file_records(Input(Piece.of(path)), source, _LARGEST):
             if isinstance(record, Unreadable):
@@ -120,6 +121,8 @@ def _texts(record: dict[str, Any], field: str, path: Path, number: Place) -> lis
 def _strings(value: Any) -> list[str]:
     if isinstance(value, (list, tuple, dict)):
         return [text for part in (value.values() if isinstance(value, dict) else value) for text in _strings(part)]
+    if isinstance(value, bytes):
+        return [value.decode("utf-8", "surrogateescape")]
     return [] if value is None else [str(value)]
 
 
@@ -143,12 +146,6 @@ def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
             raise UserError(f"The task {path} reads {pattern!r}, which is no file of items by its name.")
         found += matches
     return list(dict.fromkeys(found))
-
-
-def _named_by(settings: dict[str, Any]) -> list[str]:
-    """The fields that a task's templates may mean, the question's first."""
-    keys = ("doc_to_text", "doc_to_choice", "doc_to_target")
-    return [word for key in keys for word in _names(settings, key)] or ["text"]
 
 
 def _names(settings: dict[str, Any], key: str) -> list[str]:
