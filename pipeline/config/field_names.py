@@ -102,7 +102,8 @@ MEANINGS = {
     "train.warmup_steps": "in steps",
 }
 BOUNDS = {"least": "min", "most": "max"}
-"""First words of bounds, and those that settings have. By their letters alone, least_words is closer to max_words."""
+"""First words of bounds, and those that settings have: by their letters alone, least_words is closer to max_words. By
+themselves they are former names."""
 
 
 def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
@@ -111,10 +112,9 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
     spelled, (first, _, rest) = name.lower().replace("-", "_"), name.partition("_")
-    bound = f"{BOUNDS.get(first, first)}_{rest}"
     meant = [ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()]
-    if bound in known:
-        meant.append(inside + bound)
+    if first in BOUNDS:
+        meant += [inside + other for other in known if other.startswith(f"{BOUNDS[first]}_{rest}")]
     very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
                          for cutoff in (0.85, 0.5))
     elsewhere = [other for other in keys_of(Config) if other.rpartition(".")[2] == name]

@@ -33,10 +33,10 @@ class Language(Filter):
     """The model's file (.ftz or .bin). Only its content counts, not its place."""
     languages: list[str] = Field(min_length=1)
     """Labels that are kept, as the model writes them, without __label__: [en, de], or [eng_Latn]."""
-    least: float = Field(0.65, ge=0, le=1)
+    min_probability: float = Field(0.65, ge=0, le=1)
     """Least probability of the most probable language."""
     keep_unknown: bool = False
-    """Keep documents whose most probable language has a lower probability than `least`."""
+    """Keep documents whose most probable language has a lower probability than `min_probability`."""
     characters: int | None = Field(None, gt=0)
     """Classify only this many characters from the start of a document; null: all of it."""
 
@@ -73,9 +73,9 @@ class Language(Filter):
         line = document.text[:self.characters].replace("\n", " ")
         labels, probabilities = self._model[0].predict(line, k=1, threshold=-1.0)
         language, probability = (labels[0].removeprefix(_LABEL), float(probabilities[0])) if labels else ("", 0.0)
-        if probability < self.least:
+        if probability < self.min_probability:
             self._seen["unknown"] += 1
-            return document if self.keep_unknown else f"of no language with a probability of {self.least:g}"
+            return document if self.keep_unknown else f"of no language with a probability of {self.min_probability:g}"
         self._seen[language] += 1
         return document if language in self.languages else "of another language"
 
