@@ -20,11 +20,11 @@ from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.stages import largest_share
-from drover.pipeline.storage.object_files import InputFile, ObjectFile
 
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
@@ -184,24 +184,25 @@ def gathered_bytes_per_layer(config: Config, ranks: int) -> int:
 def corpus_bytes(config: Config) -> tuple[int, bool]:
     """Bytes of the sources' files, and whether these are an estimate because some are packed. The sizes of Hub data
     sets are unknown before they are read."""
-    files: list[tuple[InputFile, int]] = []
+    text, packed = 0, False
     with suppress(UserError):  # a missing file: another check refuses it
-        files = [(path, UNPACKED.get(PurePath(path.name).suffix.lower(), 1))
-                 for _, path in STAGES["shard"].input_files(config, "unit_files")]
-    return sum(factor * _size(path) for path, factor in files), any(factor > 1 for _, factor in files)
+        for file in listed_files(STAGES["shard"].input_files(config, "unit_files")):
+            factor = UNPACKED.get(PurePath(file["path"]).suffix.lower(), 1)
+            text += factor * file["bytes"]
+            packed |= factor > 1
+    return text, packed
 
 
-def _size(path: InputFile) -> int:
-    if isinstance(path, ObjectFile):
-        return path.size
+def _size(folder: Path) -> int:
     total = 0
-    for file in (Path(root) / name for root, _, names in os.walk(path) for name in names) if path.is_dir() else [path]:
-        with suppress(OSError):  # a missing file: another check refuses it
-            total += file.stat().st_size
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # a temporary file that is gone
+                total += Path(root, name).stat().st_size
     return total
 
 
-def matrix_rate(cores: int, look_s: float = LOOK_S) -> float:
+def matrix_rate(cores: int) -> float:
     """FLOP/s of `cores` cores in float32 products, without importing torch.
 
     Measured in processor time, which other programs change little: the machine's full speed, not what is free now.
@@ -210,7 +211,7 @@ def matrix_rate(cores: int, look_s: float = LOOK_S) -> float:
 
     left = np.full((SIZE, SIZE), 0.5, dtype=np.float32)
     best, began = 0.0, time.perf_counter()
-    while not best or time.perf_counter() - began < look_s:
+    while not best or time.perf_counter() - began < LOOK_S:
         start = time.process_time()  # of all threads together
         left @ left
         best = max(best, 2 * SIZE**3 / max(1e-9, time.process_time() - start))

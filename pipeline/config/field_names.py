@@ -122,7 +122,8 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
              *elsewhere * (len(elsewhere) == 1), *close]
     if not found:
         return f"known here: {', '.join(known)}.", None
-    shown = found[0].removeprefix(inside) if found[0].rpartition(".")[0] == section else found[0]
-    explained = f"'{shown}'" + (f" ({MEANINGS[found[0]]})" if found[0] in MEANINGS else "")
-    other_section = found[0] in meant and shown == found[0] and "." in shown
-    return f"here that is {explained}." if other_section else f"did you mean {explained}?", found[0]
+    best, here = found[0], found[0].rpartition(".")[0] == section
+    shown = best.removeprefix(inside) if here else best
+    explained = f"'{shown}'" + (f" ({MEANINGS[best]})" if best in MEANINGS else "")
+    other_section = best in meant and not here and "." in best
+    return f"here that is {explained}." if other_section else f"did you mean {explained}?", best

@@ -125,11 +125,12 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
                         f"`base:`.")
-    place, bases = place_of(own, ("base",)), own.pop("base", [])
-    if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):
-        raise UserError(f"{place}: `base` is a file name or a list of them, not {bases!r}.")
+    place, given = place_of(own, ("base",)), own.pop("base", [])
+    bases = [given] if isinstance(given, str) else given
+    if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+        raise UserError(f"{place}: `base` is a file name or a list of them, not {given!r}.")
     tree: Tree = {}
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in bases:
         merge(tree, _with_bases(path.parent / local_path(base), chain, f"Correct `base:` in {place}."))
     if "preset" in (own.get("model") or ()):
         tree.pop("model", None)  # a preset replaces the whole section of the base

@@ -107,11 +107,11 @@ def _module(name: str) -> str:
 
 def _file(name: str, config: Path, place: str) -> Path:
     # The last is for a run that was moved with its plugins: its configuration has their former paths.
-    for candidate in (config.parent / name, Path(name), config.parent / Path(name).name):
+    candidates = config.parent / name, Path(name), config.parent / Path(name).name
+    for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
-    folders = dict.fromkeys([(config.parent / name).parent.absolute(), Path(name).parent.absolute(),
-                             config.parent.absolute()])
+    folders = dict.fromkeys(candidate.parent.absolute() for candidate in candidates)
     raise UserError(f"{place}: there is no plugin {Path(name).name} (looked in {', '.join(map(str, folders))}). Put "
                     f"it back, or next to the configuration.")
 

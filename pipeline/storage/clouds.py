@@ -64,20 +64,19 @@ class Cloud:
         self._root, self._client = root, client(root)
         self._kind = _kind(root)
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, attempts: int = LISTINGS) -> list[Entry]:
         """All objects below a prefix that ends with a /; "" for all."""
         import obstore
-        for left in reversed(range(LISTINGS)):
-            try:
-                with self._told(prefix, "list"):
-                    return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
-                            for about in page]
-            except _BrokenOffError as error:
-                if not left:
-                    raise
-                say("stores", f"{error} Listing again")
-                time.sleep(FIRST_WAIT_S)
-        raise AssertionError("unreachable")
+        try:
+            with self._told(prefix, "list"):
+                return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
+                        for about in page]
+        except _BrokenOffError as error:
+            if attempts == 1:
+                raise
+            say("stores", f"{error} Listing again")
+            time.sleep(FIRST_WAIT_S)
+            return self.list(prefix, attempts - 1)
 
     def head(self, key: str) -> Entry | None:
         """One object."""
@@ -141,22 +140,21 @@ class Cloud:
         url = f"{self._root}/{key}"
         try:
             yield
-        except FileNotFoundError as error:
-            if _NO_BUCKET.search(str(error)):
-                raise self._failed(url, operation, str(error)) from None
-            raise Missing(f"{url} is not there. Correct the URL, or put the object there.") from None
         except AlreadyExistsError:
             raise Exists(f"{url} is there already.") from None
         except PreconditionError:
             raise Changed(f"{url} has changed: another process wrote it.") from None
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise self._failed(url, operation, str(error)) from None
+            raise self._failed(url, operation, error) from None
 
-    def _failed(self, url: str, operation: str, text: str) -> UserError:
+    def _failed(self, url: str, operation: str, error: Exception) -> UserError:
+        text = str(error)
         if _NO_BUCKET.search(text):
             bucket = "container" if self._kind == "az" else "bucket"
             return UserError(f"There is no {bucket} {self._root} at this store. Correct the URL, make the {bucket}, or "
                              f"set the store's address ({_ADDRESS[self._kind]}).")
+        if isinstance(error, FileNotFoundError):
+            return Missing(f"{url} is not there. Correct the URL, or put the object there.")
         reason, advice = plainly(text), _ADVICE[self._kind]
         if _MACHINES_OWN.search(text):
             return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
@@ -236,9 +234,8 @@ def _written(settings: dict[str, str]) -> tuple[tuple[str, int, int], ...]:
 
 def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
     """Keys from where boto3 finds them, AWS's own files first, if the environment has none: obstore reads no files."""
-    given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-             "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
-    if any(name in settings for name in given):
+    if settings.keys() & {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+                          "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE"}:
         return {}
     import boto3
     from botocore.exceptions import BotoCoreError

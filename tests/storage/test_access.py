@@ -60,7 +60,7 @@ def test_a_store_that_cannot_be_reached_is_told(failing, monkeypatch):
     gs://bucket -> GOOGLE_APPLICATION_CREDENTIALS"""))
 def test_it_is_told_how_keys_are_set_where_neither_the_environment_nor_the_machine_has_some(url, names):
     asked = "Error performing token request: Error performing GET http://169.254.169.254/x in 2s - HTTP error: timeout"
-    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", asked)
+    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", OSError(asked))
     assert re.fullmatch(rf"{url}/x: read was refused: the environment has no keys.*Set .*{names}.*\.", str(error))
 
 

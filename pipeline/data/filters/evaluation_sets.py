@@ -148,21 +148,17 @@ def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _names(settings: dict[str, Any], key: str) -> list[str]:
-    """The words of a task's template that may be names of fields."""
-    return list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", str(settings.get(key) or ""))))
-
-
 def _of_task(record: dict[str, Any], settings: dict[str, Any], path: Path, number: Place) -> list[str]:
     """The fields of an item that its task's doc_to_text names, then the right choice, or what doc_to_target names."""
-    asked = [name for name in _names(settings, "doc_to_text") if name in record]
     choices, gold = record.get(str(settings.get("doc_to_choice"))), record.get(str(settings.get("doc_to_target")))
-    texts = [text for name in asked for text in _strings(record[name])]
     if isinstance(choices, list) and isinstance(gold, int) and 0 <= gold < len(choices):
-        texts += _strings(choices[gold])
+        templates, right = ["doc_to_text"], choices[gold]
     else:
-        texts += [text for name in _names(settings, "doc_to_target") if name in record and name not in asked
-                  for text in _strings(record[name])]
+        templates, right = ["doc_to_text", "doc_to_target"], None
+    # Words of a template that are no names of fields give no text.
+    words = dict.fromkeys(word for key in templates
+                          for word in re.findall(r"[A-Za-z_]\w*", str(settings.get(key) or "")))
+    texts = _strings([*map(record.get, words), right])
     if not texts:
         raise UserError(f"The task of {path} names no field of its record {number} in doc_to_text and doc_to_target; "
                         f"its fields are {', '.join(map(str, record)) or 'none'}. Set `fields`.")

@@ -55,7 +55,7 @@ class Language(Filter):
 
     @cached_property
     def _model(self) -> tuple[Any, set[str]]:
-        [path] = self.reads()
+        path = Path(self.path)
         if not path.is_file():
             raise UserError(f"The model {path} of the filter {self.name or self.kind} is not there. Correct `path`.")
         return _loaded(str(path), path.stat().st_size, path.stat().st_mtime_ns)
