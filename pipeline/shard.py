@@ -91,7 +91,7 @@ def shard(work: Work) -> None:
 
 def _warn_of_unpinned(work: Work) -> None:
     for source in work.config.shard.sources:
-        if source.kind == "hf" and source.revision is None and not Path(source.dataset).expanduser().is_dir():
+        if source.kind == "hf" and source.revision is None and not Path(source.dataset).is_dir():
             work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
                      f"changes on the Hub")
 

@@ -12,7 +12,9 @@ They set the environment (AWS_*, ...) for this process and those that it starts.
 
 from __future__ import annotations
 
+import base64
 import http.client
+import json
 import os
 import re
 import shutil
@@ -38,10 +40,22 @@ from tests.waiting import wait_for
 
 KEY, SECRET = "drover-key", "drover-Secret-0123456789"
 ANSWERS = {"error": ("500 Internal Server Error", "InternalError"), "slow down": ("503 Slow Down", "SlowDown"),
-           "too many": ("429 Too Many Requests", "SlowDown"), "refuse": ("403 Forbidden", "AccessDenied")}
+           "too many": ("429 Too Many Requests", "SlowDown"), "refuse": ("403 Forbidden", "AccessDenied"),
+           "expired": ("400 Bad Request", "ExpiredToken")}
 FAULTS = (*ANSWERS, "cut", "delay", "truncate")
-"""What a request can be made to meet: status 500; 503 SlowDown; 429; 403; a body that breaks off in the middle; an
-answer that comes late; a body whose length, too, is half."""
+"""What a request can be made to meet: status 500; 503 SlowDown; 429; 403; AWS's answer to expired keys; a body that
+breaks off in the middle; an answer that comes late; a body whose length, too, is half."""
+ROLE = "arn:aws:iam::role/drover"
+"""Of SeaweedFS: it may do everything in S3, and anybody with keys may assume it."""
+_STS = {"sts": {"tokenDuration": "1h", "maxSessionLength": "12h", "issuer": "drover",
+                "signingKey": base64.b64encode(SECRET.encode()).decode()},
+        "policy": {"defaultEffect": "Deny", "storeType": "memory"},
+        "policies": [{"name": "s3", "document": {"Version": "2012-10-17", "Statement": [
+            {"Effect": "Allow", "Action": ["s3:*"], "Resource": ["*"]}]}}],
+        "roles": [{"roleName": "drover", "roleArn": ROLE, "attachedPolicies": ["s3"],
+                   "trustPolicy": {"Version": "2012-10-17", "Statement": [
+                       {"Effect": "Allow", "Principal": "*", "Action": ["sts:AssumeRole"]}]}}]}
+"""Settings with which SeaweedFS hands out temporary keys."""
 
 
 @dataclass
@@ -171,10 +185,10 @@ def set_environment(patch: pytest.MonkeyPatch, endpoint: str = "", **variables: 
         patch.setenv(name, value)
 
 
-def client(endpoint: str) -> Any:
+def client(endpoint: str, service: str = "s3") -> Any:
     """Of S3's own library."""
     import boto3
-    return boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+    return boto3.client(service, endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
                         region_name="us-east-1")
 
 
@@ -277,13 +291,14 @@ def _seaweed_command(folder: Path, sockets: str) -> tuple[str, list[str]]:
     """The server's address, and what starts it."""
     program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     assert program is not None, "SeaweedFS is not installed: pip install --editable '.[dev]'"
+    (folder / "iam.json").write_text(json.dumps(_STS))
     names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     options = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports, "master.volumeSizeLimitMB": 64,
                "master.telemetry": "false", "master.electionTimeout": "1s", "volume.max": 0, "filer": "true",
                "filer.localSocket": f"{sockets}/filer", "s3": "true",
-               "s3.iam": "false", "s3.port.iceberg": 0, "s3.port.lance": 0, "s3.localSocket": f"{sockets}/s3",
-               "s3.autoCreateBucket": "false"}
+               "s3.iam.config": folder / "iam.json", "s3.port.iceberg": 0, "s3.port.lance": 0,
+               "s3.localSocket": f"{sockets}/s3", "s3.autoCreateBucket": "false"}
     return f"http://127.0.0.1:{ports['s3.port']}", [program, "server", *(f"-{name}={value}"
                                                                        for name, value in options.items())]
 

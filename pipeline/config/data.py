@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
 
 from drover.pipeline.config.kinds import Kind
-from drover.pipeline.config.section import Section, added, execution
+from drover.pipeline.config.section import LocalPath, Section, added, execution
 from drover.pipeline.config.shipped import FILTERS
 
 
@@ -31,11 +31,10 @@ class FilesSource(Section):
     """Files on this machine, or objects in a store."""
     name: str
     """Name of the source in folders, tables and mixtures."""
-    paths: list[str] = execution(min_length=1)
-    """Files, globs or URLs. In globs `**` crosses folders and `~` is your home. A URL (`s3://`, `gs://`, `az://`) names
-    an object, a prefix or a wildcard; keys and address come from the environment. Matches are sorted, so their order
-    does not depend on the disk. Only the files' content and their names below their common folder count, not where they
-    lie."""
+    paths: list[LocalPath] = execution(min_length=1)
+    """Files, globs or URLs. In globs `**` crosses folders. A URL (`s3://`, `gs://`, `az://`) names an object, a prefix
+    or a wildcard; keys and address come from the environment. Matches are sorted, so their order does not depend on the
+    disk. Only the files' content and their names below their common folder count, not where they lie."""
     format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
     """Format of the files. `auto` uses the ending of the file's name, before .gz or .zst. It reads .md, .rst, .tex, .py
     and .html as txt. `json` is an array of objects or objects one after another. `arrow` is an IPC file or stream.
@@ -59,7 +58,7 @@ class HubSource(Section):
     """A dataset of the Hugging Face Hub, or a local folder of data files."""
     name: str
     """Name of the source in folders, tables and mixtures."""
-    dataset: str
+    dataset: LocalPath
     """Hub id (`roneneldan/TinyStories`) or local path."""
     config_name: str | None = None
     """Name of the dataset's configuration, if it has several."""
@@ -168,7 +167,7 @@ class TokenizerConfig(Section):
     """`sentencepiece` is trained unless `path` is given. `bpe` is trained: byte-level BPE with Llama 3's
     pre-tokenization. Its file has Llama 3's format, which `tiktoken` reads. `tiktoken` and `huggingface` need `path`.
     `byte` (256 bytes) and `char` (the corpus's characters) are for small experiments."""
-    path: str | None = execution(None)
+    path: LocalPath | None = execution(None)
     """A ready tokenizer: sentencepiece's `.model`, Llama 3's tiktoken `tokenizer.model`, or Hugging Face's
     `tokenizer.json`. It can also be the folder of one, or a name on the Hub (owner/name) for Hugging Face. Its content
     counts, not its place. A `tokenizer_config.json` next to a tokenizer.json names the BOS and EOS tokens. Both are

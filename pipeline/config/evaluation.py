@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from drover.pipeline.config.section import Section, added, execution
+from drover.pipeline.config.section import LocalPath, Section, added, execution
 
 
 class ConvertConfig(Section):
@@ -52,7 +52,7 @@ class EvaluateConfig(Section):
     the memory of the rank's GPU, or its share of the host's."""
     tasks: list[str] = []
     """Names of lm-evaluation-harness tasks, found under `task_folders`."""
-    task_folders: list[str] = execution(["configs/tasks"])
+    task_folders: list[LocalPath] = execution(["configs/tasks"])
     """Folders with YAML files of tasks. Relative paths start at the repository."""
     task_limit: PositiveInt | None = None
     """Items per task; null: all."""

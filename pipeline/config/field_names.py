@@ -102,7 +102,8 @@ MEANINGS = {
     "train.warmup_steps": "in steps",
 }
 BOUNDS = {"least": "min", "most": "max"}
-"""First words of bounds, and those that settings have. By their letters alone, least_words is closer to max_words."""
+"""First words of bounds, and those that settings have: by their letters alone, least_words is closer to max_words. By
+themselves they are former names."""
 
 
 def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
@@ -111,10 +112,9 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
     spelled, (first, _, rest) = name.lower().replace("-", "_"), name.partition("_")
-    bound = f"{BOUNDS.get(first, first)}_{rest}"
     meant = [ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()]
-    if bound in known:
-        meant.append(inside + bound)
+    if first in BOUNDS:
+        meant += [inside + other for other in known if other.startswith(f"{BOUNDS[first]}_{rest}")]
     very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
                          for cutoff in (0.85, 0.5))
     elsewhere = [other for other in keys_of(Config) if other.rpartition(".")[2] == name]
@@ -122,7 +122,8 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
              *elsewhere * (len(elsewhere) == 1), *close]
     if not found:
         return f"known here: {', '.join(known)}.", None
-    shown = found[0].removeprefix(inside) if found[0].rpartition(".")[0] == section else found[0]
-    explained = f"'{shown}'" + (f" ({MEANINGS[found[0]]})" if found[0] in MEANINGS else "")
-    other_section = found[0] in meant and shown == found[0] and "." in shown
-    return f"here that is {explained}." if other_section else f"did you mean {explained}?", found[0]
+    best, here = found[0], found[0].rpartition(".")[0] == section
+    shown = best.removeprefix(inside) if here else best
+    explained = f"'{shown}'" + (f" ({MEANINGS[best]})" if best in MEANINGS else "")
+    other_section = best in meant and not here and "." in best
+    return f"here that is {explained}." if other_section else f"did you mean {explained}?", best

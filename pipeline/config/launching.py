@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from drover.pipeline.config.section import Section, nested
+from drover.pipeline.config.section import LocalPath, Section, nested
 
 
 def minutes(time: int | str) -> int:
@@ -113,12 +113,12 @@ class ReportResources(Resources):
 class Container(Section):
     """A container in which Slurm jobs run every stage. The batch script, the runner and srun run outside of it."""
 
-    image: str | None = None
+    image: LocalPath | None = None
     """Image: a file, or for podman and pyxis also a name in a registry; null: no container. `launch.python` is then the
     Python inside."""
     runtime: Literal["apptainer", "podman", "pyxis"] = "apptainer"
     """Program that starts the container. pyxis is an option of srun."""
-    mounts: list[str] = []
+    mounts: list[LocalPath] = []
     """Folders to mount, as FOLDER or FOLDER:INSIDE. The run folder and the working directory are always mounted. In
     Kubernetes and SkyPilot: volumes, as CLAIM:/FOLDER."""
     options: list[str] = []
@@ -189,9 +189,9 @@ class LaunchConfig(Resources):
     Drover writes them nowhere. A missing one is refused."""
     not_secrets: list[str] = []
     """Names of variables in `environment` or in commands that look like secrets and are none."""
-    python: str | None = None
+    python: LocalPath | None = None
     """Python of the jobs; null: the one that submits. If `wrap` starts a container, give the Python inside."""
-    runner_python: str | None = None
+    runner_python: LocalPath | None = None
     """Python outside of a container. It runs the runner, which starts the stages, and the program that makes each
     process a rank. null: `python`; with `container` or `wrap`, the one that submits."""
     container: Container = nested()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.plugins import left_out, load_plugins
-from drover.pipeline.config.section import sections_in, sentence
+from drover.pipeline.config.section import local_path, sections_in, sentence
 from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
@@ -23,6 +23,7 @@ from drover.pipeline.config.yaml_source import (
     Key,
     Path_,
     Tree,
+    file_of,
     keyed,
     merge,
     override,
@@ -58,7 +59,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     typed = [_parted(override) for override in overrides]
     tree = _read(Path(path), typed, "Give an existing file with --config.")
     if plugins := tree.get("plugins"):
-        tree["plugins"] = load_plugins(plugins, Path(path), place_of(tree, ("plugins",)))
+        place = place_of(tree, ("plugins",))
+        tree["plugins"] = load_plugins(plugins, file_of(place) or Path(path), place)
     config = _validated(tree, path, dict(typed))
     if check and (found := problems(config)):
         raise refusal(found, path)
@@ -113,7 +115,7 @@ def _read(path: Path, overrides: Iterable[tuple[str, str]], advice: str) -> Tree
     for section, key, named in (("launch", "cluster", _profile), ("model", "preset", _shape)):
         given, place = tree.get(section), place_of(tree, (section, key))
         if isinstance(given, dict) and (name := given.pop(key, None)) is not None:
-            tree[section] = merge(named(str(name), given, place, path), given)
+            tree[section] = merge(named(local_path(str(name)), given, place, path), given)
     return tree
 
 
@@ -123,12 +125,13 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
                         f"`base:`.")
-    place, bases = place_of(own, ("base",)), own.pop("base", [])
-    if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):
-        raise UserError(f"{place}: `base` is a file name or a list of them, not {bases!r}.")
+    place, given = place_of(own, ("base",)), own.pop("base", [])
+    bases = [given] if isinstance(given, str) else given
+    if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+        raise UserError(f"{place}: `base` is a file name or a list of them, not {given!r}.")
     tree: Tree = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        merge(tree, _with_bases(path.parent / base, chain, f"Correct `base:` in {place}."))
+    for base in bases:
+        merge(tree, _with_bases(path.parent / local_path(base), chain, f"Correct `base:` in {place}."))
     if "preset" in (own.get("model") or ()):
         tree.pop("model", None)  # a preset replaces the whole section of the base
     return merge(tree, own)

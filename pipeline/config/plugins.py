@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.config.section import local_path
 from drover.pipeline.core.command_line import add_run
 from drover.pipeline.core.errors import UserError, printable
 
@@ -45,9 +46,9 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     """Import the plugins of a configuration, in order.
 
     Args:
-        names: names of modules, or of files that end in .py, relative to the configuration or the working directory.
-        config: the configuration.
-        place: its line that names them, for errors.
+        names: names of modules, or of files that end in .py, relative to `config` or the working directory.
+        config: the file that names them; for an override, the configuration.
+        place: the line that names them, for errors.
 
     Returns:
         The names in a form that any process can use: files with their whole path.
@@ -58,7 +59,7 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{place}: `plugins` is a list of modules and files, not {names!r}.")
     found = []
-    for name in names:
+    for name in map(local_path, names):
         path = _file(name, config, place) if name.endswith(".py") else None
         _import(_module(name), path, place)
         found.append(str(path or name))
@@ -106,11 +107,11 @@ def _module(name: str) -> str:
 
 def _file(name: str, config: Path, place: str) -> Path:
     # The last is for a run that was moved with its plugins: its configuration has their former paths.
-    for candidate in (config.parent / name, Path(name), config.parent / Path(name).name):
+    candidates = config.parent / name, Path(name), config.parent / Path(name).name
+    for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
-    folders = dict.fromkeys([(config.parent / name).parent.absolute(), Path(name).parent.absolute(),
-                             config.parent.absolute()])
+    folders = dict.fromkeys(candidate.parent.absolute() for candidate in candidates)
     raise UserError(f"{place}: there is no plugin {Path(name).name} (looked in {', '.join(map(str, folders))}). Put "
                     f"it back, or next to the configuration.")
 

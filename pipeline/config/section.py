@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from drover.pipeline.core.errors import meant
+
+
+def local_path(text: str) -> str:
+    """A path as it is written, but with the home folder for a `~` at its start."""
+    return os.path.expanduser(text)  # noqa: PTH111 - Path would also change ./a, and fail for a user that is unknown
+
+
+LocalPath = Annotated[str, AfterValidator(local_path)]
+"""A path on this machine, in a configuration."""
 
 
 class Section(BaseModel):

@@ -17,7 +17,7 @@ from pydantic import (
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.mixture import Mixture, TokenCount
-from drover.pipeline.config.section import Section, added, execution, nested
+from drover.pipeline.config.section import LocalPath, Section, added, execution, nested
 from drover.pipeline.config.shipped import HOOKS, SINKS
 
 FIRST = 3
@@ -99,7 +99,7 @@ class CheckpointConfig(Section):
 class TokenCacheConfig(Section):
     """Where `train.tokens_from` keeps token shards on a node, for all of its ranks and for later starts."""
 
-    folder: str | None = None
+    folder: LocalPath | None = None
     """Folder on a disk of each node; null: $TMPDIR, or /tmp. Each user has a folder of their own in it."""
     gb: PositiveFloat = 50.0
     """Size of the cache on a node in GB. Shards that are not needed soon are evicted for those that are."""
@@ -177,7 +177,7 @@ class TrainConfig(Section):
     micro_batch: PositiveInt = execution(8)
     """Upper limit of sequences that a rank processes at once. Drover takes the largest number up to it that divides the
     rank's share of the batch. The plan shows it. Set it as large as memory allows."""
-    init_from: str | None = execution(None)
+    init_from: LocalPath | None = execution(None)
     """Folder with weights to start from, instead of random ones. It is a run (its newest checkpoint), a training
     checkpoint of any layout, or a Hugging Face folder. Optimizer state, schedule and data position start from scratch.
     The weights' content is part of what the run is, not their path. Keep the folder until the run is done.

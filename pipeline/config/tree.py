@@ -12,7 +12,7 @@ from drover.pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConf
 from drover.pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.section import Section, execution, nested
+from drover.pipeline.config.section import LocalPath, Section, execution, nested
 from drover.pipeline.config.training import TrainConfig
 
 
@@ -21,15 +21,15 @@ class Config(Section):
 
     name: str = execution("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's name and folder. A new name starts a new run."""
-    runs_dir: str = execution("runs")
+    runs_dir: LocalPath = execution("runs")
     """Folder of all runs."""
-    reuse: str | None = execution(None)
+    reuse: LocalPath | None = execution(None)
     """Folder of another run whose finished shard, tokenizer and encode stages this run uses without a copy."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     plugins: list[str] = execution([])
-    """Python modules, or files relative to this one, that register your own attention backends, optimizers, filters,
-    loggers or stages. Every process of the run imports them. See docs/extending.md."""
+    """Python modules, or files relative to the one that names them, that register your own attention backends,
+    optimizers, filters, loggers or stages. Every process of the run imports them. See docs/extending.md."""
     stages: dict[str, dict[str, JsonValue]] = {}
     """Settings of stages that plugins add, by the stage's name."""
     shard: ShardConfig = nested()

@@ -117,6 +117,12 @@ def place_of(tree: Any, path: Path_) -> str:
     return found
 
 
+def file_of(place: str) -> Path | None:
+    """The file of a place; None for an override."""
+    file, _, line = place.rpartition(":")
+    return Path(file) if line.isdecimal() else None
+
+
 def merge(below: Tree, above: Tree) -> Tree:
     """Let `above` override `below`: mappings are merged key by key, lists and single values are replaced."""
     for key, value in above.items():

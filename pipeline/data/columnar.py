@@ -30,8 +30,9 @@ TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary",
 
 
 def check_columns(present: list[str], source: FilesSource) -> list[str]:
-    """The columns that the source names; UnusableColumnsError if one is not there, or there twice."""
-    wanted = wanted_columns(source)
+    """The columns that the source names, or all if it names none; UnusableColumnsError if one is not there, or there
+    twice."""
+    wanted = wanted_columns(source) or present
     if missing := [name for name in wanted if name not in present]:
         raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
                                    f"{', '.join(present) or 'none'}")
@@ -110,12 +111,13 @@ def _arrow_reader(data: Any) -> tuple[Any, int]:
 
 
 def _checked(schema: Any, source: FilesSource) -> list[str]:
-    """The columns that the source names; UnusableColumnsError if they are not there, or the text's holds no text."""
+    """The columns to read; UnusableColumnsError if they are not there, or the text's holds no text."""
     import pyarrow as pa
     columns = check_columns(schema.names, source)
-    kind = schema.field(source.text_field).type
-    if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-        raise UnusableColumnsError(f"the column '{source.text_field}' holds {kind}, not text")
+    if source.text_field:
+        kind = schema.field(source.text_field).type
+        if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
+            raise UnusableColumnsError(f"the column '{source.text_field}' holds {kind}, not text")
     return columns
 
 
@@ -158,12 +160,11 @@ def _rows(batch: Any, first: int, source: FilesSource) -> Records:
                     yield from _rows(part.slice(row, 1), first + start + row, source)
             continue
         for place, row in enumerate(rows, first + start + 1):
-            if isinstance(text := row[source.text_field], bytes):
+            if isinstance(text := row.get(source.text_field), bytes):
                 row[source.text_field] = text.decode("utf-8", "surrogateescape")
             yield place, row
 
 
 def wanted_columns(source: FilesSource) -> list[str]:
-    """The columns that a source names, each once."""
-    names = [source.text_field, *([source.id_field] if source.id_field else []), *source.meta_fields]
-    return list(dict.fromkeys(names))
+    """The columns that a source names, each once. Items of evaluation sets have no text_field: it is ""."""
+    return list(dict.fromkeys(filter(None, (source.text_field, source.id_field, *source.meta_fields))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.data import HubSource
@@ -21,12 +20,11 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     """
     import datasets
     datasets.disable_progress_bars()
-    local = Path(source.dataset).expanduser()
     call = f"load_dataset({source.dataset!r}, {source.config_name!r}, split={source.split!r})"
     number, rows = 0, None
     try:
-        rows = datasets.load_dataset(str(local) if local.is_dir() else source.dataset, source.config_name,
-                                     split=source.split, revision=source.revision, streaming=source.streaming)
+        rows = datasets.load_dataset(source.dataset, source.config_name, split=source.split,
+                                     revision=source.revision, streaming=source.streaming)
         for number, row in enumerate(islice(rows, source.limit), 1):
             if number == 1 and source.text_field not in row:
                 raise UnusableInputError(f"source {source.name}: the dataset {source.dataset} has no column "

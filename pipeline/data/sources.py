@@ -110,7 +110,7 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
 
 
 def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
-    folder = Path(source.dataset).expanduser()
+    folder = Path(source.dataset)
     if not folder.is_dir():
         is_path = folder.exists() or source.dataset.startswith(("/", ".", "~"))
         return [], [f"source {source.name}: {source.dataset} is no folder. Give a folder of data files or the id of a "
@@ -140,7 +140,7 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             except UserError as error:
                 problems.append(f"source {source.name}: {error}")
             continue
-        full = _without_dots(Path(pattern).expanduser().absolute())
+        full = _without_dots(Path(pattern).absolute())
         # A name with [ or ] in it that exists is meant literally.
         matches = [str(full)] if full.is_file() else glob.glob(str(full), recursive=True)  # noqa: PTH207 - absolute
         files = [path for path in map(Path, matches) if path.is_file()]

@@ -37,10 +37,13 @@ _FAMILIES = ("AWS_", "GOOGLE_", "AZURE_")
 _SECRETS = ("SECRET", "TOKEN", "PASSWORD", "_KEY", "SAS", "SIGNATURE", "CREDENTIAL")
 _PATHS = ("_FILE", "_APPLICATION_CREDENTIALS")
 """Endings of variables that hold a file's path, which messages have to show."""
+_AWS_KEYS_LAST = timedelta(minutes=10)
+"""At least so long: boto3 renews temporary keys before. obstore asks for them again 5 minutes before their end."""
 _AWS_FILES = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
 """Variables with the paths of AWS's files, and their default names in ~/.aws."""
 _ADVICE = {
-    "s3": "the keys and the address in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL",
+    "s3": "the keys and the address in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, "
+          "and the AWS_SESSION_TOKEN of temporary keys, which expire",
     "gs": "the file of the account's key that GOOGLE_APPLICATION_CREDENTIALS names",
     "az": "the account in AZURE_STORAGE_ACCOUNT_NAME and its key in AZURE_STORAGE_ACCOUNT_KEY (or "
           "AZURE_STORAGE_SAS_TOKEN)"}
@@ -48,6 +51,8 @@ _ADDRESS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL",
             "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT"}
 """The variables with a store's address, if it is not the cloud's default."""
 _NO_BUCKET = re.compile(r"NoSuchBucket|BucketNotFound|ContainerNotFound|container does not exist")
+_REFUSED = re.compile(r"(?<![\d.])(401|403)(?![\d.])|400 Bad Request(?!: *\S)|privileges|(?i:credential)")
+"""Status codes, not a time such as 401.79ms. S3 answers 400 to expired keys, and to HEAD without saying why."""
 _MACHINES_OWN = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/")
 """Where a cloud's machines get keys of their own if the environment has none."""
 
@@ -59,20 +64,19 @@ class Cloud:
         self._root, self._client = root, client(root)
         self._kind = _kind(root)
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, attempts: int = LISTINGS) -> list[Entry]:
         """All objects below a prefix that ends with a /; "" for all."""
         import obstore
-        for left in reversed(range(LISTINGS)):
-            try:
-                with self._told(prefix, "list"):
-                    return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
-                            for about in page]
-            except _BrokenOffError as error:
-                if not left:
-                    raise
-                say("stores", f"{error} Listing again")
-                time.sleep(FIRST_WAIT_S)
-        raise AssertionError("unreachable")
+        try:
+            with self._told(prefix, "list"):
+                return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
+                        for about in page]
+        except _BrokenOffError as error:
+            if attempts == 1:
+                raise
+            say("stores", f"{error} Listing again")
+            time.sleep(FIRST_WAIT_S)
+            return self.list(prefix, attempts - 1)
 
     def head(self, key: str) -> Entry | None:
         """One object."""
@@ -136,26 +140,29 @@ class Cloud:
         url = f"{self._root}/{key}"
         try:
             yield
-        except FileNotFoundError as error:
-            if _NO_BUCKET.search(str(error)):
-                raise self._no_bucket() from None
-            raise Missing(f"{url} is not there. Correct the URL, or put the object there.") from None
         except AlreadyExistsError:
             raise Exists(f"{url} is there already.") from None
         except PreconditionError:
             raise Changed(f"{url} has changed: another process wrote it.") from None
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise self._failed(url, operation, str(error)) from None
+            raise self._failed(url, operation, error) from None
 
-    def _failed(self, url: str, operation: str, text: str) -> UserError:
+    def _failed(self, url: str, operation: str, error: Exception) -> UserError:
+        text = str(error)
         if _NO_BUCKET.search(text):
-            return self._no_bucket()
+            bucket = "container" if self._kind == "az" else "bucket"
+            return UserError(f"There is no {bucket} {self._root} at this store. Correct the URL, make the {bucket}, or "
+                             f"set the store's address ({_ADDRESS[self._kind]}).")
+        if isinstance(error, FileNotFoundError):
+            return Missing(f"{url} is not there. Correct the URL, or put the object there.")
         reason, advice = plainly(text), _ADVICE[self._kind]
         if _MACHINES_OWN.search(text):
             return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
                              f"none of its own ({reason}). Set {advice}.")
-        # The status code, not a time such as 401.79ms.
-        if re.search(r"(?<![\d.])(401|403)(?![\d.])", text) or "privileges" in text or "credential" in text.lower():
+        if "ExpiredToken" in text:
+            return UserError(f"{url}: {operation} was refused: the keys have expired ({reason}). Set new ones, or "
+                             f"renew those of AWS_PROFILE, and give the same command again.")
+        if _REFUSED.search(text):
             return UserError(f"{url}: {operation} was refused: {reason}. Correct {advice}, or give these keys the "
                              f"permission.")
         if "ConditionalRequestConflict" in text:
@@ -164,11 +171,6 @@ class Cloud:
             _BeyondError if re.search(r"(?<![\d.])416(?![\d.])|InvalidRange|Wanted range", text) else UserError
         return kind(f"{url}: {operation} failed: {reason}. Check that the store works and can be reached from this "
                     f"machine (its address is set by {_ADDRESS[self._kind]}), and run it again.")
-
-    def _no_bucket(self) -> UserError:
-        bucket = "container" if self._kind == "az" else "bucket"
-        return UserError(f"There is no {bucket} {self._root} at this store. Correct the URL, make the {bucket}, or set "
-                         f"the store's address ({_ADDRESS[self._kind]}).")
 
 
 class _BrokenOffError(UserError):
@@ -232,16 +234,16 @@ def _written(settings: dict[str, str]) -> tuple[tuple[str, int, int], ...]:
 
 def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
     """Keys from where boto3 finds them, AWS's own files first, if the environment has none: obstore reads no files."""
-    given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-             "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
-    if any(name in settings for name in given):
+    if settings.keys() & {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+                          "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE"}:
         return {}
     import boto3
     from botocore.exceptions import BotoCoreError
     from obstore.auth.boto3 import Boto3CredentialProvider
     try:
         session = boto3.Session()
-        return {"credential_provider": Boto3CredentialProvider(session)} if session.get_credentials() else {}
+        return {"credential_provider": Boto3CredentialProvider(session, ttl=_AWS_KEYS_LAST)} \
+            if session.get_credentials() else {}
     except BotoCoreError as error:
         raise ValueError(str(error)) from None
 

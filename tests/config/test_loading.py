@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.config.explaining import field_texts
-from drover.pipeline.config.loading import config_hash, load_config, save_config
+from drover.pipeline.config.loading import config_hash, dump_config, load_config, save_config
 from drover.pipeline.config.section import flatten, identity, sections_in
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
@@ -39,6 +39,39 @@ def test_base_is_relative_to_its_file_and_own_values_win(tmp_path):
     assert config.train.prompts == ["c"]
     write(tmp_path / "shared/other.yaml", "base: ../runs/mine.yaml\n")
     assert "its own base" in refusal(path)
+
+
+def test_a_tilde_is_the_home_in_every_setting_that_names_a_path(tmp_path, no_plugins, monkeypatch):
+    """The whole path is what is saved: jobs may have another home. Other texts stay as they are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = """
+base: HOME/base.yaml
+runs_dir: HOME/runs
+reuse: HOME/other
+plugins: [HOME/tilde_plugin.py]
+shard:
+  sources: [{kind: files, name: a, paths: [HOME/x/*.txt]}, {kind: hf, name: b, dataset: HOME/d}]
+  filters:
+    - {kind: language, path: HOME/model.bin, languages: [en]}
+    - {kind: decontamination, files: [{path: HOME/t.jsonl, fields: [a]}]}
+tokenizer: {path: HOME/t.model}
+model: {preset: HOME/weights}
+train: {init_from: HOME/weights, cache: {folder: HOME/cache}, prompts: [~/x]}
+evaluate: {task_folders: [HOME/tasks]}
+launch:
+  cluster: HOME/site.yaml
+  container: {image: HOME/image.sif, mounts: ["HOME/data:/data"]}
+  python: HOME/python
+  runner_python: HOME/python
+"""
+    write(tmp_path / "base.yaml", "seed: 5")
+    write(tmp_path / "site.yaml", "partition: ours")
+    write(tmp_path / "tilde_plugin.py", "")
+    write(tmp_path / "weights/weights.json", '{"model": {"layers": 3}}')
+    found, expected = (load_config(write(tmp_path / "c.yaml", text.replace("HOME", home)), check=False)
+                       for home in ("~", str(tmp_path)))
+    assert found == expected and (found.seed, found.model.layers, found.launch.partition) == (5, 3, "ours")
+    assert dump_config(found).count("~") == 1 and found.train.prompts == ["~/x"]
 
 
 @pytest.mark.parametrize("name", ["20261101", "1e3", "1.5", "null", "true", "on"])

@@ -38,6 +38,16 @@ def test_a_file_beside_the_configuration_is_imported_and_found_by_other_processe
     assert plugin_files() == [place / "here/imported_beside.py", place / "here/plugged_in.py"]
 
 
+def test_a_plugin_of_a_base_is_looked_for_beside_the_base(place):
+    mine = place / "mine/config.yaml"
+    mine.parent.mkdir()
+    mine.write_text("base: ../config.yaml\n")
+    assert load_config(mine, check=False).plugins == [f"{place}/here/plugged_in.py"]
+    (place / "config.yaml").write_text("plugins: [absent.py]\n")
+    refused(UserError, rf"{place}/mine/../config.yaml:1: there is no plugin absent.py \(looked in {place}/mine/\.\.,",
+            load_config, mine)
+
+
 def test_a_module_is_imported_by_its_name_and_its_file_is_recorded_as_code(place, monkeypatch):
     package = place / "packaged/inside"
     package.mkdir(parents=True)

@@ -22,13 +22,27 @@ def request(tmp_path, stages, *overrides):
 
 
 def test_training_is_its_operations_over_a_share_of_the_speed_and_every_stage_costs_something(tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "corpus_bytes", lambda config: 10_000_000)
+    monkeypatch.setattr(forecast, "corpus_bytes", lambda config: (10_000_000, False))
     config, jobs = request(tmp_path, list(STAGES))
     train, model = config.train, config.model.model_copy(update={"vocab_size": config.tokenizer.vocab_size})
     operations = train.steps * train.batch_tokens * model.flops_per_token(train.sequence_length, causal=False)
     low, high = (operations / RATE / share for share in EFFICIENCY)
     others = STAGE_S * len(STAGES) + MEGABYTE_S * 30  # three stages read the 10 MB
     assert estimate(config, jobs, RATE) == pytest.approx((low + others, high + SLOWER * others, low, high))
+
+
+def test_packed_input_is_counted_as_the_text_in_it_and_that_is_called_an_estimate(tmp_path):
+    """A filter's files are no input of the corpus."""
+    for name in ("a.jsonl", "b.jsonl.gz", "c.JSONL.ZST", "d.parquet", "model.bin"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    def forecast_of(files):
+        config, jobs = request(tmp_path, ["shard", "encode"], "tokenizer.vocab_size=1024", "shard.sources="
+                               f"[{{kind: files, name: s, format: jsonl, paths: ['{tmp_path}/{files}']}}]",
+                               f"shard.filters=[{{kind: language, path: {tmp_path}/model.bin, languages: [en]}}]")
+        return forecast.disk(config, jobs).parts
+    assert forecast_of("a*") == {"text shards and their staging": 2000, "token shards": 600}
+    assert forecast_of("[a-d].*") == {
+        "text shards and their staging, an estimate for packed input": 18_000, "token shards": 5400}
 
 
 def test_nothing_is_said_of_what_is_not_known(tmp_path):

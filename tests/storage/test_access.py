@@ -1,8 +1,10 @@
 """How a store is found and entered: URLs, addresses, keys; what is told where that fails."""
 
+import json
 import os
 import re
 import sys
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.storage import clouds
 from drover.pipeline.storage.store import Missing, Store, preflight
-from tests.object_store import SECRET
+from tests.object_store import ROLE, SECRET, client
 from tests.refusal import refused, table
 
 CALLS = (lambda store: list(store.list()), lambda store: store.head("x"), lambda store: store.read("x"),
@@ -58,7 +60,7 @@ def test_a_store_that_cannot_be_reached_is_told(failing, monkeypatch):
     gs://bucket -> GOOGLE_APPLICATION_CREDENTIALS"""))
 def test_it_is_told_how_keys_are_set_where_neither_the_environment_nor_the_machine_has_some(url, names):
     asked = "Error performing token request: Error performing GET http://169.254.169.254/x in 2s - HTTP error: timeout"
-    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", asked)
+    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", OSError(asked))
     assert re.fullmatch(rf"{url}/x: read was refused: the environment has no keys.*Set .*{names}.*\.", str(error))
 
 
@@ -102,6 +104,40 @@ def test_keys_are_taken_from_the_files_of_other_programs_also_where_they_are_ren
         return [provider()[name] for name in ("access_key_id", "secret_access_key")], provider.config.get("region")
     assert found(1, "mine") == (["mine-1", "x"], "us-east-7") and found(2, "default") == (["default-2", "x"], None)
     refused(UserError, r"s3://bucket cannot be opened: .*\(absent\)", found, 3, "absent")
+
+
+def test_keys_that_a_program_renews_are_asked_for_again_before_they_expire(nothing_set, tmp_path):
+    """botocore renews them when 15 minutes are left, so that these are handed out as they are."""
+    expires = datetime.now(UTC) + timedelta(minutes=16)
+    (tmp_path / "keys").write_text(json.dumps({"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b",
+                                               "SessionToken": "c", "Expiration": expires.isoformat()}))
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/keys\n")
+    nothing_set.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    nothing_set.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "absent"))
+    found = clouds.client("s3://bucket").credential_provider()
+    assert found["token"] == "c" and found["expires_at"] <= expires
+
+
+@pytest.mark.slow
+def test_temporary_keys_are_used_with_their_token(seaweed, monkeypatch):
+    keys = client(seaweed.endpoint, "sts").assume_role(RoleArn=ROLE, RoleSessionName="drover")["Credentials"]
+    store = Store(seaweed.url)
+    for name, value in (("ACCESS_KEY_ID", "AccessKeyId"), ("SECRET_ACCESS_KEY", "SecretAccessKey")):
+        monkeypatch.setenv(f"AWS_{name}", keys[value])
+    refused(UserError, f"{seaweed.url}.*refused", store.put, "x", b"1")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", keys["SessionToken"])
+    preflight(store)
+    store.put("x", b"1")
+    assert store.read("x") == b"1" and [entry.path for entry in store.list()] == ["x"]
+
+
+def test_keys_that_have_expired_are_told_as_such(moto_server):
+    store = Store(moto_server.url)
+    store.put("x", b"1")
+    moto_server.fail("expired", times=10_000)
+    for call in CALLS:
+        refused(UserError, f"{moto_server.url}.*(keys have expired.*give the same command|HEAD.*AWS_SESSION_TOKEN)",
+                call, store)
 
 
 def test_a_profile_without_files_and_a_file_that_cannot_be_looked_at(nothing_set, tmp_path):

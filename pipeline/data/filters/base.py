@@ -5,14 +5,14 @@ A filter is a class with settings as fields and one method, which is called with
     class Short(Filter):
         \"\"\"Drops documents that are too long.\"\"\"
 
-        most: int = Field(1000, gt=0)
-        \"\"\"Characters; longer documents are dropped.\"\"\"
+        max_characters: int = Field(1000, gt=0)
+        \"\"\"Longer documents are dropped.\"\"\"
 
         def __call__(self, document: Document) -> Document | str:
-            return f"longer than {self.most} characters" if len(document.text) > self.most else document
+            return "too long" if len(document.text) > self.max_characters else document
 
-`shard.filters: [{kind: ..., most: 500}]` lists filters in the order in which they run. A document that one drops never
-reaches the next. The texts that pass the last filter are deduplicated, hashed, split and trained on.
+`shard.filters: [{kind: ..., max_characters: 500}]` lists filters in the order in which they run. A document that one
+drops never reaches the next. The texts that pass the last filter are deduplicated, hashed, split and trained on.
 
 To add one from outside: put the class into a module that Python finds (PYTHONPATH, or an installed package; where jobs
 run, too) and give `kind: my_module:Short`. To add one to Drover: a module in this folder, its line in `FILTERS` of
@@ -23,10 +23,10 @@ order, and again after a kill. Keep costly objects (a compiled expression) in a 
 makes each filter once for a unit of reading.
 
 A filter that needs files (a model, evaluation sets) names them in `reads` and reads them in `open`. Declare their paths
-with `drover.pipeline.config.section.execution`: their content counts, not their place. Keep what takes long to read in
-a function with `lru_cache`, once for the process. The stage records these files and their hashes as its inputs, as
-filters/<name of the filter>/<name of the file>, and does not continue with other files. Tools that only look at a run
-do not import a filter from outside of Drover, so they do not see its files.
+as `LocalPath` and with `execution` (`drover.pipeline.config.section`): their content counts, not their place. Keep what
+takes long to read in a function with `lru_cache`, once for the process. The stage records these files and their hashes
+as its inputs, as filters/<name of the filter>/<name of the file>, and does not continue with other files. Tools that
+only look at a run do not import a filter from outside of Drover, so they do not see its files.
 
 The stage counts how many documents a filter dropped and why. A filter counts everything else itself (languages, items
 of evaluation sets) and returns it as `findings`, which are added up over all units.

@@ -28,16 +28,17 @@ class Characters(Filter):
     that indentation changes no share.
     """
 
-    least: dict[CharacterClass, Share] = {}
+    min_share: dict[CharacterClass, Share] = {}
     """The least share of each class that is named: {letters: 0.5}."""
-    most: dict[CharacterClass, Share] = {}
+    max_share: dict[CharacterClass, Share] = {}
     """The largest share of each class that is named: {digits: 0.3, control: 0}."""
 
     @model_validator(mode="after")
     def _has_bounds(self) -> Self:
-        if not self.least and not self.most:
-            raise impossible("a characters filter needs a share in `least` or `most`, as in {most: {digits: 0.3}}")
-        if twisted := [name for name in self.least if self.least[name] > self.most.get(name, 1.0)]:
+        if not self.min_share and not self.max_share:
+            raise impossible("a characters filter needs a share in `min_share` or `max_share`, as in "
+                             "{max_share: {digits: 0.3}}")
+        if twisted := [name for name, share in self.min_share.items() if share > self.max_share.get(name, 1.0)]:
             raise impossible(f"no document has that many {', '.join(twisted)}: the least share is above the most")
         return self
 
@@ -49,10 +50,10 @@ class Characters(Filter):
             total += count
             counts[_OF_CATEGORY.get(unicodedata.category(character)[0], "")] += count
         # In an order of its own: that in which they are written decides nothing, the first reason included.
-        for name, share in sorted(self.least.items()):
+        for name, share in sorted(self.min_share.items()):
             if counts[name] < share * total:
                 return f"fewer than {share:g} {name}"
-        for name, share in sorted(self.most.items()):
+        for name, share in sorted(self.max_share.items()):
             if counts[name] > share * total:
                 return f"more than {share:g} {name}"
         return document

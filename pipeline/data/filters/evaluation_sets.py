@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.kinds import impossible
-from drover.pipeline.config.section import Section, execution
+from drover.pipeline.config.section import LocalPath, Section, execution
 from drover.pipeline.config.yaml_source import read_task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Limit, Place, Unreadable, damage, is_shortage
@@ -28,7 +28,7 @@ _LARGEST = Limit(1000.0)
 class EvaluationSet(Section):
     """The items of one task."""
 
-    path: str = execution()
+    path: LocalPath = execution()
     """A file of items (.jsonl, .json, .parquet, .csv, .arrow, also .gz and .zst), or a task's .yaml as for
     `evaluate.tasks`, whose data files are then read, all splits. Its content, not its place, is what counts."""
     task: str | None = None
@@ -56,7 +56,7 @@ class EvaluationSet(Section):
         Raises:
             UserError: the task's file cannot be used, or names a data file that is not there.
         """
-        path = Path(self.path).expanduser()
+        path = Path(self.path)
         if path.suffix not in _TASK or not path.exists():
             return [path]
         return [path, *_data_files(path, _settings(path))]
@@ -81,15 +81,16 @@ def items_of(given: EvaluationSet) -> Iterator[Item]:
     settings = _settings(path) if data else {}
     task = given.task or settings.get("task") or path.name.partition(".")[0]
     for file in data or [path]:
-        for number, record in _records(file, given.fields, settings):
+        for number, record in _records(file, given.fields):
             texts = [text for field in given.fields for text in _texts(record, field, file, number)] \
                 if given.fields else _of_task(record, settings, file, number)
             yield Item(str(task), f"{file.name}:{number}", "\n".join(texts))
 
 
-def _records(path: Path, fields: list[str], settings: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    columns = list(dict.fromkeys(field.partition(".")[0] for field in fields or _named_by(settings)))
-    source = FilesSource(kind="files", name="items", paths=[str(path)], text_field=columns[0], meta_fields=columns[1:])
+def _records(path: Path, fields: list[str]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The records of a file: of columns those with the fields, or all."""
+    source = FilesSource(kind="files", name="items", paths=[str(path)], text_field="",
+                         meta_fields=[field.partition(".")[0] for field in fields])
     try:
         for record in file_records(Input(Piece.of(path)), source, _LARGEST):
             if isinstance(record, Unreadable):
@@ -120,6 +121,8 @@ def _texts(record: dict[str, Any], field: str, path: Path, number: Place) -> lis
 def _strings(value: Any) -> list[str]:
     if isinstance(value, (list, tuple, dict)):
         return [text for part in (value.values() if isinstance(value, dict) else value) for text in _strings(part)]
+    if isinstance(value, bytes):
+        return [value.decode("utf-8", "surrogateescape")]
     return [] if value is None else [str(value)]
 
 
@@ -145,27 +148,17 @@ def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _named_by(settings: dict[str, Any]) -> list[str]:
-    """The fields that a task's templates may mean, the question's first."""
-    keys = ("doc_to_text", "doc_to_choice", "doc_to_target")
-    return [word for key in keys for word in _names(settings, key)] or ["text"]
-
-
-def _names(settings: dict[str, Any], key: str) -> list[str]:
-    """The words of a task's template that may be names of fields."""
-    return list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", str(settings.get(key) or ""))))
-
-
 def _of_task(record: dict[str, Any], settings: dict[str, Any], path: Path, number: Place) -> list[str]:
     """The fields of an item that its task's doc_to_text names, then the right choice, or what doc_to_target names."""
-    asked = [name for name in _names(settings, "doc_to_text") if name in record]
     choices, gold = record.get(str(settings.get("doc_to_choice"))), record.get(str(settings.get("doc_to_target")))
-    texts = [text for name in asked for text in _strings(record[name])]
     if isinstance(choices, list) and isinstance(gold, int) and 0 <= gold < len(choices):
-        texts += _strings(choices[gold])
+        templates, right = ["doc_to_text"], choices[gold]
     else:
-        texts += [text for name in _names(settings, "doc_to_target") if name in record and name not in asked
-                  for text in _strings(record[name])]
+        templates, right = ["doc_to_text", "doc_to_target"], None
+    # Words of a template that are no names of fields give no text.
+    words = dict.fromkeys(word for key in templates
+                          for word in re.findall(r"[A-Za-z_]\w*", str(settings.get(key) or "")))
+    texts = _strings([*map(record.get, words), right])
     if not texts:
         raise UserError(f"The task of {path} names no field of its record {number} in doc_to_text and doc_to_target; "
                         f"its fields are {', '.join(map(str, record)) or 'none'}. Set `fields`.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from drover.pipeline.config.section import execution
+from drover.pipeline.config.section import LocalPath, execution
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
@@ -29,20 +29,20 @@ class Language(Filter):
 
     needs = "fasttext"
 
-    path: str = execution()
+    path: LocalPath = execution()
     """The model's file (.ftz or .bin). Only its content counts, not its place."""
     languages: list[str] = Field(min_length=1)
     """Labels that are kept, as the model writes them, without __label__: [en, de], or [eng_Latn]."""
-    least: float = Field(0.65, ge=0, le=1)
+    min_probability: float = Field(0.65, ge=0, le=1)
     """Least probability of the most probable language."""
     keep_unknown: bool = False
-    """Keep documents whose most probable language has a lower probability than `least`."""
+    """Keep documents whose most probable language has a lower probability than `min_probability`."""
     characters: int | None = Field(None, gt=0)
     """Classify only this many characters from the start of a document; null: all of it."""
 
     def reads(self) -> list[Path]:
         """The model's file."""
-        return [Path(self.path).expanduser()]
+        return [Path(self.path)]
 
     def open(self) -> None:
         """Load the model, once a process for any number of units."""
@@ -55,7 +55,7 @@ class Language(Filter):
 
     @cached_property
     def _model(self) -> tuple[Any, set[str]]:
-        [path] = self.reads()
+        path = Path(self.path)
         if not path.is_file():
             raise UserError(f"The model {path} of the filter {self.name or self.kind} is not there. Correct `path`.")
         return _loaded(str(path), path.stat().st_size, path.stat().st_mtime_ns)
@@ -73,9 +73,9 @@ class Language(Filter):
         line = document.text[:self.characters].replace("\n", " ")
         labels, probabilities = self._model[0].predict(line, k=1, threshold=-1.0)
         language, probability = (labels[0].removeprefix(_LABEL), float(probabilities[0])) if labels else ("", 0.0)
-        if probability < self.least:
+        if probability < self.min_probability:
             self._seen["unknown"] += 1
-            return document if self.keep_unknown else f"of no language with a probability of {self.least:g}"
+            return document if self.keep_unknown else f"of no language with a probability of {self.min_probability:g}"
         self._seen[language] += 1
         return document if language in self.languages else "of another language"
 

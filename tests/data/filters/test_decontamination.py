@@ -21,7 +21,7 @@ from drover.pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
 from drover.pipeline.data.filters.item_index import ItemIndex
 from tests.conftest import REPOSITORY
 from tests.data.filters.test_kinds import made, outcome
-from tests.data.source_files import lines, write_jsonl
+from tests.data.source_files import lines, write_batches, write_jsonl
 from tests.refusal import table
 from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
@@ -58,9 +58,10 @@ def test_spelling_and_places_do_not_matter_and_other_words_do():
 
 
 ITEM = "how many legs has a spider that has lost two of them in the rain"
-RECORDS = [{"question": ITEM, "answer": "six legs", "tags": ["easy", "nature"]},
+RECORDS = [{"question": ITEM, "answer": "six legs", "tags": ["easy", "nature"],
+            "legs": 6, "more": {"of": ["spider", "mites"]}, "raw": "6 legs"},
            {"question": "what is the sum of all the numbers from one up to ten, both of them counted in",
-            "answer": "fifty five", "tags": []}]
+            "answer": "fifty five", "tags": [], "legs": None, "more": {"of": []}, "raw": ""}]
 
 
 def write_sets(folder):
@@ -69,12 +70,35 @@ def write_sets(folder):
     write_jsonl(folder / "set.jsonl", RECORDS)
     (folder / "set.csv").write_text("question,answer\n" + "".join(
         f'"{record["question"]}",{record["answer"]}\n' for record in RECORDS))
+    for kind in ("parquet", "arrow"):
+        write_batches(folder / f"set.{kind}", pa.RecordBatch.from_pylist(
+            [{**record, "raw": record["raw"].encode()} for record in RECORDS]))
 
 
 def filter_of(*files, **asked):
     """Files are given as a path and the fields."""
     files = [{"path": str(path), "fields": fields} for path, fields in files]
     return made(kind="decontamination", files=files, **asked)
+
+
+@pytest.mark.parametrize("name", ["set.jsonl", "set.parquet", "set.arrow"])
+@pytest.mark.parametrize(("fields", "text"), [
+    (["tags", "answer"], "easy nature six legs"), (["legs", "answer"], "6 six legs"),
+    (["more.of", "raw"], "spider mites 6 legs")])
+def test_a_field_may_be_a_list_a_number_or_within_another(tmp_path, name, fields, text):
+    write_sets(tmp_path)
+    own = filter_of((tmp_path / name, fields), n=4, min_words=1)
+    assert outcome(own, text) == "contains items of set"
+    assert own.findings() == {"set": {"": 1, f"{name}:1": 1}}
+
+
+@pytest.mark.parametrize("name", ["set.jsonl", "set.csv", "set.parquet", "set.arrow"])
+def test_words_of_a_task_that_are_no_columns_are_words(tmp_path, name):
+    write_sets(tmp_path)
+    task = tmp_path / "task.yaml"
+    task.write_text(f"dataset_kwargs: {{data_files: {{test: {name}}}}}\n"
+                    "doc_to_text: 'Question: {{question}} Answer:'\ndoc_to_target: '{{answer}}'\n")
+    assert outcome(filter_of((task, [])), f"{ITEM} six legs") == "contains items of task"
 
 
 @pytest.mark.parametrize("name", ["set.jsonl", "set.csv"])

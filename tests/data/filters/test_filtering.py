@@ -105,7 +105,7 @@ def test_dropped_documents_are_not_kept_unasked(done):
 def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
     (tmp_path / "b.txt").write_text("|".join("b" * number for number in range(9)))
     config = write_config(tmp_path, [files_source("b", tmp_path / "b.txt", separator="|")], validation_share=0.5,
-                          filters=[{"kind": "characters", "least": {"digits": 1}}])
+                          filters=[{"kind": "characters", "min_share": {"digits": 1}}])
     assert run(config) == 2
     error = capsys.readouterr().err
     assert "source b yields no documents: 9 read, of which 0 duplicate, 1 empty, 8 characters, 0 unreadable. Correct " \
@@ -183,7 +183,7 @@ def test_the_filters_that_the_docs_show_are_filters(tmp_path, mine):
     mine.write_text(yaml.safe_dump(merged(yaml.safe_load(mine.read_text()), yaml.safe_load(shown))))
     assert len(load_config(mine).shard.filters) == 5
     (tmp_path / "my_filters.py").write_text(own)
-    [questions] = FILTERS.made([FILTERS.read({"kind": "my_filters:Questions", "most": 5})])
+    [questions] = FILTERS.made([FILTERS.read({"kind": "my_filters:Questions", "max_questions": 5})])
     assert [questions(Document("?" * count, "s", "1", {})) == "too many questions" for count in (5, 6)] == [False, True]
 
 

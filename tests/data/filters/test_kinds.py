@@ -40,16 +40,16 @@ LINES = "a menu\n\n" * 3 + "said once and for all, at some length\n" * 1
     length -> {"max_words": 2} -> " one  two " -> null
     repetition -> {"max_lines": 0, "max_characters": 0} -> "a\nb\n\n\nc" -> null
     repetition -> {"max_lines": 0, "max_characters": 1} -> "a\n  a " -> "more than 0 of the lines are repetitions"
-    characters -> {"most": {"digits": 0.5}} -> "ab12" -> null
-    characters -> {"most": {"digits": 0.5}} -> "ab123" -> "more than 0.5 digits"
-    characters -> {"least": {"letters": 0.5}} -> "ab   \n  12" -> null
-    characters -> {"least": {"letters": 0.5}} -> "ab12." -> "fewer than 0.5 letters"
-    characters -> {"most": {"control": 0}} -> "a\tb\n" -> null
-    characters -> {"most": {"control": 0}} -> "a\u0000b" -> "more than 0 control"
-    characters -> {"most": {"symbols": 0.2}} -> "ab\ufffd" -> "more than 0.2 symbols"
-    characters -> {"most": {"punctuation": 0.2}} -> "a?!" -> "more than 0.2 punctuation"
-    characters -> {"least": {"letters": 1}} -> "e\u0301té漢" -> null
-    characters -> {"most": {"symbols": 0, "digits": 0}} -> "1+" -> "more than 0 digits"
+    characters -> {"max_share": {"digits": 0.5}} -> "ab12" -> null
+    characters -> {"max_share": {"digits": 0.5}} -> "ab123" -> "more than 0.5 digits"
+    characters -> {"min_share": {"letters": 0.5}} -> "ab   \n  12" -> null
+    characters -> {"min_share": {"letters": 0.5}} -> "ab12." -> "fewer than 0.5 letters"
+    characters -> {"max_share": {"control": 0}} -> "a\tb\n" -> null
+    characters -> {"max_share": {"control": 0}} -> "a\u0000b" -> "more than 0 control"
+    characters -> {"max_share": {"symbols": 0.2}} -> "ab\ufffd" -> "more than 0.2 symbols"
+    characters -> {"max_share": {"punctuation": 0.2}} -> "a?!" -> "more than 0.2 punctuation"
+    characters -> {"min_share": {"letters": 1}} -> "e\u0301té漢" -> null
+    characters -> {"max_share": {"symbols": 0, "digits": 0}} -> "1+" -> "more than 0 digits"
     """, str, json.loads, json.loads, json.loads),
     ("repetition", {}, LINES, "more than 0.3 of the lines are repetitions"),
     ("repetition", {"max_lines": 0.5}, LINES, "more than 0.2 of the characters are in repeated lines"),
@@ -94,7 +94,7 @@ def test_masks_can_be_chosen_left_out_and_added():
     {"kind": "normalization"} -> needs one of form, line_ends
     {"kind": "length", "min_words": 3, "max_words": 2} -> the least is more than the most
     {"kind": "characters"} -> needs a share
-    {"kind": "characters", "least": {"digits": 0.5}, "most": {"digits": 0.4}} -> the least share is above the most
+    {"kind": "characters", "min_share": {"digits": 1}, "max_share": {"digits": 0.4}} -> least share is above the most
     {"kind": "masking", "email": null, "ip": null} -> needs one of email, ip, patterns
     {"kind": "masking", "patterns": [{"find": "(", "mask": ""}]} -> no regular expression
     {"kind": "masking", "patterns": [{"find": "a*", "mask": ""}]} -> matches the empty text""", json.loads))

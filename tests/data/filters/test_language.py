@@ -33,7 +33,7 @@ def test_other_languages_and_doubtful_ones_are_dropped():
     assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
     assert outcomes(["de", "fr"])[1] == [other, None, None, doubtful]
     assert outcomes(["de", "fr"], keep_unknown=True)[1] == [other, None, None, None]
-    assert outcomes(["en"], least=0.0)[1] == [None, other, other, other]
+    assert outcomes(["en"], min_probability=0.0)[1] == [None, other, other, other]
 
 
 def test_labels_are_those_of_the_model():
