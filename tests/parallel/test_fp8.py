@@ -80,15 +80,13 @@ def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
             settings(fp8_skip=["layers.*"]))
 
 
-@pytest.mark.parametrize(("name", "recipe", "slower"), [
-    ("llama3_8b", "rowwise", {"wk", "wv"}), ("llama3_8b", "tensorwise", {"wk", "wv"}),
-    ("llama3.2_1b", "rowwise", {"wq", "wk", "wv", "wo", "w2"}), ("llama3_70b", "tensorwise", set())])
-def test_small_leaves_out_what_torchao_leaves_out(name, recipe, slower):
+@pytest.mark.parametrize(("name", "recipe"), [
+    ("llama3_8b", "rowwise"), ("llama3_8b", "tensorwise"), ("llama3.2_1b", "rowwise"), ("llama3_70b", "tensorwise")])
+def test_small_leaves_out_what_torchao_leaves_out(name, recipe):
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
     model = PRESETS[name].model_copy(update={"vocab_size": 128256, "layers": 1})
     everything, found = (division(model, settings(fp8_recipe=recipe, fp8_skip=skip)) for skip in ([], ["small"]))
-    assert {layer.rpartition(".")[2] for layer in everything.slower} == slower and not everything.left_out
-    assert tuple(found.left_out) == everything.slower and not found.slower
+    assert tuple(found.left_out) == everything.slower and not found.slower and not everything.left_out
     with torch.device("meta"):
         layers, keeps = dict(Llama(model).named_modules()), _auto_filter_for_recipe(recipe, [])
     assert all(keeps(layers[layer], layer) == (layer in found.converted) for layer in everything.converted)
