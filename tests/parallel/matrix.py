@@ -283,10 +283,9 @@ def lacks(case: Case) -> str:
         return "no torchao, which fp8 needs: pip install --editable '.[fp8]'"
     if case.settings.get("parallel", {}).get("pp_schedule") == "zbv" and torch.__version__ < ZBV_TORCH:
         return f"zbv needs torch {ZBV_TORCH}"
-    needs = {"inductor": case.settings.get("backend") == "inductor", "DeepSpeed": kind_of(case) == "deepspeed"}
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    if any(needs.values()) and not any(map(shutil.which, compilers)):
-        return f"no C++ compiler, which {next(who for who, holds in needs.items() if holds)} needs on a CPU"
+    if (case.settings.get("backend") == "inductor" or kind_of(case)) and not any(map(shutil.which, compilers)):
+        return "no C++ compiler, which inductor and DeepSpeed need on a CPU"
     return ""
 
 

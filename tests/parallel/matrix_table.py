@@ -12,6 +12,7 @@ from textwrap import wrap
 import torch
 
 from drover.model.kernels import vendor
+from drover.pipeline.core.console import markdown
 from tests.parallel.groups import REPOSITORY, CaseError
 from tests.parallel.matrix import (
     ATTENTION,
@@ -62,9 +63,8 @@ def bounds(case: Case) -> str:
 
 def section(title: str, text: str, heads: list[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """A part of the page, as Markdown."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (heads, *rows)]
-    return [title, "", *wrap(text, 118), *[""] * bool(text), lines[0], "---".join("|" * (len(heads) + 1)),
-            *lines[1:], ""]
+    return [title, "", *wrap(text, 118), *[""] * bool(text), *markdown([heads, *(list(map(str, row)) for row in rows)]),
+            ""]
 
 
 def table() -> str:

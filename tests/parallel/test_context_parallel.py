@@ -8,13 +8,13 @@ import torch
 
 from drover.model.attention.backend import Documents, Where
 from drover.model.attention.choosing import choose
-from drover.model.attention.sdpa import Sdpa
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel.attention import choose_attention
 from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, part_of, places
 from drover.pipeline.parallel.grid import Grid
+from tests.model import test_backends
 from tests.model.test_backends import WAYS, inputs, numbered
 from tests.parallel.groups import run_case
 from tests.refusal import refused
@@ -39,7 +39,7 @@ def attended(ranks, kv_heads, window):
             return whole.gather(1, index.expand(-1, -1, *whole.shape[2:]))
 
         three = inputs(rows, kv_heads)
-        expected = Sdpa().attend(*three, Sdpa().prepare(Documents(numbered(rows), window=window), torch.float64))
+        expected = test_backends.attended(WAYS[0], three, rows, window=window)
         parts = [mine(whole.detach()).requires_grad_() for whole in three]
         context = ContextParallel(backend, mesh)
         documents = Documents(mine(numbered(rows)[..., None, None])[..., 0, 0],
