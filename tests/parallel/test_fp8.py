@@ -1,5 +1,6 @@
 """fp8: which layers, in what they differ from others, under every layout, and where it is refused."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from drover.pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, re
 from tests.conftest import slow
 from tests.parallel.groups import run_case
 from tests.parallel.train_steps import MODEL
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 
@@ -165,24 +166,27 @@ def test_checkpointing_is_bit_equal_and_parameters_are_what_they_were(recipe, tr
         assert type(ours) is type(before) and ours.requires_grad
 
 
-@pytest.mark.parametrize(("recipe", "card", "words"), [
-    ("rowwise", (8, 9), "needs a GPU of compute capability 9.0; this one (a card) has 8.9. "
-     "train.fp8_recipe=tensorwise would run here"),
-    ("tensorwise", (8, 0), "needs a GPU of compute capability 8.9; this one (a card) has 8.0. Take"),
-    ("rowwise", (9, 0), ""), ("tensorwise", (8, 9), ""), ("rowwise_with_gw_hp", (12, 0), ""),
-    ("rowwise", "gfx90a:sramecc+", "which this GPU (a card, gfx90a:sramecc+) does not have"),
-    ("rowwise", "gfx942:sramecc+", ""), ("rowwise", "gfx950", "")])
+@pytest.mark.parametrize(("recipe", "card", "words"), table("""
+    rowwise -> [8, 9] -> capability 9.0; this one (a card) has 8.9. train.fp8_recipe=tensorwise would run here
+    tensorwise -> [8, 0] -> needs a GPU of compute capability 8.9; this one (a card) has 8.0. Take
+    rowwise -> [9, 0] -> taken
+    tensorwise -> [8, 9] -> taken
+    rowwise_with_gw_hp -> [12, 0] -> taken
+    rowwise -> "gfx90a:sramecc+" -> which this GPU (a card, gfx90a:sramecc+) does not have
+    rowwise -> "gfx942:sramecc+" -> taken
+    rowwise -> "gfx950" -> taken
+    """, str, json.loads))
 def test_hardware_without_it_is_refused_with_the_reason(monkeypatch, recipe, card, words):
     """NVIDIA's by their compute capability, AMD's by their kind."""
     monkeypatch.setattr(torch.version, "hip", "7.0" if isinstance(card, str) else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(card))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=card))
     config = Config(train=settings(fp8_recipe=recipe))
-    if words:
-        refused(UserError, re.escape(words), refuse_without_fp8, config, GPU)
-    else:
+    if words == "taken":
         refuse_without_fp8(config, GPU)
+    else:
+        refused(UserError, re.escape(words), refuse_without_fp8, config, GPU)
 
 
 def test_without_torchao_it_is_refused_and_other_precisions_are_not(monkeypatch):
