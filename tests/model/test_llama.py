@@ -9,10 +9,10 @@ from drover.model.attention.module import KeyValueCache
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from tests.model.agreement import agree
+from tests.model.test_backends import CONFIG
 from tests.refusal import refused
 from tests.tiny_models import DESCENDANT, opinionated
 
-CONFIG = ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=64, vocab_size=50, context_length=32)
 TIED = CONFIG.model_copy(update={"tied_embeddings": True})
 both = pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 
