@@ -65,20 +65,15 @@ def test_mfu_is_taken_of_both_counts_and_both_peaks():
     assert (row["of_peak_full"], row["of_peak_causal"]) == pytest.approx((5 / 7, 4 / 7))
 
 
-@pytest.mark.parametrize("layout", cases_of("layouts"), ids=lambda layout: layout["name"])
-def test_a_layout_can_be_had_on_its_nodes(layout):
-    for gpus in (8 * layout.get("nodes", 1), 32):
-        config = config_of(layout, gpus)
-        assert not problems(config) and not rank_problems(config, gpus)
-        assert config.train.batch_tokens <= 64 * 131072
-
-
-@pytest.mark.parametrize("case", [*cases_of("gpu"), *cases_of("train")], ids=lambda case: case["name"])
-def test_a_case_can_be_had_on_its_ranks(case):
-    if "recipe" in case:
-        config = config_of(case, case.get("ranks", 1))
-        assert not problems(config) and not rank_problems(config, case.get("ranks", 1))
-        assert case["recipe"] != "benchmarks/cpu" or config.train.batch_tokens == 8 * 256
+@pytest.mark.parametrize(("case", "ranks"), [
+    *((layout, ranks) for layout in cases_of("layouts") for ranks in (8 * layout.get("nodes", 1), 32)),
+    *((case, case.get("ranks", 1)) for kind in ("gpu", "train") for case in cases_of(kind) if "recipe" in case)],
+    ids=lambda value: value["name"] if isinstance(value, dict) else str(value))
+def test_a_case_can_be_had_on_its_ranks(case, ranks):
+    config = config_of(case, ranks)
+    assert not problems(config) and not rank_problems(config, ranks)
+    assert config.train.batch_tokens <= 64 * 131072
+    assert case["recipe"] != "benchmarks/cpu" or config.train.batch_tokens == 8 * 256
 
 
 def test_collectives_are_exposed_where_nothing_else_runs():

@@ -5,21 +5,12 @@ import pytest
 import torch
 
 from drover.model.config import ModelConfig
-from drover.model.llama import Llama, initialise
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.tokenization.simple import ByteTokenizer
+from tests.tiny_models import for_tokenizer
 
 VOCABULARY = ByteTokenizer()
-
-
-def small_model(context=64):
-    config = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=VOCABULARY.size, context_length=context)
-    model = Llama(config)
-    initialise(model, config, seed=3)
-    with torch.no_grad():
-        model.output.weight.mul_(8)  # opinions strong enough that a wrong place would show
-    return model.eval()
 
 
 class Uniform(torch.nn.Module):
@@ -56,7 +47,7 @@ def direct(model, context, continuation):
 
 def test_an_answer_is_greedy_if_each_token_is_the_most_likely_one():
     """Sums of log-probabilities are compared with `direct` in tests/evaluation/test_running.py."""
-    model = small_model()
+    model = for_tokenizer(VOCABULARY)
     ids = [VOCABULARY.bos_id, *VOCABULARY.encode("x = ")]
     with torch.no_grad():
         best = int(model(torch.tensor([ids]))[0, -1].argmax())
@@ -73,7 +64,7 @@ def test_rolling_is_exact_for_a_uniform_byte_model():
 
 
 def test_long_contexts_lose_their_beginning_but_not_bos():
-    model = small_model(context=16)
+    model = for_tokenizer(VOCABULARY, context_length=16)
     harness = HarnessModel(Placed(model), VOCABULARY, batch=2)
     (value, _), (short, _) = harness.loglikelihood(requests(("0123456789" * 5, "abc"), ("x", "abc")))
     assert harness.truncated == 1
@@ -88,8 +79,8 @@ class Merging(ByteTokenizer):
         return [byte for part in text.split("ab") for byte in [*part.encode(), 7]][:-1]
 
 
-def test_a_token_across_the_cut_leaves_no_empty_answer():
-    context, continuation = HarnessModel(Placed(small_model()), Merging(), batch=1)._encode_pair("xa", "b")
-    assert context == [VOCABULARY.bos_id, *b"xa"] and continuation == [*b"b"]
-    context, continuation = HarnessModel(Placed(small_model()), Merging(), batch=1)._encode_pair("x ", "ab")
-    assert context == [VOCABULARY.bos_id, *b"x"] and continuation == [*b" ", 7]
+@pytest.mark.parametrize(("pair", "expected"), [
+    (("xa", "b"), (b"xa", [*b"b"])), (("x ", "ab"), (b"x", [*b" ", 7]))])
+def test_a_token_across_the_cut_leaves_no_empty_answer(pair, expected):
+    context, continuation = HarnessModel(Placed(for_tokenizer(VOCABULARY)), Merging(), batch=1)._encode_pair(*pair)
+    assert (bytes(context[1:]), continuation) == expected and context[0] == VOCABULARY.bos_id

@@ -46,12 +46,10 @@ def home(tmp_path_factory):
 
 def measured(home, tasks, model, **arguments):
     """What was written for the task `sums`, and all that lm_eval returns."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap; the same draws
-        found = simple_evaluate(
-            model=model, tasks=tasks, device="cpu", bootstrap_iters=20,
-            model_args={key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()},
-            task_manager=TaskManager(include_path=str(home / "absolute"), include_defaults=False))
+    found = simple_evaluate(
+        model=model, tasks=tasks, device="cpu", bootstrap_iters=20,
+        model_args={key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()},
+        task_manager=TaskManager(include_path=str(home / "absolute"), include_defaults=False))
     written = {task: [sample["resps"] for sample in found["samples"][task]] for task in tasks if task == "sums"}
     return written, found
 
@@ -131,7 +129,6 @@ def test_the_command_line_is_lm_evals_own(home, monkeypatch, capsys):
     """Data files are found beside the task although the command is given elsewhere."""
     import lm_eval.tasks
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **more: TaskManager(**more, include_defaults=False))
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     monkeypatch.chdir(home)
     assert main(["--model", "drover", "--model_args", "run=run,checkpoint=2", "--tasks", "capitals", "--include_path",
                  "tasks", "--device", "cpu", "--output_path", "out.json"]) == 0

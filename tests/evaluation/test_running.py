@@ -20,8 +20,9 @@ from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks
 from tests.data.source_files import write_jsonl
-from tests.evaluation.test_harness import VOCABULARY, direct, small_model
+from tests.evaluation.test_harness import VOCABULARY, direct
 from tests.refusal import refused
+from tests.tiny_models import for_tokenizer
 
 ITERS = 40
 """Bootstrap draws: enough that another number of them, or another seed, gives another standard error."""
@@ -40,7 +41,7 @@ doc_to_choice: "{{[first, second]}}"
 doc_to_target: ending
 metric_list: [{metric: acc}, {metric: acc_norm}, {metric: f1}]
 """},
-    # Targets that are text; two of the eight are none of the choices.
+    # Targets that are text; two of the eight are none of the choices. Two examples before each question.
     "named": {
         "items": [{"query": f"{name} is", "choices": ["here", "far away", "not"],
                    "gold": ["here", "not", "far away", "lost"][n % 4]} for n, name in enumerate(NAMES)],
@@ -49,6 +50,7 @@ output_type: multiple_choice
 doc_to_text: query
 doc_to_choice: choices
 doc_to_target: gold
+num_fewshot: 2
 metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
 """},
     "several": {
@@ -86,12 +88,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    return small_model(context=192)
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap; the same draws
+    return for_tokenizer(VOCABULARY, context_length=192)
 
 
 class Simplest(LM):
@@ -177,4 +174,4 @@ def test_a_task_that_fails_is_named_in_a_sentence_and_the_log_has_the_rest(model
 
 def test_an_answer_beyond_the_model_is_named_with_its_task(folder):
     refused(UserError, r"The task winograd .* failed: A task asks for .* the model takes 8", ours,
-            small_model(context=8), folder, "winograd")
+            for_tokenizer(VOCABULARY, context_length=8), folder, "winograd")

@@ -14,7 +14,8 @@ from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import tasks_named
 from tests.data.source_files import write_jsonl
-from tests.evaluation.test_harness import VOCABULARY, direct, requests, small_model
+from tests.evaluation.test_harness import VOCABULARY, direct, requests
+from tests.tiny_models import for_tokenizer
 
 FILES = {name: text for name, _, text in re.findall(
     r"^`([\w.]+)`\n\n```(yaml|json)\n(.*?)```", (REPOSITORY / "configs/tasks/README.md").read_text(encoding="utf-8"),
@@ -24,7 +25,7 @@ NAMES = [name.removesuffix(".yaml") for name in FILES if name.endswith(".yaml")]
 
 @pytest.fixture(scope="module")
 def model():
-    return small_model(context=256)
+    return for_tokenizer(VOCABULARY, context_length=256)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,8 @@ def pack(tmp_path_factory, harness):
 
 @pytest.fixture(scope="module")
 def results(pack, harness):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap; the same draws
-        return {task.name: measure_task(harness, task, None, 20, os.devnull)
-                for task in tasks_named(NAMES, [pack], "the test")}
+    return {task.name: measure_task(harness, task, None, 20, os.devnull)
+            for task in tasks_named(NAMES, [pack], "the test")}
 
 
 def lines(path):
@@ -76,11 +75,8 @@ def test_every_row_can_be_read_alone(results, pack, name):
     assert all(entry["stderr"] is not None for entry in found["metrics"].values())
     assert (found["answer_bits_per_byte"] is None) == (name in ("pages", "sums"))
     assert len(found["per_item"]["hashes"]) == len(data)
-
-
-RIGHT = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
-         for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
-"""Questions of the task capitals, with their answers, whose bits tests/tools/test_compare.py has."""
+    if "capitals" in name:  # examples are no part of an item
+        assert found["per_item"]["texts"][0] == "Question: What is the capital of France?\nAnswer: Paris"
 
 
 def test_bits_of_pages_with_their_errors(results, pack, model):
@@ -97,16 +93,3 @@ def test_bits_of_pages_with_their_errors(results, pack, model):
 def test_what_is_written_is_compared(results):
     assert results["sums"]["metrics"] == {"exact_match (stripped)": {"value": 0.5, "stderr": pytest.approx(0.5)}}
     assert results["sums"]["per_item"]["metrics"]["exact_match (stripped)"] == [(1.0, 1.0), (0.0, 1.0)]
-
-
-def test_few_shot_examples_stand_before_the_question(results, pack, model):
-    """Two of the three examples in some order, an empty line after each."""
-    shown = [f"Question: What is the capital of {item['country']}?\nAnswer: {item['choices'][item['gold']]}\n\n"
-             for item in lines(pack / "capitals_examples.jsonl")]
-    item = lines(pack / "capitals.jsonl")[0]
-    question = "Question: What is the capital of France?\nAnswer:"
-    possible = [bits(model, [(one + other + question, " " + item["choices"][item["gold"]])])[0][0]
-                for one in shown for other in shown if one != other]
-    found = results["capitals_2shot"]["per_item"]["metrics"]["answer_bits_per_byte"][0][0]
-    assert any(found == pytest.approx(value, rel=1e-5) for value in possible)
-    assert results["capitals_2shot"]["per_item"]["texts"][0] == f"{question} Paris", "examples are no part of an item"

@@ -11,7 +11,6 @@ import drover.model.names as names
 import drover.pipeline.formats.comparison as comparison
 import drover.pipeline.formats.weights as reading
 from drover.model.config import ModelConfig
-from drover.model.llama import Llama, initialise
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.block_by_block import transformers_pass
 from drover.pipeline.formats.comparison import (
@@ -21,6 +20,7 @@ from drover.pipeline.formats.comparison import (
     compare_logits,
 )
 from tests.formats.exporting import write_state
+from tests.formats.test_huggingface import built
 from tests.refusal import refused
 
 CONFIG = ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=96, vocab_size=160, context_length=256)
@@ -29,15 +29,12 @@ IDS = torch.randint(0, 160, (1, 200), generator=torch.Generator().manual_seed(1)
 
 def sharp(config=CONFIG, output=8.0):
     """Weights of a model that is sure of itself: logits between 20 and 50, attention on few tokens."""
-    model = Llama(config)
-    initialise(model, config, seed=5)
-    generator = torch.Generator().manual_seed(2)
+    model = built(config)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.mul_(12 if "wq" in name or "wk" in name else 6 if "wo" in name or "w2" in name else 1)
-            if "norm" in name:
-                weight.mul_(0.5 + torch.rand(weight.shape, generator=generator))
         model.output.weight.mul_(output)
+        for layer in model.layers:
+            layer.attention.wq.weight.mul_(6)
+            layer.feed_forward.w2.weight.mul_(6)
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 

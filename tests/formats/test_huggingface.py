@@ -139,12 +139,19 @@ def test_files_are_no_larger_than_asked_and_the_index_has_their_size(tmp_path):
     assert index["metadata"]["total_size"] == sum(map(sum, sizes)) == 4 * model.config.parameter_count
 
 
-def test_config_json_has_both_generations_of_rope_keys():
-    """The tests here run under transformers 5, which reads the second."""
+def test_config_json_has_both_generations_of_rope_keys_and_the_older_one_is_read():
+    """The tests here run under transformers 5, which reads the newer one. Absent values mean their defaults."""
     content = config_to_json(CONFIGS["scaled"], torch.bfloat16)
-    assert content["rope_parameters"] == {**content["rope_scaling"], "rope_theta": content["rope_theta"]}
+    assert content.pop("rope_parameters") == {**content["rope_scaling"], "rope_theta": content["rope_theta"]}
     assert (content["rope_theta"], content["rope_scaling"]["rope_type"], content["torch_dtype"]) == (
         500000.0, "llama3", "bfloat16")
+    content["rope_scaling"]["type"] = content["rope_scaling"].pop("rope_type")
+    older = shape_of(content)
+    assert (older.rope_scaling, older.rope_theta) == (CONFIGS["scaled"].rope_scaling, 5e5)
+    for key in ("rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps", "head_dim"):
+        del content[key]
+    bare = shape_of(content)
+    assert (bare.rope_theta, bare.rope_scaling, bare.kv_heads, bare.norm_eps) == (1e4, None, 6, 1e-6)
 
 
 def test_a_stored_head_is_ignored_when_tied_and_frequencies_always(tmp_path):
@@ -156,11 +163,3 @@ def test_a_stored_head_is_ignored_when_tied_and_frequencies_always(tmp_path):
     _, state = state_in(tmp_path)
     assert state.keys() == model.state_dict().keys()
     assert torch.equal(state["output.weight"], model.tok_embeddings.weight)
-
-
-def test_absent_values_mean_their_defaults():
-    content = config_to_json(CONFIGS["scaled"], torch.float32)
-    for key in ("rope_parameters", "rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps", "head_dim"):
-        del content[key]
-    config = shape_of(content)
-    assert (config.rope_theta, config.rope_scaling, config.kv_heads, config.norm_eps) == (1e4, None, 6, 1e-6)

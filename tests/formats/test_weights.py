@@ -11,9 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from drover.model.config import ModelConfig, RopeScaling
 from drover.model.names import to_huggingface
-from drover.pipeline.config.shapes import shape_of
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.huggingface import config_to_json
 from drover.pipeline.formats.weights import load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
@@ -152,15 +150,6 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
 def test_what_the_config_says_of_another_network_is_refused_by_the_key(changes, said, folder):
     reconfigured(folder, changes)
     assert "\n" not in refused(UserError, said, open_weights, folder)
-
-
-def test_scaling_is_read_in_its_older_spelling():
-    """Of the newer ones tests/formats/test_huggingface.py reads what it wrote."""
-    content = config_to_json(SHAPES["scaled"], torch.float32)
-    del content["rope_parameters"]
-    content["rope_scaling"]["type"] = content["rope_scaling"].pop("rope_type")
-    found = shape_of(content)
-    assert (found.rope_scaling, found.rope_theta) == (SHAPES["scaled"].rope_scaling, 5e5)
 
 
 def test_a_folder_of_something_else_names_what_is_known(tmp_path):

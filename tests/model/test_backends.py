@@ -15,7 +15,7 @@ from drover.model.llama import Llama, initialise
 from tests.model import varlen_on_cpu
 from tests.model.agreement import agree
 from tests.model.varlen_on_cpu import VarlenOnCpu
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 WAYS: list[Backend] = [Sdpa(), ByDocument(), VarlenOnCpu()]
 """With a backward pass on a CPU. A new backend belongs here."""
@@ -171,14 +171,13 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
     assert choice.backend.name == name and choice.fallback.startswith(why) and bool(choice.fallback) == bool(why)
 
 
-@pytest.mark.parametrize("name, says", [
-    ("varlen", "'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here"),
-    ("flex", "'flex' has no backward pass on a cpu device"),
-    ("flash", r"'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class"),
-    ("nowhere.to_be:Found", "cannot be loaded: No module named 'nowhere'"),
-    ("drover.model.attention.sdpa:Sdpb", "has no attribute 'Sdpb'"),
-    ("drover.model.attention.backend:Documents", "is no class derived from"),
-])
+@pytest.mark.parametrize("name, says", table("""
+    varlen -> 'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here
+    flex -> 'flex' has no backward pass on a cpu device
+    flash -> 'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class
+    nowhere.to_be:Found -> cannot be loaded: No module named 'nowhere'
+    drover.model.attention.sdpa:Sdpb -> has no attribute 'Sdpb'
+    drover.model.attention.backend:Documents -> is no class derived from"""))
 def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, says):
     refused(ValueError, says, choose, name, CPU)
 

@@ -7,13 +7,11 @@ import torch
 from drover.model.attention.backend import Backend, Where
 from drover.model.attention.choosing import choose
 from drover.model.attention.sdpa import Sdpa
-from drover.model.config import ModelConfig
-from drover.model.llama import Llama
+from tests.model.test_backends import CONFIG
 from tests.refusal import refused
 from tests.tiny_models import DESCENDANT
 
 CPU = torch.device("cpu")
-SHAPE = {"dim": 48, "layers": 1, "heads": 6, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 50, "context_length": 32}
 
 
 def test_a_backend_that_knows_no_window_is_not_taken_for_one():
@@ -29,14 +27,13 @@ class Ignorant(Sdpa):
     windows: ClassVar[bool] = False
 
 
-def test_the_shape_counts_what_the_network_has():
-    config = ModelConfig(**{**SHAPE, "layers": 6}, **DESCENDANT)
-    assert sum(parameter.numel() for parameter in Llama(config).parameters()) == config.parameter_count
+def test_layers_have_windows_and_rotation_by_their_intervals():
+    config = CONFIG.model_copy(update={"layers": 6, **DESCENDANT})
     assert config.layer_kinds == [(7, True), (7, False), (None, True), (7, False), (7, True), (None, False)]
 
 
 def test_a_window_takes_from_attentions_operations():
-    plain, windowed = (ModelConfig(**{**SHAPE, "layers": 4}, **changes) for changes in (
+    plain, windowed = (CONFIG.model_copy(update={"layers": 4, **changes}) for changes in (
         {}, {"sliding_window": 8, "full_attention_interval": 4}))
     for causal, full, part in ((False, 32.0, 8.0), (True, 16.0, 7.0)):  # causal: 8 - 8 * 8 / 64
         assert plain.flops_per_token(32, causal) - windowed.flops_per_token(32, causal) == 12 * 48 * 3 * (full - part)

@@ -6,7 +6,6 @@ parameter's gradient: the norm of the difference over the norm, of whole tensors
 
 import functools
 import importlib.util
-import itertools
 import math
 import os
 import shutil
@@ -52,39 +51,48 @@ class Case:
         return self.bound if what == "loss and norm" else self.bound * self.looser
 
 
-def case(name: str, ranks: int = 1, *, reference: str | None = "one process, float64", bound: float = 1e-12,
-         looser: float = 1.0, **settings: Any) -> Case:
+def plain(settings: dict[str, Any]) -> Case:
+    """What a case is compared with unless it names another: one eager process with the same model, arithmetic and
+    steps; of a case that says which attention, with the dense mask."""
+    alike = {name: settings[name] for name in ("steps", "precision", "tied", "shape") if name in settings}
+    train = {name: settings["train"][name] for name in ("optimizer", "z_loss", "across_documents")
+             if name in settings["train"]} | ({"attention": "sdpa"} if "attention" in settings["train"] else {})
+    shape, precision = settings.get("shape"), settings.get("precision", "")
+    options = {f"{settings['steps']} steps": settings["steps"] != 5, "4 layers": shape == FOUR,
+               "tied": settings.get("tied"), precision: precision, "Muon": "optimizer" in train,
+               "z-loss": "z_loss" in train, "dense mask": "attention" in train,
+               "across documents": train.get("across_documents"), "a descendant": shape == DESCENDANT}
+    named = [option for option, holds in options.items() if holds] or ["float64"]
+    return Case(", ".join(["one process", *named]), settings={**alike, "train": train})
+
+
+def case(name: str, ranks: int = 1, *, reference: str | None = None, bound: float = 1e-12, looser: float = 1.0,
+         **settings: Any) -> Case:
     """A way to run over 5 steps, unless `settings` say otherwise. Those of the sections `parallel` and `train` of a
     configuration go there."""
     own = {"precision", "steps", "accumulation", "tied", "shape", "backend"}
     for section, fields in (("parallel", ParallelConfig.model_fields), ("train", TrainConfig.model_fields)):
         settings[section] = {key: settings.pop(key) for key in [*settings] if key in fields and key not in own}
-    return Case(name, reference, bound, ranks, {"steps": 5, **settings}, looser)
+    settings = {"steps": 5, **settings}
+    return Case(name, reference or plain(settings).name, bound, ranks, settings, looser)
 
 
-def alone(name: str, **settings: Any) -> Case:
-    """One process, with which others are compared."""
-    return case(f"one process, {name}", reference=None, **settings)
-
-
-muon = partial(case, reference="one process, Muon", optimizer="muon")
-z_loss = partial(case, reference="one process, z-loss", z_loss=0.03)
-descendant = partial(case, reference="one process, a descendant", shape=DESCENDANT)
-pipelined = partial(case, reference="one process, 4 layers", shape=FOUR, pp=2)
-tied_pipelined = partial(pipelined, reference="one process, 4 layers, tied", tied=True)
+muon = partial(case, optimizer="muon")
+z_loss = partial(case, z_loss=0.03)
+descendant = partial(case, shape=DESCENDANT)
+pipelined = partial(case, shape=FOUR, pp=2)
+tied_pipelined = partial(pipelined, tied=True)
 context = partial(case, cp=2)
-fp32 = partial(case, reference="one process, float32", precision="fp32", bound=1e-5, looser=10)
+fp32 = partial(case, precision="fp32", bound=1e-5, looser=10)
 deepspeed = partial(fp32, ranks=2, engine="deepspeed")
 checkpointed = partial(fp32, bound=0.0, looser=1.0)
-bf16 = partial(case, ranks=2, reference="one process, bf16", precision="bf16", bound=5e-3, looser=10)
+bf16 = partial(case, ranks=2, precision="bf16", bound=5e-3, looser=10)
 """Other sums round otherwise, by up to 1/256 each."""
-fp8 = partial(case, reference="one process, fp8", precision="fp8", bound=2e-2, looser=10)
+fp8 = partial(case, precision="fp8", bound=2e-2, looser=10)
 """Tokens of a micro-batch share a scale: what splits them otherwise, or adds otherwise in bfloat16, rounds otherwise,
 by up to 1/16 each. Clipping multiplies by a norm in float32, of other sums."""
 
 LAYOUTS = [
-    alone("float64"),
-    alone("50 steps", steps=50),
     case("accumulation 4", accumulation=4),
     case("FSDP2 x 2, accumulation 4", 2, accumulation=4),
     case("FSDP2 x 2, reshard=never, accumulation 2", 2, accumulation=2, reshard="never"),
@@ -96,25 +104,16 @@ LAYOUTS = [
     case("FSDP2 x tensor parallel 2 x 2", 4, tp=2),
     case("FSDP2 x tensor parallel 2 x 2, reduce=last, accumulation 2", 4, accumulation=2, tp=2, reduce="last"),
     case("replicas x tensor parallel 2 x 2", 4, tp=2, dp_replicate=2),
-    alone("Muon", optimizer="muon"),
     muon("HSDP 2 x 2, accumulation 2, Muon", 4, accumulation=2, dp_replicate=2),
     muon("FSDP2 x tensor parallel 2 x 2, Muon", 4, tp=2),
-    alone("z-loss", z_loss=0.03),
     z_loss("FSDP2 x 2, accumulation 2, z-loss", 2, accumulation=2),
     z_loss("tensor parallel 2, z-loss", 2, tp=2),
     z_loss("tensor parallel 2, aot_eager, z-loss", 2, tp=2, backend="aot_eager"),
-    alone("a descendant", shape=DESCENDANT),
     descendant("FSDP2 x 2, accumulation 2, a descendant", 2, accumulation=2),
     descendant("HSDP 2 x 2, a descendant", 4, dp_replicate=2),
     descendant("tensor parallel 2, a descendant", 2, tp=2),
     descendant("FSDP2 x tensor parallel 2 x 2, a descendant", 4, tp=2),
-    alone("Muon, a descendant", shape=DESCENDANT, optimizer="muon"),
-    muon("tensor parallel 2, Muon, a descendant", 2, reference="one process, Muon, a descendant",
-         shape=DESCENDANT, tp=2),
-    alone("4 layers", shape=FOUR),
-    alone("4 layers, tied", shape=FOUR, tied=True),
-    alone("4 layers, Muon", shape=FOUR, optimizer="muon"),
-    alone("4 layers, bf16", shape=FOUR, precision="bf16"),
+    muon("tensor parallel 2, Muon, a descendant", 2, shape=DESCENDANT, tp=2),
     pipelined("pipeline 2, accumulation 2", 2, accumulation=2),
     pipelined("pipeline 3, accumulation 4", 3, accumulation=4, pp=3),
     tied_pipelined("pipeline 4, accumulation 4, tied", 4, accumulation=4, pp=4),
@@ -123,14 +122,13 @@ LAYOUTS = [
               activation_checkpointing="full"),
     pipelined("ZBV pipeline 2 x tensor parallel 2, accumulation 8", 4, accumulation=8, tp=2, **ZBV),
     tied_pipelined("pipeline 2 x tensor parallel 2, accumulation 2, tied", 4, accumulation=2, tp=2),
-    pipelined("pipeline 2 x FSDP2 2, accumulation 2, Muon", 4, reference="one process, 4 layers, Muon", accumulation=2,
-              optimizer="muon"),
+    pipelined("pipeline 2 x FSDP2 2, accumulation 2, Muon", 4, accumulation=2, optimizer="muon"),
     pipelined("pipeline 2, accumulation 4, recomputed, aot_eager", 2, accumulation=4, backend="aot_eager",
               activation_checkpointing="full"),
     pipelined("pipeline 2 x tensor parallel 2, accumulation 2, selective, aot_eager", 4, accumulation=2, tp=2,
               backend="aot_eager", activation_checkpointing="selective"),
-    pipelined("pipeline 2 x FSDP2 2, accumulation 4, bf16", 4, reference="one process, 4 layers, bf16", bound=1e-2,
-              looser=10, precision="bf16", accumulation=4),
+    pipelined("pipeline 2 x FSDP2 2, accumulation 4, bf16", 4, bound=1e-2, looser=10, precision="bf16",
+              accumulation=4),
     descendant("pipeline 2, accumulation 4, a descendant", 2, accumulation=4, pp=2),
     context("context parallel 2, accumulation 2", 2, accumulation=2),
     context("context parallel 4", 4, cp=4),
@@ -139,14 +137,12 @@ LAYOUTS = [
     tied_pipelined("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 4, tied", 8, accumulation=4, cp=2,
                    tp=2),
     pipelined("context parallel 2 x pipeline 2 x FSDP2 2, accumulation 2, Muon", 8, accumulation=2, cp=2,
-              reference="one process, 4 layers, Muon", optimizer="muon"),
+              optimizer="muon"),
     context("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 2, 50 steps", 8, steps=50,
-            reference="one process, 50 steps", accumulation=2, pp=2, tp=2),
-    context("context parallel 2 x FSDP2 2, Muon", 4, reference="one process, Muon", optimizer="muon"),
-    context("context parallel 2, z-loss", 2, reference="one process, z-loss", z_loss=0.03),
-    context("context parallel 4, a descendant", 4, reference="one process, a descendant", cp=4,
-            shape=DESCENDANT),
-    alone("float32", precision="fp32"),
+            accumulation=2, pp=2, tp=2),
+    context("context parallel 2 x FSDP2 2, Muon", 4, optimizer="muon"),
+    context("context parallel 2, z-loss", 2, z_loss=0.03),
+    context("context parallel 4, a descendant", 4, cp=4, shape=DESCENDANT),
     checkpointed("all activations recomputed", activation_checkpointing="full"),
     checkpointed("selected activations kept", activation_checkpointing="selective"),
     checkpointed("every second block recomputed", activation_checkpointing="full", recomputed_blocks=2),
@@ -158,13 +154,10 @@ LAYOUTS = [
     deepspeed("DeepSpeed ZeRO 2 x 2, optimizer state in host memory", zero_stage=2, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 3 x 2, optimizer state in host memory", zero_stage=3, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", accumulation=2, zero_stage=3, offload="params"),
-    alone("float32, z-loss", precision="fp32", z_loss=0.03),
-    deepspeed("DeepSpeed ZeRO 3 x 2, z-loss", reference="one process, float32, z-loss", zero_stage=3, z_loss=0.03),
-    alone("float32, a descendant", precision="fp32", shape=DESCENDANT),
-    deepspeed("DeepSpeed ZeRO 3 x 2, a descendant", reference="one process, float32, a descendant",
-              zero_stage=3, shape=DESCENDANT),
+    deepspeed("DeepSpeed ZeRO 3 x 2, z-loss", zero_stage=3, z_loss=0.03),
+    deepspeed("DeepSpeed ZeRO 3 x 2, a descendant", zero_stage=3, shape=DESCENDANT),
     deepspeed("DeepSpeed ZeRO 2 x 2, compiled", zero_stage=2, backend="aot_eager"),
-    case("one process, bf16", 1, reference="one process, float32", bound=2e-2, looser=5, precision="bf16"),
+    case("one process, bf16", 1, reference="one process, fp32", bound=2e-2, looser=5, precision="bf16"),
     bf16("FSDP2 x 2, bf16"),
     bf16("FSDP2 x 2, reduce=last, accumulation 4, bf16", accumulation=4, reduce="last"),
     bf16("tensor parallel 2, bf16", tp=2),
@@ -218,24 +211,11 @@ def crossing(layout: str, checkpointing: str, tied: bool, backend: str | None = 
              "reshard=never": reshard == "never", "a descendant": descends}
     name = ", ".join([*([attention.rpartition(":")[2]] if attention else []), layout,
                       *(option for option, holds in named.items() if holds)])
-    return Case(name, plain(tied, descends, across_documents, attention is not None).name, 1e-12, ranks,
-                {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation * parallel.get("pp", 1),
-                 "shape": shape(descends), "parallel": {**parallel, "reshard": reshard},
-                 "train": {**CHECKPOINTING[checkpointing], "across_documents": across_documents,
-                           **({"attention": attention} if attention else {})}})
-
-
-def plain(tied: bool, descends: bool, across_documents: bool = False, masked: bool = False) -> Case:
-    """What the combinations are compared with. masked: attention by the dense mask."""
-    name = (f"{'dense mask' if masked else 'one process, three steps'}{', tied' * tied}"
-            f"{', across documents' * across_documents}{', a descendant' * descends}")
-    return Case(name, settings={"steps": 3, "tied": tied, "shape": shape(descends), "train": {
-        "across_documents": across_documents, **({"attention": "sdpa"} if masked else {})}})
-
-
-def shape(descends: bool) -> dict[str, Any]:
-    """What a model has otherwise than a Llama."""
-    return DESCENDANT if descends else {}
+    settings = {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation * parallel.get("pp", 1),
+                "shape": DESCENDANT if descends else {}, "parallel": {**parallel, "reshard": reshard},
+                "train": {**CHECKPOINTING[checkpointing], "across_documents": across_documents,
+                          **({"attention": attention} if attention else {})}}
+    return Case(name, plain(settings).name, 1e-12, ranks, settings)
 
 
 def full_product() -> dict[tuple[str, bool, str | None, str], Case]:
@@ -274,8 +254,8 @@ def attention_covering() -> list[Case]:
 
 
 ATTENTION = attention_covering()
-REFERENCES = [plain(*chosen) for chosen in itertools.product((False, True), repeat=4)]
-CASES = {case.name: case for case in (*LAYOUTS, *REFERENCES, *ATTENTION, *crossed_covering(), *full_product().values())}
+COMPARED = [*LAYOUTS, *ATTENTION, *crossed_covering(), *full_product().values()]
+CASES = {case.name: case for case in (*(plain(case.settings) for case in COMPARED), *COMPARED)}
 
 
 def few(cases: Sequence[Case]) -> list[Case]:
@@ -303,10 +283,9 @@ def lacks(case: Case) -> str:
         return "no torchao, which fp8 needs: pip install --editable '.[fp8]'"
     if case.settings.get("parallel", {}).get("pp_schedule") == "zbv" and torch.__version__ < ZBV_TORCH:
         return f"zbv needs torch {ZBV_TORCH}"
-    needs = {"inductor": case.settings.get("backend") == "inductor", "DeepSpeed": kind_of(case) == "deepspeed"}
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    if any(needs.values()) and not any(map(shutil.which, compilers)):
-        return f"no C++ compiler, which {next(who for who, holds in needs.items() if holds)} needs on a CPU"
+    if (case.settings.get("backend") == "inductor" or kind_of(case)) and not any(map(shutil.which, compilers)):
+        return "no C++ compiler, which inductor and DeepSpeed need on a CPU"
     return ""
 
 

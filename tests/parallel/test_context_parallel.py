@@ -8,15 +8,16 @@ import torch
 
 from drover.model.attention.backend import Documents, Where
 from drover.model.attention.choosing import choose
-from drover.model.attention.sdpa import Sdpa
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel.attention import choose_attention
 from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, part_of, places
 from drover.pipeline.parallel.grid import Grid
+from tests.model import test_backends
 from tests.model.test_backends import WAYS, inputs, numbered
 from tests.parallel.groups import run_case
+from tests.parallel.train_steps import windows
 from tests.refusal import refused
 
 ROWS = {
@@ -39,7 +40,7 @@ def attended(ranks, kv_heads, window):
             return whole.gather(1, index.expand(-1, -1, *whole.shape[2:]))
 
         three = inputs(rows, kv_heads)
-        expected = Sdpa().attend(*three, Sdpa().prepare(Documents(numbered(rows), window=window), torch.float64))
+        expected = test_backends.attended(WAYS[0], three, rows, window=window)
         parts = [mine(whole.detach()).requires_grad_() for whole in three]
         context = ContextParallel(backend, mesh)
         documents = Documents(mine(numbered(rows)[..., None, None])[..., 0, 0],
@@ -72,22 +73,17 @@ def test_few_sizes_of_keys_are_met_however_documents_fall():
     assert len(sizes) <= 8 and all(size % 64 == 0 for size in sizes)
 
 
-def windows():
-    random = np.random.default_rng(0)
-    return [(random.integers(0, 384, 49), np.array([5, 6, 30])), (random.integers(0, 384, 49), np.array([], dtype=int))]
-
-
 @pytest.mark.parametrize("across", [False, True])
 def test_parts_of_a_batch_hold_every_token_with_its_label_and_position(across):
-    whole = pack(windows())
+    whole = pack(windows(0))
     parts = [part_of(whole, 4, rank, across) for rank in range(4)]
     index = places(parts[0].lengths, 4)
     for name in ("tokens", "labels", "positions"):
         joined = torch.cat([getattr(part, name) for part in parts], dim=1)
-        expected = torch.arange(48).expand(2, 48) if across and name == "positions" else getattr(whole, name)
+        expected = torch.arange(48).expand(8, 48) if across and name == "positions" else getattr(whole, name)
         assert torch.equal(torch.empty_like(joined).scatter_(1, index.flatten(1), joined), expected), name
     assert all(part.targets == whole.targets for part in parts), "every rank knows the group's number"
-    assert parts[0].lengths == (((48,), (48,)) if across else whole.lengths)
+    assert parts[0].lengths == (((48,),) * 8 if across else whole.lengths)
     micro_batches = list(parts[1].split(1))
     assert [batch.lengths for batch in micro_batches] == [(row,) for row in parts[1].lengths]
 

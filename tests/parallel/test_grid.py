@@ -1,5 +1,7 @@
 """Where ranks lie in the array, by arithmetic alone."""
 
+import math
+
 import pytest
 import torch
 
@@ -11,9 +13,7 @@ LAYOUT = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 
 
 def grids(**layout):
-    world = 1
-    for length in layout.values():
-        world *= length
+    world = math.prod(layout.values())
     return [Grid(Ranks(rank, world, torch.device("cpu")), ParallelConfig(**layout)) for rank in range(world)]
 
 

@@ -24,6 +24,7 @@ from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.rollbacks import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
+from tests.formats.test_meta import Hostile
 from tests.refusal import refused
 
 COUNTS = np.arange(6, dtype=np.int64)
@@ -93,13 +94,6 @@ def test_nothing_else_is_told(value):
     refused(TypeError, f"{type(value).__name__} cannot be sent to other ranks", encode, [value])
 
 
-class Hostile:
-    """Unpickled by anything that executes what it is told, it makes a file."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
-
-
 def message(plain, content=b""):
     """As `encode` puts it together."""
     text = (plain if isinstance(plain, str) else json.dumps(plain)).encode()
@@ -107,7 +101,7 @@ def message(plain, content=b""):
 
 
 @pytest.mark.parametrize("hostile", {
-    "a pickle": pickle.dumps(Hostile()), "nothing": b"", "a length without end": b"\xff" * 8 + b"1",
+    "a pickle": pickle.dumps(Hostile("executed")), "nothing": b"", "a length without end": b"\xff" * 8 + b"1",
     "no JSON": message("[1,"), "no UTF-8": struct.pack("<Q", 1) + b"\xff",
     "deep tuples": message('{"!tuple":[' * 10 ** 5 + "]}" * 10 ** 5),
     "bytes of no length": message({"!bytes": [-1]}, b"x"),

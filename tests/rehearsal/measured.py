@@ -30,17 +30,10 @@ def measured(ranks, gpu=True, **settings):
     with mock.patch.object(replacements, "NAME", NAME), on_gpus:
         decided, _, shape = step.rehearsable(config, ranks.world, gpu)
         found = step.take_step(decided, shape, ranks, all_micro_batches=True).as_json()
-        with profiled() as watching:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watching:
             step.take_step(decided, shape, ranks, all_micro_batches=True)
     mine = pickle.dumps({**found, "allocated": most(watching)})  # its records are none that ranks tell each other
     return {"ranks": [pickle.loads(part) for part in ranks.gather(mine)]}
-
-
-@contextlib.contextmanager
-def profiled():
-    """torch's profiler of memory."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watching:
-        yield watching
 
 
 def most(watching):

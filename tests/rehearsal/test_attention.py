@@ -7,6 +7,7 @@ from drover.model.attention.backend import Where
 from drover.model.attention.varlen import Varlen
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.rehearsal.replacements import NAME, on_gpus
+from tests.refusal import refused
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 
@@ -38,8 +39,6 @@ def test_a_rehearsal_takes_what_gpus_would(name, where, expected):
 
 
 def test_what_could_not_run_there_is_refused():
-    with pytest.raises(UserError, match="needs bfloat16, not float32"):
-        on_gpus("varlen", Where(CPU, FP32, False, 128))
-    with pytest.raises(UserError, match="'by_document' cannot be compiled"):
-        on_gpus("by_document", Where(CPU, BF16, True, 128))
+    refused(UserError, "needs bfloat16, not float32", on_gpus, "varlen", Where(CPU, FP32, False, 128))
+    refused(UserError, "'by_document' cannot be compiled", on_gpus, "by_document", Where(CPU, BF16, True, 128))
     assert on_gpus("by_document", Where(CPU, BF16, False, 128)) == ("by_document", "")

@@ -16,6 +16,7 @@ from drover.pipeline.rehearsal.fitting import changed, verdict
 from drover.pipeline.rehearsal.report import ends_and_middle, lines
 from drover.tools.rehearse import main
 from tests.conftest import REPOSITORY
+from tests.refusal import refused
 from tests.rehearsal.measured import config_of
 from tests.rehearsal.published_table import PUBLISHED, row, table
 
@@ -53,12 +54,9 @@ def test_what_makes_a_step_slow_is_named_and_a_plain_step_waits_for_nothing():
 @pytest.mark.parametrize("settings, ranks, rank, text", [
     ({"parallel": {"engine": "deepspeed"}}, 2, 0, "deepspeed', which cannot be rehearsed"),
     ({"model": {"vocab_size": None}, "tokenizer": {"kind": "tiktoken", "path": "there"}}, 2, 0, "Set model.vocab_size"),
-    ({}, 3, 0, "not divisible"),
-    ({}, 2, 2, "There is no rank 2 among 2"),
-])
+    ({}, 3, 0, "not divisible"), ({}, 2, 2, "There is no rank 2 among 2")])
 def test_what_cannot_be_rehearsed_is_refused_in_a_paragraph(settings, ranks, rank, text):
-    with pytest.raises(UserError, match=text):
-        rehearse_apart(config_of(**settings), ranks, [rank])
+    refused(UserError, text, rehearse_apart, config_of(**settings), ranks, [rank])
 
 
 def test_what_does_not_fit_is_told_with_what_does(monkeypatch):

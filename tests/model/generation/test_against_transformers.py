@@ -30,21 +30,13 @@ def both(request, tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ours
 
 
-def theirs(model, prompt, eos, **settings):
-    ids = torch.tensor([prompt])
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
-                             eos_token_id=eos, pad_token_id=eos, **settings)[0].tolist()
-    return written[len(prompt):]
-
-
-def ours(model, prompts, eos, penalty=1.0):
-    sampling = Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos})
-    rows = written(model, prompts, [sampling] * len(prompts))
-    return [row.tokens + [eos] * (row.end == "stop") for row in rows]
-
-
 @pytest.mark.parametrize("penalty", [0.9, 1.0, 1.15])
 def test_greedy_tokens_are_equal(both, penalty):
-    expected = [theirs(both[0], prompt, TOKENIZER.eos_id, repetition_penalty=penalty) for prompt in PROMPTS]
-    assert ours(both[1], PROMPTS, TOKENIZER.eos_id, penalty) == expected
+    theirs, ours = both
+    eos = TOKENIZER.eos_id
+    expected = [theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=eos,
+                                pad_token_id=eos, repetition_penalty=penalty)[0, len(prompt):].tolist()
+                for prompt in PROMPTS]
+    rows = written(ours, PROMPTS, [Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos})] * len(PROMPTS))
+    assert [row.tokens + [eos] * (row.end == "stop") for row in rows] == expected
     assert len(set(map(tuple, expected))) == len(PROMPTS)

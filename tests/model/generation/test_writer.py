@@ -19,17 +19,6 @@ def model():
     return for_tokenizer(TOKENIZER).double()
 
 
-def written(model, prompts, samplings):
-    """Texts, ends and counts of tokens."""
-    texts, ends = [""] * len(prompts), {}
-    for piece in stream(model, TOKENIZER.token_bytes, prompts, samplings):
-        assert piece.key not in ends and (piece.text or piece.end)
-        texts[piece.key] += piece.text
-        if piece.end:
-            ends[piece.key] = (piece.end, piece.tokens)
-    return texts, [ends[number] for number in range(len(prompts))]
-
-
 @pytest.fixture(scope="module")
 def plain(model):
     """What the model writes without being stopped."""
@@ -41,14 +30,27 @@ def sampled(number, **settings):
     return Sampling(**{"max_tokens": 40, "temperature": 1, "seed": number, **settings})
 
 
-def test_a_stop_string_over_several_tokens_ends_its_text_alone(model, plain):
-    text = TOKENIZER.decode(plain[1])
-    place, stop = next((start, text[start:start + 2]) for start in range(8, 39)
-                       if text.find(text[start:start + 2]) == start and "\ufffd" not in text[start:start + 2])
-    samplings = [sampled(number, stop=(stop,) if number == 1 else ()) for number in range(4)]
-    texts, ends = written(model, PROMPTS, samplings)
-    assert texts[1] == text[:place] and ends[1][0] == "stop" and ends[1][1] < 40 and ends[0] == ("length", 40)
-    assert [texts[number] for number in (0, 2, 3)] == [TOKENIZER.decode(plain[number]) for number in (0, 2, 3)]
+def test_a_text_that_is_stopped_by_several_tokens_or_dropped_leaves_the_others_alone(model, plain):
+    whole = [TOKENIZER.decode(tokens) for tokens in plain]
+    place, stop = next((start, whole[1][start:start + 2]) for start in range(8, 39)
+                       if whole[1].find(whole[1][start:start + 2]) == start
+                       and "\ufffd" not in whole[1][start:start + 2])
+    writer = Writer(model, TOKENIZER.token_bytes)
+    for number, prompt in enumerate(PROMPTS):
+        writer.begin(number, prompt, sampled(number, stop=(stop,) if number == 1 else ()))
+    texts, ends = dict.fromkeys(range(4), ""), {}
+    for step in range(40):
+        if step == 7:
+            writer.drop(0)
+            writer.drop("never begun")
+        for piece in writer.step():
+            assert piece.key not in ends and (piece.text or piece.end)
+            texts[piece.key] += piece.text
+            if piece.end:
+                ends[piece.key] = (piece.end, piece.tokens)
+    assert len(writer) == 0 and whole[0].startswith(texts[0]) and len(texts[0]) <= 7
+    assert [texts[number] for number in (1, 2, 3)] == [whole[1][:place], *whole[2:]]
+    assert ends == {1: ("stop", ends[1][1]), 2: ("length", 40), 3: ("length", 40)} and ends[1][1] < 40
 
 
 @pytest.mark.parametrize("telling", [None, 0, 2])
@@ -67,19 +69,3 @@ def test_a_stop_id_ends_its_text_and_pieces_tell_of_their_tokens_and_of_it(model
     assert [token.start for token in told] == ([] if telling is None else [*starts, len(TOKENIZER.decode(before))])
     assert [token.token for token in pieces[0].prompt_scores] == ([] if telling is None else PROMPTS[2][1:])
     assert not any(piece.prompt_scores for piece in pieces[1:])
-
-
-def test_a_text_that_is_dropped_leaves_the_others_alone(model, plain):
-    writer = Writer(model, TOKENIZER.token_bytes)
-    for number, prompt in enumerate(PROMPTS):
-        writer.begin(number, prompt, sampled(number))
-    texts = dict.fromkeys(range(4), "")
-    for step in range(40):
-        if step == 7:
-            writer.drop(0)
-            writer.drop("never begun")
-        for piece in writer.step():
-            texts[piece.key] += piece.text
-    assert len(writer) == 0
-    assert [texts[number] for number in (1, 2, 3)] == [TOKENIZER.decode(plain[number]) for number in (1, 2, 3)]
-    assert TOKENIZER.decode(plain[0]).startswith(texts[0]) and len(texts[0]) <= 7
