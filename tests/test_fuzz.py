@@ -57,7 +57,7 @@ from tests.records.recorded_time import Recorded
 from tests.stages.small_run import make_trained_run
 from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
 from tests.token_shards import shards_in
-from tests.tokenization.conftest import byte_level, texts  # noqa: F401 - fixtures
+from tests.tokenization.conftest import byte_level, chunks, texts  # noqa: F401 - fixtures
 from tests.tokenization.conftest import files as vocabularies  # noqa: F401 - a fixture
 
 TEXT = "def größer(x):\n    return x\0 <s> 漢字 </s>\n"

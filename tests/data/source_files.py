@@ -69,6 +69,8 @@ def lines(records):
 
 
 def write_jsonl(path, records):
+    """With the folders that lead to it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(lines(records))
 
 

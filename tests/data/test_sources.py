@@ -22,7 +22,6 @@ def names(*sources):
 def test_documents_come_by_file_name_then_record_whatever_the_units(tmp_path):
     ordered = ["a.jsonl", "a0.jsonl", "b.jsonl", "sub/a.jsonl"]
     for name in reversed(ordered):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         write_jsonl(tmp_path / name, [{"text": f"{name} {record}"} for record in range(3)])
     source = files_source(tmp_path / "**" / "*.jsonl")
     for megabytes, units in ((1e-5, 4), (1.0, 1)):
@@ -33,8 +32,7 @@ def test_documents_come_by_file_name_then_record_whatever_the_units(tmp_path):
 
 
 def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
-    for folder in ("run", "data/a"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "run").mkdir()
     write_jsonl(tmp_path / "data" / "a" / "f.jsonl", RECORDS)
     (tmp_path / "run" / "link").symlink_to(tmp_path / "data" / "a")
     monkeypatch.chdir(tmp_path / "run")

@@ -67,7 +67,6 @@ def found(path, only=None):
     return documents, None
 
 
-@settings(max_examples=100)
 @given(only=st.sampled_from([None, {0}, {1, 3}, set()]), place=st.integers(0, 20_000), byte=st.integers(0, 255),
        cut=st.booleans())
 def test_any_byte_may_be_wrong(shard, tmp_path, record, only, place, byte, cut):
@@ -104,6 +103,7 @@ def test_a_cut_is_noticed_and_named(shard, inside):
 
 def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp_path, record):
     assert list(read_shard(tmp_path, record)) == [replace(own, key=key(own.text)) for own in DOCUMENTS]
+    refused(UserError, "holds 4 documents instead of 3", list, read_texts(tmp_path, {**record, "docs": 3}, 10))
     shard.write_bytes(shard.read_bytes().replace(b"n. text.", b"n. text!"))
     refused(UserError, r"page\.3 does not have the hash", list, read_shard(tmp_path, record))
     write_documents(shard, DOCUMENTS[:3])
@@ -118,7 +118,6 @@ def test_a_member_that_is_no_document_is_named(tmp_path, member):
     refused(UserError, r"s\.tar.*broken\.json", list, read_documents(tmp_path / "s.tar"))
 
 
-@settings(max_examples=80)
 @given(text=st.text(),
        value=st.integers(-2**63, 2**64 - 1) | st.text() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_member_reads_back_as_it_was(text, value):
@@ -145,6 +144,3 @@ def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):
     write_members(tmp_path / "a.tar", [("a", b"[]")])
     refused(UserError, "is no text shard", list,
             read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=1), 10))
-    write_documents(tmp_path / "a.tar", DOCUMENTS)
-    refused(UserError, "holds 4 documents instead of 3", list,
-            read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=3), 10))

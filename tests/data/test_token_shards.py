@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
@@ -44,26 +44,24 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
     assert shard.tokens(0, 5).tolist() == DOCUMENTS[0], "what is given is a copy"
 
 
-@settings(max_examples=80)
 @given(lengths=st.lists(st.integers(0, 30) | st.just(4000), max_size=60), data=st.data(),
        block=st.sampled_from([1, 2, 5, 512]))
-def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, lengths, data, block):
+def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, monkeypatch, lengths, data, block):
     documents = np.split(np.arange(sum(lengths)) % 65_536, np.cumsum(lengths)[:-1]) if lengths else []
     held = make(tmp_path_factory.mktemp("shard"), documents)
     looked_up = TokenShard(held.path, held.record, whole=0)
     start = data.draw(st.integers(0, held.token_count))
     stop = data.draw(st.integers(start, held.token_count))
     spans = list(pairwise([0, *np.cumsum(lengths, dtype=int).tolist()]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_shards, "BLOCK", block)
-        assert looked_up._kept is None and held._kept is not None
-        for shard in (held, looked_up):
-            assert shard.tokens(start, stop).tolist() == (np.arange(start, stop) % 65_536).tolist()
-            assert shard.document_starts(start, stop).tolist() == sorted(
-                {begin for begin, _ in spans if start <= begin < stop})
-            if start < held.token_count:
-                [number] = [number for number, (begin, end) in enumerate(spans) if begin <= start < end]
-                assert shard.document_at(start) == number and shard.document_span(number) == spans[number]
+    monkeypatch.setattr(token_shards, "BLOCK", block)
+    assert looked_up._kept is None and held._kept is not None
+    for shard in (held, looked_up):
+        assert shard.tokens(start, stop).tolist() == (np.arange(start, stop) % 65_536).tolist()
+        assert shard.document_starts(start, stop).tolist() == sorted(
+            {begin for begin, _ in spans if start <= begin < stop})
+        if start < held.token_count:
+            [number] = [number for number, (begin, end) in enumerate(spans) if begin <= start < end]
+            assert shard.document_at(start) == number and shard.document_span(number) == spans[number]
     assert read_batch(held.path).num_rows == len(lengths)
 
 

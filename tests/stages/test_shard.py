@@ -75,6 +75,12 @@ def hashes(folder):
             and path.relative_to(folder).parts[0] != "units"}
 
 
+def finished(config, *overrides, name="a"):
+    """Run the stage to its end; its manifest."""
+    assert run(config, f"name={name}", *overrides) == 0
+    return read_manifest(folder_of(config, name))
+
+
 def documents(config, split, name="a"):
     manifest = read_manifest(folder_of(config, name))
     return [document for record in shard_records(manifest, split)
@@ -129,10 +135,9 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
         error = capsys.readouterr().err
         assert all(text in error for text in told) and "Traceback" not in error
     assert read_manifest(folder_of(config)) is None
-    assert run(config, "shard.max_rejected_share=1") == 0
+    counts = finished(config, "shard.max_rejected_share=1").counts["sources"]
     rejected = [json.loads(line) for line in (folder_of(config) / "rejected.jsonl").read_text().splitlines()]
     assert [(entry["source"], entry["record"]) for entry in rejected[:2]] == [("s", 11), ("s", 51)]
-    counts = read_manifest(folder_of(config)).counts["sources"]
     assert (counts["s"]["rejected"], counts["t"]["rejected"], len(rejected)) == (2, 1, 3)
     assert counts["t"]["train"] > 100, "what is read before the damage counts"
 
@@ -165,11 +170,10 @@ def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
         (tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number)).write_bytes(lines({"text": text} for text in own))
     config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], validation_share=0.5,
                           max_rejected_share=0.1)
-    assert run(config) == 0
+    counts = finished(config).counts
     found = {split: documents(config, split) for split in ("train", "validation")}
     kept = [*((f"caf\\xe9-0.jsonl:{at}", text) for at, text in enumerate(texts, 1)), ("caf\\xe9-1.jsonl:5", "another")]
     assert sorted((document.id, document.text) for own in found.values() for document in own) == sorted(kept)
-    counts = read_manifest(folder_of(config)).counts
     assert (counts["documents_in"], counts["rejected"], counts["dropped"]) == (41, 2, {"duplicate": 3, "empty": 2})
     assert (counts["documents_with_nul"], counts["documents_with_u2581"]) == (2, 1)
     for split, own in found.items():

@@ -15,7 +15,7 @@ from tests.data.source_files import lines
 from tests.stages.conftest import halves
 from tests.stages.test_shard import files_source
 from tests.stages.training import copy_run
-from tests.tokenization.conftest import ODD_TEXTS, byte_level, files, texts, vocabularies  # noqa: F401
+from tests.tokenization.conftest import ODD_TEXTS, byte_level, chunks, files, texts, vocabularies  # noqa: F401
 
 
 @pytest.fixture(scope="module")

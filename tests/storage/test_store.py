@@ -2,8 +2,11 @@
 
 import hashlib
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.storage.mirror import Owner
 from drover.pipeline.storage.store import Changed, Exists, Missing, Store, is_url, preflight
 from tests.refusal import refused
 
@@ -72,6 +75,19 @@ def test_what_is_to_be_new_is_written_once_and_what_is_replaced_is_another(store
     (tmp_path / "data").write_bytes(b"from a file")
     assert store.put("other", tmp_path / "data", only_new=True).size == 11
     refused(Changed, "one", store.stream("one", entry=first).read)
+
+
+def test_of_many_who_claim_a_place_at_once_one_has_it(store):
+    owners = [Owner(store) for _ in range(6)]
+
+    def claim(owner):
+        with suppress(UserError):
+            owner.claim(name=str(id(owner)))
+            return owner
+    with ThreadPoolExecutor(6) as pool:
+        [one] = filter(None, pool.map(claim, owners))
+    one.refuse_lost()
+    assert Owner(store).content["name"] == str(id(one))
 
 
 def test_a_store_is_its_url_in_every_process(tmp_path):

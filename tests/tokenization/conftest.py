@@ -39,6 +39,12 @@ def texts(corpus):
 
 
 @pytest.fixture(scope="session")
+def chunks(texts):
+    """The same in the pieces that vocabularies are trained on."""
+    return [chunk for text in texts for chunk in chunked(text)]
+
+
+@pytest.fixture(scope="session")
 def byte_level(texts):
     """A byte-level BPE tokenizer, trained by the `tokenizers` library with Llama 3's pattern."""
     from tokenizers import models, trainers
@@ -57,7 +63,7 @@ def with_special(byte_level, *tokens):
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory, texts, byte_level):
+def files(tmp_path_factory, texts, chunks, byte_level):
     """A file of every kind of vocabulary."""
     folder = tmp_path_factory.mktemp("vocabularies")
     made = {name: folder / name / file for name, file in (
@@ -65,7 +71,6 @@ def files(tmp_path_factory, texts, byte_level):
         ("huggingface", "tokenizer.json"), ("char", "characters.json"))}
     for path in made.values():
         path.parent.mkdir()
-    chunks = [chunk for text in texts for chunk in chunked(text)]
     for algorithm, size in (("bpe", 1024), ("unigram", 768)):
         train_sentencepiece(chunks, TokenizerConfig(vocab_size=size, algorithm=algorithm), made[algorithm],
                             made[algorithm].with_name("train.log"))

@@ -10,15 +10,9 @@ from drover.pipeline.tokenization import bpe_training
 from drover.pipeline.tokenization.base import SPECIAL_TOKENS
 from drover.pipeline.tokenization.bpe_training import PairCounts, train_bpe
 from drover.pipeline.tokenization.kinds import open_tokenizer
-from drover.pipeline.tokenization.training import chunked
 from tests.conftest import run_python
 from tests.refusal import refused
 from tests.tokenization.conftest import largest_that_fits
-
-
-@pytest.fixture(scope="module")
-def chunks(texts):
-    return [chunk for text in texts for chunk in chunked(text)]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.formats.exporting import write_model
 from tests.refusal import printed, refused, table
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import for_tokenizer, write_run
-from tests.tokenization.conftest import byte_level, files, rank_lines, texts, vocabularies  # noqa: F401
+from tests.tokenization.conftest import byte_level, chunks, files, rank_lines, texts, vocabularies  # noqa: F401
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
 

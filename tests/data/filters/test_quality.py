@@ -2,6 +2,7 @@
 texts, on dirty ones made of them, on made-up ones, and with thresholds on both sides of what each document has."""
 
 import functools
+import inspect
 import json
 import math
 import random
@@ -97,13 +98,10 @@ def translated(kind, asked):
         return {name: -1 if value is None else value for name, value in asked.items()}
     if kind != "gopher_repetition":
         return asked
-    grams = {"top_2_gram": 0.2, "top_3_gram": 0.18, "top_4_gram": 0.16, "dup_5_gram": 0.15, "dup_6_gram": 0.14,
-             "dup_7_gram": 0.13, "dup_8_gram": 0.12, "dup_9_gram": 0.11, "dup_10_gram": 0.1}
-    found = {name: value for name, value in asked.items() if name not in grams} | {"top_n_grams": (), "dup_n_grams": ()}
-    for name, value in {**grams, **{name: asked[name] for name in asked if name in grams}}.items():
-        rule, number, _ = name.split("_")
-        # Runs that overlap count more than once.
-        found[f"{rule}_n_grams"] += ((int(number), 99 if value is None else value),)
+    found, defaults = {**asked}, inspect.signature(GopherRepetitionFilter).parameters
+    for rule in ("top", "dup"):  # runs that overlap count more than once
+        shares = [(n, found.pop(f"{rule}_{n}_gram", share)) for n, share in defaults[f"{rule}_n_grams"].default]
+        found[f"{rule}_n_grams"] = tuple((n, 99 if share is None else share) for n, share in shares)
     return found
 
 

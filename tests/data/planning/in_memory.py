@@ -49,16 +49,14 @@ def _with_tail(documents, source, trained):
     left = int(sum(len(one.text) for one in documents if one.source == source and not one.dropped) * trained)
     found = []
     for document in documents:
-        if document.source != source or document.dropped:
-            found.append(document)
-            continue
-        document.validation = len(document.text) > left
-        parts = [document]
-        if 0 < left < len(document.text):
-            parts = [Planned(f"{source}-cut", f"{document.id}{place}", text, validation=half)
-                     for half, place, text in ((False, f"[:{left}]", document.text[:left]),
-                                               (True, f"[{left}:]", document.text[left:]))]
-        left = max(0, left - len(document.text)) if not document.validation else 0
+        parts, size = [document], len(document.text)
+        if document.source == source and not document.dropped:
+            document.validation = size > left
+            if 0 < left < size:
+                parts = [Planned(f"{source}-cut", f"{document.id}{place}", text, validation=half)
+                         for half, place, text in ((False, f"[:{left}]", document.text[:left]),
+                                                   (True, f"[{left}:]", document.text[left:]))]
+            left = max(0, left - size)
         found += parts
     return found
 

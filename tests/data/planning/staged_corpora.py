@@ -41,18 +41,15 @@ def stage(folder, corpus, near=None):
     Returns:
         names of the units, the number of each one's source, their records
     """
-    folder.mkdir(exist_ok=True)
     units = {f"{source}-{unit:05d}": number for number, (source, units) in enumerate(corpus.items())
              for unit in range(len(units))}
-    return [*units], [*units.values()], [_stage(folder, name, [(own, text) for unit, own, text in in_order(corpus)
-                                                               if unit == name], near) for name in units]
-
-
-def _stage(folder, name, documents, near):
-    write_jsonl(folder / name, [{"text": text, "of": own} for own, text in documents])
-    payload = payload_of(folder / name, format="jsonl", meta_fields=["of"])
-    payload["source"]["name"] = name.partition("-")[0]
-    return stage_unit(folder, {**payload, "name": name, "near_duplicates": near})
+    records = []
+    for name in units:
+        write_jsonl(folder / name, [{"text": text, "of": own} for unit, own, text in in_order(corpus) if unit == name])
+        payload = payload_of(folder / name, format="jsonl", meta_fields=["of"])
+        payload["source"]["name"] = name.partition("-")[0]
+        records.append(stage_unit(folder, {**payload, "name": name, "near_duplicates": near}))
+    return [*units], [*units.values()], records
 
 
 def settings(corpus, **values):

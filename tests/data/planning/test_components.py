@@ -1,7 +1,6 @@
 """Components are those of plain union-find, for any graph and any cut; their parts are cut between components."""
 
-from itertools import groupby, pairwise
-from unittest import mock
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import example, given, settings
@@ -39,19 +38,18 @@ def graphs(draw):
 @given(graph=graphs(), last=st.booleans(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
        bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
 @example(graph=(0, [], 0), last=False, rows=5, groups=1, bands=1, partitions=1)
-def test_components_are_those_of_union_find(tmp_path_factory, graph, last, rows, groups, bands, partitions):
+def test_components_are_those_of_union_find(tmp_path_factory, monkeypatch, graph, last, rows, groups, bands,
+                                            partitions):
     """The plan has groups of one unit each."""
     folder, (documents, edges, seed) = tmp_path_factory.mktemp("graph"), graph
     starts = np.linspace(0, documents, groups + 1).astype(int).tolist()
     plan = Layout([f"a-{group:05d}" for group in range(groups)], [0] * groups, starts, list(range(groups + 1)),
                   partitions, last, bands)
     write_edges(folder, plan, edges, seed)
-    with mock.patch.object(near_duplicates, "AT_ONCE", rows):
-        join_components(folder, {})
+    monkeypatch.setattr(near_duplicates, "AT_ONCE", rows)
+    join_components(folder, {})
     parts = [read_rows(followers_path(folder), LINK, part, partitions).tolist() for part in range(partitions)]
-    kept, sign = firsts(edges, max if last else min), -1 if last else 1
-    assert [row for part in parts for row in part] == sorted(
-        ((other, first) for other, first in kept.items() if other != first),
-        key=lambda row: (sign * row[1], sign * row[0]))
-    whole = [first for part in parts for first, _ in groupby(part, key=lambda row: row[1])]
+    followers = [row for row in firsts(edges, max if last else min).items() if row[0] != row[1]]
+    assert [row for part in parts for row in part] == sorted(followers, key=lambda row: row[::-1], reverse=last)
+    whole = [first for part in parts for first in {first for _, first in part}]
     assert len(whole) == len(set(whole)), "a component lies in one part"

@@ -17,7 +17,7 @@ from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import cut_into, firsts, in_order, passes, texts_of
 
 FINEWEB = signature_settings(NearDuplicates())
-HAN = [chr(0x4e00 + number) for number in range(3000)]
+HAN = [*map(chr, range(0x4e00, 0x5bb8))]
 
 
 def article(rng):
@@ -51,9 +51,9 @@ def share_a_band(found, one, other):
     return bool(((found[one] == found[other]) & (found[one] != NONE)).any())
 
 
-def config_of(corpus, verify=None, **values):
-    near = {"verify": verify, **values.pop("near", {})}
-    return staged_corpora.settings(corpus, near_duplicates=near, shard_mb=0.05, validation_share=0.3, **values)
+def config_of(corpus, keep="first", **near):
+    return staged_corpora.settings(corpus, near_duplicates=near, keep_duplicate=keep, shard_mb=0.05,
+                                   validation_share=0.3)
 
 
 def test_recall_and_precision_against_brute_force():
@@ -93,7 +93,7 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
     corpus, first = planted(seed=2, families=60), min if keep == "first" else max
     documents = [(own, text) for _, own, text in in_order(corpus)]
     texts = [text for _, text in documents]
-    found = passes(tmp_path, corpus, config_of(corpus, verify, keep_duplicate=keep))
+    found = passes(tmp_path, corpus, config_of(corpus, keep, verify=verify))
     bands = signatures(texts, FINEWEB)
     label = firsts(((one, other) for other in range(len(texts)) for one in range(other)
                     if texts[one] == texts[other] or share_a_band(bands, one, other)), first)
@@ -154,10 +154,9 @@ def test_of_one_component_only_so_many_that_stay_are_compared(tmp_path, monkeypa
     page = article(rng)
     versions = [" ".join(edited(rng, page, 60)) for _ in range(6)]
     corpus = {"a": [[" ".join(page), *(f"{version} {number}" for number in range(2) for version in versions)]]}
-    near = {"bands": 80, "rows": 1}
     for most, stay in ((256, 7), (4, 7 + 2)):
         monkeypatch.setattr(near_duplicates, "MOST_COMPARED", most)
-        passes(tmp_path / str(most), corpus, config_of(corpus, 0.9, near=near))
+        passes(tmp_path / str(most), corpus, config_of(corpus, verify=0.9, bands=80, rows=1))
         assert len(texts_of(tmp_path / str(most))) == stay
 
 
@@ -180,5 +179,5 @@ def test_the_stage_drops_chinese_copies_by_characters_and_not_by_runs(tmp_path):
                                           [*own[:300], *rng.choices(HAN, k=300)])]
     for kind, stay in (("runs", texts), ("characters", [texts[0], texts[2]])):
         corpus = {"s": [texts]}
-        passes(tmp_path / kind, corpus, config_of(corpus, 0.8, near={"bands": 60, "rows": 2, "words": kind}))
+        passes(tmp_path / kind, corpus, config_of(corpus, verify=0.8, bands=60, rows=2, words=kind))
         assert sorted(texts_of(tmp_path / kind).values()) == sorted(stay)

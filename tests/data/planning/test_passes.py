@@ -1,8 +1,5 @@
 """Duplicates, splits and shards in bounded passes: the bytes of the shards are those of one process that holds all."""
 
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -34,14 +31,14 @@ TAIL = {"tail": True, "target": 3, "seed": 1}
          **TAIL)
 @example(corpus={"a": [["ab", "ab", "abab"]], "b": [["b"]], "c": [["c"]]}, drop=False, keep="first", share=0.25,
          sizes=(1, 1, 2), **TAIL)
-def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, tail, share, target, sizes, seed):
+def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, monkeypatch, corpus, drop, keep, tail,
+                                                            share, target, sizes, seed):
     config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, validation_share=share,
                                      validation_rule="tail" if tail else "hash", shard_mb=target / 1e6)
-    documents = in_memory.plan(corpus, config)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
-        written = in_memory.write_shards(Path(folder), documents, corpus, target)
-        cut_into(monkeypatch, *sizes)
-        found = passes(Path(folder), corpus, config, seed)
+    documents, folder = in_memory.plan(corpus, config), tmp_path_factory.mktemp("passes")
+    written = in_memory.write_shards(folder, documents, corpus, target)
+    cut_into(monkeypatch, *sizes)
+    found = passes(folder, corpus, config, seed)
     assert found.shards == written
     first = 0
     for source, (name, units) in enumerate(corpus.items()):

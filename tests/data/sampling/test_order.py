@@ -34,16 +34,13 @@ def test_permute_is_a_bijection_that_unpermute_undoes(size, seed, part):
     assert np.array_equal(unpermute(found, size, key), numbers)
 
 
-@pytest.mark.parametrize(("shares", "places", "plan"), [
-    ([0.7, 0.2, 0.1], "e965beb8828a3748", "1114908baff4a5a5"),
-    ([1, 0.9 / 4096], "08bae0a75ceeca75", "33a247017aa59813")])
-def test_the_order_never_changes(shares, places, plan):
-    """A change here orphans every run in progress: it needs a new VERSION."""
-    order = order_of(shares)
+def test_the_order_never_changes():
+    """A change here orphans every run in progress: it needs a new VERSION. test_over_phases.py has larger shares."""
+    order = order_of([1, 0.9 / 4096])
     found = order.locate(np.arange(20_000))
-    assert hashlib.sha256(np.stack([found.pool, found.epoch, found.sequence])).hexdigest()[:16] == places
-    assert permute(np.arange(10), 10, (0, 0, 0)).tolist() == [5, 8, 0, 9, 7, 2, 6, 4, 3, 1]
-    assert order.plan_sha256[:16] == plan and not found.space.any()
+    places = np.stack([found.pool, found.epoch, found.sequence])
+    assert hashlib.sha256(places).hexdigest()[:16] == "08bae0a75ceeca75"
+    assert order.plan_sha256[:16] == "33a247017aa59813" and not found.space.any()
 
 
 @given(exponents=st.lists(st.floats(-16.9, 0) | st.floats(-4, 0) | st.just(-np.inf), min_size=1, max_size=4),

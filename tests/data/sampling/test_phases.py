@@ -1,5 +1,7 @@
 """Running text over phases: what a change of the length leaves, what is read anew, and what a plan consumes."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned, train_tokens
 from drover.pipeline.data.sampling.order import PART, Order, Pool
 from tests.data.planning.staged_corpora import settings
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.token_shards import plan_of
 
 NAMES = ("web", "code", "books")
@@ -22,13 +24,14 @@ def order_of(phases, *tokens, **train):
                  plan_of(phases, **train), 3, "content")
 
 
-@pytest.mark.parametrize(("between", "last", "left"), [
-    ({"mixture": {"web": 0, "code": 1}}, {"sequence_length": 16}, None),
-    ({"sequence_length": 24}, {"sequence_length": 16}, None), ({"mixture": {"web": 0, "code": 1}}, {}, 2),
-    ({}, {"sequence_length": 16}, 1)], ids=["not used", "read anew", "not used and then longer", "used"])
+@pytest.mark.parametrize(("between", "last", "left"), table("""
+    {"mixture": {"web": 0, "code": 1}} -> {"sequence_length": 16} -> null
+    {"mixture": {"web": 0, "code": 1}} -> {"sequence_length": 64} -> 2
+    {"sequence_length": 24} -> {"sequence_length": 16} -> null
+    {"sequence_length": 64} -> {"sequence_length": 16} -> 1""", json.loads, json.loads, json.loads))
 def test_a_window_is_left_where_no_later_phase_goes_on_with_it(between, last, left):
-    """The source of a phase of short sequences, over one of others, in one after that. At most a part of it is left,
-    and told."""
+    """The source of a phase of short sequences, over one that does not use it, reads it anew or goes on with it, in one
+    after that. At most a part of it is left, and told."""
     mixture = {"web": 1, "code": 0}
     order = order_of([
         {"until": 1600, "sequence_length": 16, "batch_tokens": 160, "mixture": mixture},

@@ -28,8 +28,8 @@ def files(tmp_path):
 def checks(files):
     """Makes checks, closed after the test. Sample n is read from the row n."""
     with ExitStack() as stack:
-        yield lambda rank=0, world=1, later=(): stack.enter_context(closing(
-            ShardChecks(range(ROWS), files[1], np.unique, rank, world, later)))
+        yield lambda rank=0, world=1, later=(), rows_of=np.unique: stack.enter_context(closing(
+            ShardChecks(range(ROWS), files[1], rows_of, rank, world, later)))
     wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "shard-checks"])
 
 
@@ -53,17 +53,17 @@ def test_damage_is_told_with_the_steps_that_read_it(files, checks):
     assert f"{files[0]}/3" in one.damage.text and "It was read by the steps 6" in one.damage.text
 
 
-def test_after_damage_nothing_more_is_done(files):
+def test_after_damage_nothing_more_is_done(files, checks):
     (files[0] / "0").write_bytes(b"x" * 100)
     asked = []
 
     def rows_of(samples):
         asked.extend(samples.tolist())
         return samples
-    with closing(ShardChecks(range(ROWS), files[1], rows_of, 0, 1)) as one:
-        one.use(1, 1, [(0, 1), (1, 2), (2, 3)])
-        one.use(2, 2, [(3, 4)])
-        assert not one.wait(None, HANG_S) and one.damage.step == 1 and 2 not in asked
+    one = checks(rows_of=rows_of)
+    one.use(1, 1, [(0, 1), (1, 2), (2, 3)])
+    one.use(2, 2, [(3, 4)])
+    assert not one.wait(None, HANG_S) and one.damage.step == 1 and 2 not in asked
 
 
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "time put back", "touched"])

@@ -2,11 +2,9 @@
 
 import numpy as np
 
-from tests.conftest import slow
 from tests.token_shards import write_shards
 
 DOCUMENTS, LENGTH = 20, 50
-CLOUDS = slow("seaweed", "google", "azurite")
 
 
 def make_shards(folder):

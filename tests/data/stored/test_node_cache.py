@@ -72,11 +72,12 @@ STEPS = st.lists(st.one_of(
 @example(steps=[("get", False, 0, False), ("write to", 0), ("remove", 0), ("get", False, 0, False)], room=1,
          recent=False)
 @given(steps=STEPS, room=st.integers(1, 4), recent=st.booleans())
-def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, room, recent):
+def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, monkeypatch, steps, room, recent):
     """Two processes get things, needed or ahead, which removes nothing `recent`; others remove things and write to
     them. The model is a list of what is there, the longest unused first."""
     folder, there, harmed, fetched, removed, again = tmp_path_factory.mktemp("cache"), [], set(), 0, 0, 0
     caches = [Cache(folder, room), Cache(folder, room)]
+    monkeypatch.setattr("drover.pipeline.data.stored.node_cache.RECENT_S", 1e6 if recent else -1e6)
     for step in steps:
         if step[0] == "get":
             _, who, number, ahead = step
@@ -89,9 +90,7 @@ def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, ro
             if fits:
                 fetched += number not in there
                 there = [*(one for one in there if one != number), number]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("drover.pipeline.data.stored.node_cache.RECENT_S", 1e6 if recent else -1e6)
-                assert caches[who].get(number, ahead=ahead) == (CONTENT[number] if fits else None)
+            assert caches[who].get(number, ahead=ahead) == (CONTENT[number] if fits else None)
             harmed = (harmed & set(there)) - {number}
         elif step[1] in there:
             path = caches[0].folder / f"{NAMES[step[1]]}.arrow"

@@ -8,7 +8,7 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.loader import TrainingData
-from drover.pipeline.data.shard_table import ShardTable, files_in, open_shards
+from drover.pipeline.data.shard_table import ShardTable, open_shards
 from drover.pipeline.data.stored import read_ahead
 from drover.pipeline.data.stored import shards as stored_shards
 from drover.pipeline.data.stored.copying import copy_shards, survey
@@ -39,9 +39,9 @@ def made(tmp_path):
         limit = int(shards * max(record["bytes"] for record in records))
         return StoredTokens(Settings(to, tmp_path / "cache", limit, whole), table, [""] * len(records), say)
 
-    def data(opener=None):
-        return TrainingData(open_shards(table, "train", ["text"], opener or files_in(folder)),
-                            plan_of(sequence_length=64), 7, table.content("train"), 65536)
+    def data(opener):
+        return TrainingData(open_shards(table, "train", ["text"], opener), plan_of(sequence_length=64), 7,
+                            table.content("train"), 65536)
     return SimpleNamespace(folder=folder, records=records, table=table, url=url, tokens=tokens, data=data,
                            files=shards_in(folder, records, "train", "text"))
 
