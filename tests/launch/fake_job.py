@@ -136,8 +136,8 @@ class Job:
 
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""
-        say = partial(write_state, self.stage) if element is None else partial(
-            write_state, self.stage / PARTS, file=Part(element, self.spec.parts, self.spec.phase).word)
+        part = None if element is None else Part(element, self.spec.parts, self.spec.phase)
+        say = partial(write_state, self.stage / PARTS, file=part.word) if part else partial(write_state, self.stage)
         if what == "no step":
             return read_end(1, NO_STEP)
         if what == "refuse":
@@ -150,17 +150,17 @@ class Job:
             say("running")
             return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in what[5:].split(",")))
         if what == "work":
-            if element is None:
+            if part:
+                part.mark(self.stage, "", {})
+            else:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
                 say("done")
-            else:
-                Part(element, self.spec.parts, self.spec.phase).mark(self.stage, "", {})
             return StepEnd(0)
         if what == "asked":
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
-        if element is None:
+        if not part:
             say("running")
         if what.startswith("save"):
             write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
@@ -174,8 +174,9 @@ class Job:
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_attempts(self.run) if event["event"] == kind]
 
-    def ends(self) -> list[tuple[str, str]]:
-        return [(event["status"], event["next"]) for event in self.events("ended")]
+    def ends(self) -> list[str]:
+        """Such as `crashed restart`: how each start ended, and what came next."""
+        return ["{status} {next}".format(**event) for event in self.events("ended")]
 
     def state(self) -> StageState:
         state = read_state(self.stage)

@@ -31,34 +31,34 @@ def terms(later_links=False, requeue=True, max_restarts=3):
 
 
 def kind(decision):
-    return decision.action, decision.status, decision.exit_status
+    return f"{decision.action} {decision.status} {decision.exit_status}"
 
 
 @pytest.mark.parametrize("outcome, terms, expected", [
     # done: the manifest and the stage's word, whatever the exit status says
-    (Outcome(DONE, committed=True, end=read_end(143, REFUSED), stopping=True), terms(), ("leave", "done", 0)),
-    (Outcome(RUNNING, committed=True, end=StepEnd(137)), terms(), ("leave", "done", 0)),  # killed after its commit
-    (Outcome(None, committed=True, end=StepEnd(0)), terms(), ("leave", "done", 0)),  # it was up to date
+    (Outcome(DONE, committed=True, end=read_end(143, REFUSED), stopping=True), terms(), "leave done 0"),
+    (Outcome(RUNNING, committed=True, end=StepEnd(137)), terms(), "leave done 0"),  # killed after its commit
+    (Outcome(None, committed=True, end=StepEnd(0)), terms(), "leave done 0"),  # it was up to date
     # an old manifest beside a start that broke off
-    (Outcome(None, committed=True, end=StepEnd(1)), terms(), ("restart", "crashed", 0)),
+    (Outcome(None, committed=True, end=StepEnd(1)), terms(), "restart crashed 0"),
     # a word without a manifest
-    (Outcome(DONE, committed=False), terms(), ("restart", "crashed", 0)),
+    (Outcome(DONE, committed=False), terms(), "restart crashed 0"),
     # user errors
-    (Outcome(FAILED, end=StepEnd(143), hang="x", fruitless=9), terms(later_links=True), ("stop", "failed", 1)),
-    (Outcome(None, end=read_end(143, REFUSED), again=True, fruitless=1), terms(), ("restart", "crashed", 0)),
+    (Outcome(FAILED, end=StepEnd(143), hang="x", fruitless=9), terms(later_links=True), "stop failed 1"),
+    (Outcome(None, end=read_end(143, REFUSED), again=True, fruitless=1), terms(), "restart crashed 0"),
     # requests to stop
-    (Outcome(ASKED), terms(later_links=True, requeue=False), ("leave", "preempted", 0)),
-    (Outcome(ASKED), terms(requeue=False), ("stop", "preempted", 1)),
-    (Outcome(CANCELLED), terms(later_links=True), ("stop", "preempted", 1)),
+    (Outcome(ASKED), terms(later_links=True, requeue=False), "leave preempted 0"),
+    (Outcome(ASKED), terms(requeue=False), "stop preempted 1"),
+    (Outcome(CANCELLED), terms(later_links=True), "stop preempted 1"),
     # the processes were told to end, but not the job: a preemption
-    (Outcome(TERMINATED), terms(), ("requeue", "preempted", 0)),
+    (Outcome(TERMINATED), terms(), "requeue preempted 0"),
     # told to end while the stage was at work
-    (Outcome(RUNNING, end=read_end(143, LOST), stopping=True), terms(), ("stop", "crashed", 143)),
+    (Outcome(RUNNING, end=read_end(143, LOST), stopping=True), terms(), "stop crashed 143"),
     # crashes and hangs
-    (Outcome(RUNNING, end=StepEnd(143), fruitless=3), terms(max_restarts=3), ("restart", "crashed", 0)),
-    (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), terms(later_links=True), ("stop", "hung", 1)),
+    (Outcome(RUNNING, end=StepEnd(143), fruitless=3), terms(max_restarts=3), "restart crashed 0"),
+    (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), terms(later_links=True), "stop hung 1"),
     # Slurm may still run the tasks: no second gang beside them
-    (Outcome(RUNNING, end=StepEnd(137, abandoned=True), fruitless=1), terms(), ("requeue", "crashed", 0)),
+    (Outcome(RUNNING, end=StepEnd(137, abandoned=True), fruitless=1), terms(), "requeue crashed 0"),
 ])
 def test_the_table(outcome, terms, expected):
     assert kind(decide(outcome, terms)) == expected
@@ -108,5 +108,5 @@ def test_ends_that_nobody_saw_again_and_again(down, most):
         events = attempts([("crashed" if down else "requeued", None)] * times)
         found = unseen(RUNNING, False, down, False, None, events, terms())
         assert found.action == ("requeue" if times < most else "stop")
-    assert kind(found) == ("stop", "crashed", 1) and found.final
+    assert kind(found) == "stop crashed 1" and found.final
     assert found.reason.startswith(f"given up after {most + 1} starts") and ("lost n3" in found.reason) == bool(down)
