@@ -4,6 +4,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from drover.launch.doctor import NOTE, OK, PROBLEM, REPORT, _script, _wait, judge, main, profile, try_partition
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
@@ -12,6 +13,7 @@ from drover.launch.slurm.scheduler import NodeKind
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
+from tests.refusal import table
 
 FIRST = NodeFacts(0, "n1", torch="2.13.0", import_s=3.0, cpus=8, clock_at=100.0, times={EXCHANGE: 0.01, REDUCE: 0.02})
 SECOND = replace(FIRST, rank=1, node="n2", visible_s=0.1, locked_out=True)
@@ -21,24 +23,23 @@ def states(*facts, nodes=2, gpus=False, reason="", log=""):
     return {finding.what.strip(): finding.state for finding in judge("gpu", nodes, gpus, facts, reason, log)}
 
 
-@pytest.mark.parametrize("what, state, change", [
-    ("clocks", PROBLEM, {"clock_at": 107.0}),
-    ("locks between nodes", PROBLEM, {"locked_out": False}),
-    ("shared folder", NOTE, {"visible_s": 31.0}),
-    ("Python", NOTE, {"import_s": 40.0}),
-    ("n2", PROBLEM, {"problems": {"network": "an all-reduce failed: RuntimeError: timed out"}}),
-])
+@pytest.mark.parametrize(("what", "state", "change"), table(f"""
+    clocks -> {PROBLEM} -> clock_at: 107.0
+    locks between nodes -> {PROBLEM} -> locked_out: false
+    shared folder -> {NOTE} -> visible_s: 31.0
+    Python -> {NOTE} -> import_s: 40.0
+    n2 -> {PROBLEM} -> problems: {{network: "an all-reduce failed: timed out"}}""", str, str, yaml.safe_load))
 def test_what_is_wrong_with_a_node_shows_alone(what, state, change):
     found = states(FIRST, replace(SECOND, **change))
     assert found.pop(what) == state and set(found.values()) == {OK}
 
 
-@pytest.mark.parametrize("reason, log, part, advice", [
-    ("still PENDING (Priority) after 10 minutes; it was cancelled", "", "Priority", ""),
-    ("", "bash: /home/me/.venv/bin/python: No such file or directory", "No such file", "python: must exist"),
-    ("", "srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed", "Out Of Memory", "set launch.mem"),
-    ("", "slurmstepd-n1: error: Prolog failure on node n2\nsrun: forcing job termination", "on node n2", "the site's"),
-    ("", "", "no node reported", "python: must exist")])
+@pytest.mark.parametrize(("reason", "log", "part", "advice"), table(r"""
+    still PENDING (Priority) after 10 minutes -> "" -> Priority -> ""
+    "" -> "bash: /home/me/.venv/bin/python: No such file or directory" -> No such file -> "python: must exist"
+    "" -> "srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed" -> Out Of Memory -> set launch.mem
+    "" -> "slurmstepd-n1: error: Prolog failure on node n2\nsrun: forcing job" -> on node n2 -> the site's
+    "" -> "" -> no node reported -> 'python: must exist'""", *[yaml.safe_load] * 4))
 def test_a_job_without_reports_says_why(reason, log, part, advice):
     [finding] = judge("gpu", 2, True, [], reason, log)
     assert finding.state == PROBLEM and part in finding.found

@@ -167,7 +167,7 @@ def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, ready):
     problem, = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert refused.returncode == 2
     assert problem.startswith("error: 3 of 3 hosts cannot be used. 127.0.0.1: ssh: connect to host 127.0.0.1 port")
-    assert "127.0.0.2: root@127.0.0.2: Permission denied (publickey".replace("root", getpass.getuser()) in problem
+    assert f"127.0.0.2: {getpass.getuser()}@127.0.0.2: Permission denied (publickey" in problem
     assert "127.0.0.3: Host key verification failed.; " not in problem and "127.0.0.3: Host key verification" in problem
 
 

@@ -105,11 +105,11 @@ def test_local_run(run):
     assert run.status({}).rows[3].remarks[0].endswith("its last record is 10 m 00 s old")
 
 
-@pytest.mark.parametrize("read, sort, rest, job, progress, remark", [
-    ("RUNNING", "PENDING", "PENDING", "20", "read 1/2 parts 50%", ""),
-    ("FAILED", "CANCELLED", "CANCELLED", "20", "read 1/2 parts 50%, failed: 1",
-     "shard failed: element 1 of read ended FAILED. Logs: runs/demo/logs/shard/20_1.*, runs/demo/logs/slurm/20_1.log"),
-    ("COMPLETED", "COMPLETED", "RUNNING", "22", "read 1/2 parts 50%", "")])
+@pytest.mark.parametrize(("read", "sort", "rest", "job", "progress", "remark"), table("""
+    RUNNING -> PENDING -> PENDING -> 20 -> read 1/2 parts 50% -> ''
+    FAILED -> CANCELLED -> CANCELLED -> 20 -> read 1/2 parts 50%, failed: 1 -> 'shard failed: element 1 of read ended \
+FAILED. Logs: runs/demo/logs/shard/20_1.*, runs/demo/logs/slurm/20_1.log'
+    COMPLETED -> COMPLETED -> RUNNING -> 22 -> read 1/2 parts 50% -> ''""", *[str] * 5, yaml.safe_load))
 def test_arrays_of_several_phases(run, read, sort, rest, job, progress, remark):
     run.submitted(run.job("20", "shard", "array", (0, 1), parts=2, phase="read"),
                   run.job("21", "shard", "array", (0, 1), parts=2, phase="sort"), run.job("22", "shard", "finalise"))
@@ -128,9 +128,12 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
     assert other.states({}) == ["reused", "reused", *["to do"] * 5, "done"]
 
 
-@pytest.mark.parametrize("path, content, remark", [
-    ("train/STATE.json", '{"status": "ru', ""), (".locks/train", "process", ""), ("launch/chain.json", '{"jo', ""),
-    ("train/manifest.json", '{"format": 99}', "by another version"), ("train/manifest.json", "{", "is damaged")])
+@pytest.mark.parametrize(("path", "content", "remark"), table("""
+    train/STATE.json -> {"status": "ru -> ''
+    .locks/train -> process -> ''
+    launch/chain.json -> {"jo -> ''
+    train/manifest.json -> {"format": 99} -> by another version
+    train/manifest.json -> { -> is damaged""", str, str, yaml.safe_load))
 def test_files_that_are_torn_or_foreign(run, path, content, remark):
     write_text(run.training().folder / path, content)
     seen = run.status({"16": "RUNNING", **DEPENDENTS})

@@ -3,11 +3,13 @@
 import re
 
 import pytest
+import yaml
 
 from drover.launch import processes
 from drover.launch.slurm.job import srun
 from drover.launch.slurm.job.srun import read_end, run_step
 from tests.launch.fake_job import KILLED, NO_STEP
+from tests.refusal import table
 from tests.waiting import HANG_S
 
 LOST = "srun: error: Node failure on n3\nsrun: error: Task launch for StepId=1.0 failed on node n4: Socket timed out\n"
@@ -35,11 +37,12 @@ def test_what_srun_said(end, cause, exit_code, started):
     assert end.rank == (int(found[1]) if (found := re.match(r"ranks? (\d)", cause)) else end.rank)
 
 
-@pytest.mark.parametrize("script, limit, each, expected", [
-    ("exec sleep 3600", "", False, {"status": 143}),
-    ("exec sleep 3600", "MAKE_S", True, {"status": 143, "given_up": True}),
-    ("echo 'srun: error: n1: task 0: Killed' >&2; touch node1.log; exec sleep 3600", "BROKEN_S", True, {"status": 143}),
-    ("trap '' TERM; touch node1.log; sleep 3600 & wait; wait", "KILL_S", True, {"status": 137, "abandoned": True})])
+@pytest.mark.parametrize(("script", "limit", "each", "expected"), table("""
+    exec sleep 3600 -> '' -> false -> status: 143
+    exec sleep 3600 -> MAKE_S -> true -> {status: 143, given_up: true}
+    echo 'srun: error: n1: task 0: Killed' >&2; touch node1.log; exec sleep 3600 -> BROKEN_S -> true -> status: 143
+    trap '' TERM; touch node1.log; sleep 3600 & wait; wait -> KILL_S -> true -> {status: 137, abandoned: true}""",
+    str, *[yaml.safe_load] * 3))
 def test_when_a_step_is_ended(tmp_path, monkeypatch, script, limit, each, expected):
     """When it must not go on, has started no task, or one of its tasks has ended badly; one that stays is abandoned."""
     for module, name in ((srun, "MAKE_S"), (srun, "BROKEN_S"), (processes, "KILL_S")):
