@@ -62,7 +62,7 @@ def test_what_looks_like_an_address_with_a_password():
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
 
 
-@pytest.mark.parametrize(("name", "value", "secret"), [("HF_TOKEN", "", False), *table(f"""
+@pytest.mark.parametrize("name, value, secret", [("HF_TOKEN", "", False), *table(f"""
     TOKEN_COUNT -> 4096 -> false
     HF_TOKEN -> abc -> true
     HF_TOKEN -> $(cat ~/.token) -> false

@@ -23,7 +23,7 @@ def states(*facts, nodes=2, gpus=False, reason="", log=""):
     return {finding.what.strip(): finding.state for finding in judge("gpu", nodes, gpus, facts, reason, log)}
 
 
-@pytest.mark.parametrize(("what", "state", "change"), table(f"""
+@pytest.mark.parametrize("what, state, change", table(f"""
     clocks -> {PROBLEM} -> clock_at: 107.0
     locks between nodes -> {PROBLEM} -> locked_out: false
     shared folder -> {NOTE} -> visible_s: 31.0
@@ -34,7 +34,7 @@ def test_what_is_wrong_with_a_node_shows_alone(what, state, change):
     assert found.pop(what) == state and set(found.values()) == {OK}
 
 
-@pytest.mark.parametrize(("reason", "log", "part", "advice"), table(r"""
+@pytest.mark.parametrize("reason, log, part, advice", table(r"""
     still PENDING (Priority) after 10 minutes -> "" -> Priority -> ""
     "" -> "bash: /home/me/.venv/bin/python: No such file or directory" -> No such file -> "python: must exist"
     "" -> "srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed" -> Out Of Memory -> set launch.mem

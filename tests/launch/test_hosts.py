@@ -285,7 +285,7 @@ def test_ranks_end_when_the_launcher_is_silent(tmp_path):
 # ---- which hosts a start gets
 
 
-@pytest.mark.parametrize(("there", "nodes", "fewest", "struck", "taken"), table("""
+@pytest.mark.parametrize("there, nodes, fewest, struck, taken", table("""
     abcd -> 2 -> null -> '' -> ab
     acd -> 2 -> null -> '' -> ac
     abcd -> 2 -> null -> b -> ac
@@ -313,7 +313,7 @@ def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, s
 # ---- what is refused
 
 
-@pytest.mark.parametrize(("words", "said"), table("""
+@pytest.mark.parametrize("words, said", table("""
     --cluster hosts -> No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile.
     --hosts a,b,a,c -> launch.hosts names a more than once
     --hosts a,b --nodes 4 -> train requests 4 hosts, but launch.hosts names 2

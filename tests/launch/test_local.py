@@ -39,7 +39,7 @@ def test_a_chain(ready):
 # ---- what follows from a stage's end, with ends that are played
 
 
-@pytest.mark.parametrize(("plays", "forced", "status", "words"), table("""
+@pytest.mark.parametrize("plays, forced, status, words", table("""
     silent -> false -> 1 -> shard failed: ended as if all were well, but is not done. Nothing after it was started.
     late done -> false -> 0 -> all done in
     fail -> true -> 2 -> shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/\
@@ -124,7 +124,7 @@ def test_a_closed_terminal_is_a_request_to_stop(ready):
     assert "convert-0" not in ready.started()
 
 
-@pytest.mark.parametrize(("processes", "gpus", "device", "ranks"), table("""
+@pytest.mark.parametrize("processes, gpus, device, ranks", table("""
     null -> 0 -> auto -> 1
     3 -> 0 -> cpu -> 3
     null -> 4 -> cuda -> 4
@@ -136,7 +136,7 @@ def test_ranks_on_this_box(processes, gpus, device, ranks):
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 
-@pytest.mark.parametrize(("visible", "gpus", "mib"), table("""
+@pytest.mark.parametrize("visible, gpus, mib", table("""
     null -> 2 -> 40960
     "1" -> 1 -> 40960
     "0" -> 1 -> 81559

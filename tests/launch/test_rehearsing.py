@@ -37,7 +37,7 @@ def given(tmp_path):
     return of
 
 
-@pytest.mark.parametrize(("fields", "overrides", "expected"), table("""
+@pytest.mark.parametrize("fields, overrides, expected", table("""
     {} -> [] -> true
     {nodes: 1} -> [] -> false
     {gpus_per_node: 0} -> [] -> false
@@ -71,7 +71,7 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
         refused(UserError, said, rehearse_training, run, [job()], options)
 
 
-@pytest.mark.parametrize(("script", "said"), table("""
+@pytest.mark.parametrize("script, said", table("""
     echo '{"failed": "a shape is not known"}' -> a shape is not known. The job is submitted anyway
     echo 'first' >&2; echo 'no such file' >&2; exit 3 -> it failed (no such file)
     exit 3 -> it failed (it ended with status 3)

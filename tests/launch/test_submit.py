@@ -94,7 +94,7 @@ def test_finished_partial_and_stale_stages(launcher):
     assert "encode is not finished, and one stage must not mix" in launcher.refused(other, "--accept-drift")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [("", "No stage is given"), *table("""
+@pytest.mark.parametrize("arguments, said", [("", "No stage is given"), *table("""
     --stage tran -> There is no stage tran | convert, evaluate, report, or all
     --stage train -> tokenizer, encode of runs/trial are not done | --stage tokenizer,encode,train
     --stage all train.learning=1 -> unknown key 'train.learning'
@@ -123,7 +123,7 @@ def test_no_configuration(launcher, monkeypatch):
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
-@pytest.mark.parametrize(("arguments", "now"), table("""
+@pytest.mark.parametrize("arguments, now", table("""
     train.lr -> 0.01
     train.lr --config config.yaml train.lr=0.5 -> 0.5
     train.lr=0.5 --config config.yaml -> 0.5
@@ -169,7 +169,7 @@ def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher,
                for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
 
 
-@pytest.mark.parametrize(("gpus", "memory", "ranks", "fits"), table("""
+@pytest.mark.parametrize("gpus, memory, ranks, fits", table("""
     0 -> 0 -> 2 -> true
     0 -> 900000 -> 1 -> true
     0 -> 900000 -> 2 -> false

@@ -21,7 +21,7 @@ from tests.launch.slurm.test_wait_reasons import DOWN
 from tests.refusal import table
 
 
-@pytest.mark.parametrize(("said", "answer", "state", "remark"), [
+@pytest.mark.parametrize("said, answer, state, remark", [
     ("preempted", JobInfo("16", "PENDING", "BeginTime", restarts=1), "waiting", "after about two minutes"), *table(r"""
     preempted -> COMPLETING -> running -> ^$
     null -> RUNNING -> running -> ^$
@@ -105,7 +105,7 @@ def test_local_run(run):
     assert run.status({}).rows[3].remarks[0].endswith("its last record is 10 m 00 s old")
 
 
-@pytest.mark.parametrize(("read", "sort", "rest", "job", "progress", "remark"), table("""
+@pytest.mark.parametrize("read, sort, rest, job, progress, remark", table("""
     RUNNING -> PENDING -> PENDING -> 20 -> read 1/2 parts 50% -> ''
     FAILED -> CANCELLED -> CANCELLED -> 20 -> read 1/2 parts 50%, failed: 1 -> 'shard failed: element 1 of read ended \
 FAILED. Logs: runs/demo/logs/shard/20_1.*, runs/demo/logs/slurm/20_1.log'
@@ -128,7 +128,7 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
     assert other.states({}) == ["reused", "reused", *["to do"] * 5, "done"]
 
 
-@pytest.mark.parametrize(("path", "content", "remark"), table("""
+@pytest.mark.parametrize("path, content, remark", table("""
     train/STATE.json -> {"status": "ru -> ''
     .locks/train -> process -> ''
     launch/chain.json -> {"jo -> ''

@@ -46,11 +46,11 @@ def test_a_start_that_ends_well_with_a_checkpoint_lifts_the_strikes_of_its_nodes
 
 def test_lost_nodes(programs):
     assert lost(["n1"], programs.scheduler()) == {}, "Slurm does not answer"
-    gone = ("down", "down*", "idle*", "drained*", "fail", "failing", "error", "not_responding", "allocated*")
-    there = ("idle", "mixed", "allocated", "completing", "drained", "draining", "maint", "maint*", "reboot*",
-             "powering_down", "powered_down*")
+    gone = ["down", "down*", "idle*", "drained*", "fail", "failing", "error", "not_responding", "allocated*"]
+    there = ["idle", "mixed", "allocated", "completing", "drained", "draining", "maint", "maint*", "reboot*",
+             "powering_down", "powered_down*"]
     programs.say("sinfo", "\n".join(f"n-{state}|{state}" for state in gone + there))
-    assert list(lost(["n1"], programs.scheduler()).values()) == list(gone)
+    assert [*lost(["n1"], programs.scheduler()).values()] == gone
 
 
 def test_a_waiting_job_leaves_out_more(programs):
@@ -139,7 +139,7 @@ def test_an_element_of_an_array():
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
 
 
-@pytest.mark.parametrize(("state", "restarts", "current"), table("""
+@pytest.mark.parametrize("state, restarts, current", table("""
     RUNNING -> 1 -> true
     RUNNING -> 2 -> false
     PENDING -> 1 -> false

@@ -80,7 +80,7 @@ DISABLED = "Requested operation is presently disabled for job 3"
 LOST = "Unexpected message received for job 3"
 
 
-@pytest.mark.parametrize(("first", "then", "patience_s", "problem", "calls"), table(f"""
+@pytest.mark.parametrize("first, then, patience_s, problem, calls", table(f"""
     {LOST} -> exit 0 -> 20 -> null -> 2
     Unable to contact slurm controller -> echo 'Job is pending execution for job 3' >&2; exit 1 -> 20 -> null -> 2
     {DISABLED} -> exit 0 -> 20 -> {DISABLED} -> 1

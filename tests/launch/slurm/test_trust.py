@@ -98,9 +98,9 @@ def check(spec):
     return " ".join(check_submission(path_of(spec), spec.sha256)[1])
 
 
-EXECUTED = """. .. code launch launch/jobs logs logs/slurm launch/jobs/c-train.json launch/config-1.yaml
-CODE CODE/drover/launch CODE/drover/launch/a.py CODE/drover/launch/__pycache__
-CODE/drover/launch/__pycache__/a.pyc""".split()
+EXECUTED = [".", "..", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
+            "launch/config-1.yaml", "CODE", "CODE/drover/launch", "CODE/drover/launch/a.py",
+            "CODE/drover/launch/__pycache__", "CODE/drover/launch/__pycache__/a.pyc"]
 """What a job in a container executes: it runs the copy of the code in the run folder."""
 
 
@@ -180,7 +180,7 @@ def test_owners_need_not_be_looked_at(submitted):
     assert "drover/launch/__pycache__, drover/launch/a.py. " in check(blind), "whoever owns it"
 
 
-@pytest.mark.parametrize(("change", "told"), table("""
+@pytest.mark.parametrize("change, told", table("""
     echo import evil > drover/launch/a.py -> : drover/launch/a.py. Nothing
     echo import evil > sitecustomize.py -> : sitecustomize.py. Nothing
     mkdir submitit && touch submitit/__init__.py -> : submitit/__init__.py. Nothing

@@ -57,13 +57,12 @@ WORDS = table(f"""
     {QOS} -> launch.qos
     QOSMaxCpuPerUserLimit -> never if it alone requests more
     SomethingNew -> waits; Slurm gives the reason SomethingNew, which `scontrol show job 12`""")
-STUCK = {ACCOUNT, QOS, *"""
-    PartitionNodeLimit PartitionTimeLimit BadConstraints AssocMaxNodePerJobLimit QOSMaxNodePerJobLimit QOSMinGRES
-    QOSMaxWallDurationPerJobLimit QOSNotAllowed InvalidQOS InvalidAccount AccountNotAllowed DependencyNeverSatisfied
-    ReservationDeleted""".split()}
+STUCK = {"PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssocMaxNodePerJobLimit",
+         "QOSMaxNodePerJobLimit", "QOSMinGRES", "QOSMaxWallDurationPerJobLimit", "QOSNotAllowed", "InvalidQOS",
+         "InvalidAccount", "AccountNotAllowed", ACCOUNT, QOS, "DependencyNeverSatisfied", "ReservationDeleted"}
 
 
-@pytest.mark.parametrize(("reason", "words"), WORDS)
+@pytest.mark.parametrize("reason, words", WORDS)
 def test_reasons_in_plain_words(reason, words):
     for several in (False, True):
         said = meaning(reason, "12", several=several)
@@ -74,7 +73,7 @@ def test_reasons_in_plain_words(reason, words):
 FAILED = "sbatch: error: Batch job submission failed: "
 
 
-@pytest.mark.parametrize(("said", "advice"), table("""
+@pytest.mark.parametrize("said, advice", table("""
     Node count specification invalid -> --nodes
     Memory required by task is not available -> launch.mem
     Requested time limit is invalid (missing or exceeds some limit) -> launch.time

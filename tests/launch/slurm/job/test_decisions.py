@@ -27,7 +27,7 @@ def terms(later_links=False, requeue=True, max_restarts=3):
                    max_restarts=max_restarts)
 
 
-@pytest.mark.parametrize(("why", "state", "end", "outcome", "rules", "expected"), table(f"""
+@pytest.mark.parametrize("why, state, end, outcome, rules, expected", table(f"""
     it is done, whatever the exit status says -> done -> {{status: 143, said: {REFUSED!r}}} -> \
 {{committed: true, stopping: true}} -> {{}} -> leave done 0
     killed after its commit -> running -> {{status: 137}} -> {{committed: true}} -> {{}} -> leave done 0
@@ -36,19 +36,19 @@ def terms(later_links=False, requeue=True, max_restarts=3):
 restart crashed 0
     a word without a manifest -> done -> {{status: 0}} -> {{}} -> {{}} -> restart crashed 0
     the user's error -> failed -> {{status: 143}} -> {{hang: x, fruitless: 9}} -> {{later_links: true}} -> stop failed 1
-    an earlier start did not refuse this -> null -> {{status: 143, said: {REFUSED!r}}} -> {{again: true, fruitless: 1}} \
--> {{}} -> restart crashed 0
+    an earlier start did not refuse this -> null -> {{status: 143, said: {REFUSED!r}}} -> \
+{{again: true, fruitless: 1}} -> {{}} -> restart crashed 0
     asked to stop -> asked -> {{status: 0}} -> {{}} -> {{later_links: true, requeue: false}} -> leave preempted 0
     asked to stop, and nothing goes on -> asked -> {{status: 0}} -> {{}} -> {{requeue: false}} -> stop preempted 1
     cancelled -> cancelled -> {{status: 0}} -> {{}} -> {{later_links: true}} -> stop preempted 1
     the processes were told to end, but not the job: a preemption -> terminated -> {{status: 0}} -> {{}} -> {{}} -> \
 requeue preempted 0
-    told to end while the stage was at work -> running -> {{status: 143, said: {LOST!r}}} -> {{stopping: true}} -> {{}} \
--> stop crashed 143
+    told to end while the stage was at work -> running -> {{status: 143, said: {LOST!r}}} -> {{stopping: true}} -> \
+{{}} -> stop crashed 143
     the last crash that is allowed -> running -> {{status: 143}} -> {{fruitless: 3}} -> {{max_restarts: 3}} -> \
 restart crashed 0
-    one hang too many -> running -> {{status: 0}} -> {{hang: rank 2 is late, fruitless: 4}} -> {{later_links: true}} -> \
-stop hung 1
+    one hang too many -> running -> {{status: 0}} -> {{hang: rank 2 is late, fruitless: 4}} -> \
+{{later_links: true}} -> stop hung 1
     Slurm may still run the tasks, so there is no second gang -> running -> {{status: 137, abandoned: true}} -> \
 {{fruitless: 1}} -> {{}} -> requeue crashed 0""", str, *[yaml.safe_load] * 4))
 def test_the_table(why, state, end, outcome, rules, expected):
@@ -61,7 +61,8 @@ def test_what_holds_for_every_combination():
     flags = (False, True)
     ends = [read_end(status, said, given_up=given_up, abandoned=abandoned) for status, said, given_up, abandoned in
             product((0, 143), ("", LOST, REFUSED, NO_STEP, f"{LOST}\n{REFUSED}"), flags, flags)]
-    for *known, requeue, links in product(STATES.values(), flags, ends, ("", "late"), flags, flags, (0, 4), flags, flags):
+    states = STATES.values()
+    for *known, requeue, links in product(states, flags, ends, ("", "late"), flags, flags, (0, 4), flags, flags):
         outcome, spec = Outcome(*known), terms(links, requeue)
         decision, end = decide(outcome, spec), outcome.end
         assert decision.reason and (decision.exit_status != 0) == (decision.action == "stop")
@@ -82,7 +83,7 @@ def attempts(ends, begin=None):
     return found
 
 
-@pytest.mark.parametrize(("ends", "begin", "expected"), table("""
+@pytest.mark.parametrize("ends, begin, expected", table("""
     [[crashed, null], [hung, null], [crashed, null]] -> null -> 3
     [[crashed, 10]] -> null -> 0
     [[crashed, 10]] -> 10 -> 1

@@ -14,7 +14,7 @@ def hold(job, other, chain="", beat=1):
     write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", chain, beat)))
 
 
-@pytest.mark.parametrize(("other", "chain", "state", "beat_at", "waited", "refused"), table(f"""
+@pytest.mark.parametrize("other, chain, state, beat_at, waited, refused", table(f"""
     12 -> '' -> RUNNING -> -1 -> 0 -> false
     11 -> '' -> PENDING -> -1 -> 0 -> false
     11 -> '' -> silent -> -1 -> {SILENT_S} -> false

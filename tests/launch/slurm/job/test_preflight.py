@@ -56,7 +56,7 @@ def sound(count):
             for rank, node in enumerate(nodes_of(count))]
 
 
-@pytest.mark.parametrize(("count", "changes", "bad"), table("""
+@pytest.mark.parametrize("count, changes, bad", table("""
     4 -> {} -> {}
     4 -> {2: {problems: {shm: no /dev/shm, gpu: more}}} -> n3: no /dev/shm
     4 -> {3: null} -> n4: it did not report

@@ -77,7 +77,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
 # ---- the decisions' effects, with starts that are played
 
 
-@pytest.mark.parametrize(("plan", "slurm", "status", "ends", "requeued", "words"), table("""
+@pytest.mark.parametrize("plan, slurm, status, ends, requeued, words", table("""
     save10 save20 save30 work -> {} -> 0 -> crashed restart, crashed restart, crashed restart, done leave -> [] -> \
 train is done
     asked -> {} -> 0 -> preempted requeue -> ["12"] -> asked to stop (time limit) after step 120; queueing this job
@@ -98,7 +98,7 @@ def test_what_follows_from_each_end_of_a_start(job, plan, slurm, status, ends, r
 SPARE = {"nodes": 2, "node_counts": (2, 1), "spare_nodes": 1}
 
 
-@pytest.mark.parametrize(("plan", "changes", "used", "ends", "words"), table("""
+@pytest.mark.parametrize("plan, changes, used, ends, words", table("""
     lose n2/work -> {} -> n1,n2 n1,n3 -> crashed restart, done leave -> train is done
     lose n2/lose n3/work -> {} -> n1,n2 n1,n3 n1 -> crashed restart, crashed restart, done leave -> continues with 1 \
 of 2 nodes: n2, n3 failed
@@ -120,7 +120,7 @@ def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
     assert bool(job.slurm.requeued) == ("queueing" in words)
 
 
-@pytest.mark.parametrize(("bad", "used"), [("n2", ("n1", "n3")), ("n1", ("n2", "n3"))])
+@pytest.mark.parametrize("bad, used", [("n2", ("n1", "n3")), ("n1", ("n2", "n3"))])
 def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job, bad, used):
     """Where it is the first one, which has the runner, the ranks meet on the next."""
     job.slurm.nodes, found = ("n1", "n2", "n3"), [Found({}, ["all is well"]), Found({bad: "no GPU"})]
@@ -180,7 +180,7 @@ def test_other_code_is_not_started(job, monkeypatch):
 # ---- starts before this one
 
 
-@pytest.mark.parametrize(("plan", "planned", "refusal", "moved", "cancelled", "words"), table("""
+@pytest.mark.parametrize("plan, planned, refusal, moved, cancelled, words", table("""
     work -> 4 -> null -> true -> true -> 13, 14, which would continue train, are cancelled
     work -> 4 -> Job is no longer pending -> true -> false -> stay: Job is no longer pending
     work -> 5 -> null -> false -> false -> train is done

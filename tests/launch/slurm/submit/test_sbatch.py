@@ -136,7 +136,7 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert "link 2 of 3" in shown
 
 
-@pytest.mark.parametrize(("settings", "largest", "most", "elements"), table(r"""
+@pytest.mark.parametrize("settings, largest, most, elements", table(r"""
     [] -> '' -> '' -> 4
     [] -> MaxArraySize = 4 -> '' -> 3
     ["launch.limits={array: 2}"] -> MaxArraySize = 4 -> '' -> 2
