@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import signal
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -83,7 +82,7 @@ class Slurm:
 class Job:
     """A job in a folder of its own: its spec, and Slurm's answers.
 
-    commands, environments: of its starts. handlers: of signals.
+    commands, environments: of its starts.
     """
 
     folder: Path
@@ -91,7 +90,6 @@ class Job:
     slurm: Slurm = field(default_factory=Slurm)
     commands: list[str] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
-    handlers: dict[int, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -111,7 +109,6 @@ class Job:
         with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner, "run_preflight", trial if callable(trial) else
                           lambda *_: trial or Found({}, ["all is well"]))
-            patch.setattr(signal, "signal", self.handlers.__setitem__)
             with stop_requests() as asked:
                 return self.runner(patch, iter(plan), job, restart, element, asked).run(), said.getvalue()
 
@@ -178,10 +175,8 @@ class Job:
         """Such as `crashed restart`: how each start ended, and what came next."""
         return ["{status} {next}".format(**event) for event in self.events("ended")]
 
-    def state(self) -> StageState:
-        state = read_state(self.stage)
-        assert state is not None
-        return state
+    def state(self) -> StageState | None:
+        return read_state(self.stage)
 
     def unseen(self, restart: int, name: str = "12") -> None:
         """Log a start whose end its runner has not told."""

@@ -1,7 +1,5 @@
 """Hosts without Slurm: a real sshd on each of three loopback addresses, and a stand-in for ssh where none is needed."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil
@@ -65,8 +63,8 @@ exec sh -c "$command"
 class Hosts:
     """Three machines that are one: each has an sshd at an address of its own."""
 
-    def __init__(self, folder: Path, sshd: str) -> None:
-        self.folder, self.sshd, self.servers = folder, sshd, dict[str, psutil.Popen]()
+    def __init__(self, folder, sshd):
+        self.folder, self.sshd, self.servers = folder, sshd, {}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -78,7 +76,7 @@ class Hosts:
         for address in ADDRESSES:
             self.up(address)
 
-    def up(self, address: str, **settings: object) -> None:
+    def up(self, address, **settings):
         """Let a machine answer. settings: of its sshd; the first one counts."""
         own = "".join(f"{name} {value}\n" for name, value in settings.items())
         (self.folder / address).write_text(own + SSHD_CONFIG.format(port=self.port, address=address,
@@ -88,7 +86,7 @@ class Hosts:
                 [self.sshd, "-D", "-e", "-f", str(self.folder / address)], stdout=log, stderr=log)
         wait_for(lambda: b"listening" in (self.folder / f"{address}.log").read_bytes(), of=server)
 
-    def kill(self, address: str) -> None:
+    def kill(self, address):
         """Let a machine lose power: its server goes, and everything that was started through it."""
         server = self.servers.pop(address)
         for process in [server, *server.children(recursive=True)]:
@@ -96,7 +94,7 @@ class Hosts:
                 process.kill()
         server.wait()
 
-    def close(self) -> None:
+    def close(self):
         for address in [*self.servers]:
             self.kill(address)
 

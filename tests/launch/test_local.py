@@ -39,12 +39,17 @@ def test_a_chain(ready):
 # ---- what follows from a stage's end, with ends that are played
 
 
+ENDS = {"silent": (0, ""), "done": (0, "done"), "late": (3, "done"), "fail": (2, ""), "killed": (137, ""),
+        "stopped": (130, "preempted"), "request": (143, ""), "done,request": (0, "done")}
+"""Exit status and last word of a stage."""
+
+
 @pytest.mark.parametrize("plays, forced, status, words", table("""
     silent -> false -> 1 -> shard failed: ended as if all were well, but is not done. Nothing after it was started.
     late done -> false -> 0 -> all done in
     fail -> true -> 2 -> shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/\
 shard/local.1/output.log. Once the cause is fixed, the same command without --force continues
-    9 -> true -> 137 -> shard failed: killed by SIGKILL, as the kernel does when memory runs out (see dmesg); a smaller
+    killed -> true -> 137 -> shard failed: killed by SIGKILL, as the kernel does when memory runs out (see dmesg); a
     stopped -> false -> 130 -> stopped in shard; the same command continues
     request -> false -> 130 -> stopped in shard; the same command continues
     done,request -> false -> 130 -> stopped before tokenizer; the same command continues""", str, json.loads, int))
@@ -59,14 +64,15 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
 
     def start(here, spec, command, environment, folder, each):
         what = left.pop(0)
+        end, said = ENDS[what]
         commands.append(command)
         (folder / "output.log").touch()
         here.asked += [signal.SIGTERM] * ("request" in what)
-        if "done" in what or what == "late":
+        if said == "done":
             launcher.done(spec.stage)
-        if said := {"late": "done", "stopped": "preempted"}.get(what, "done" if "done" in what else ""):
+        if said:
             write_state(spec.folder, said)
-        return process_end({"fail": 2, "late": 3, "stopped": 130, "request": 143, "9": 137}.get(what, 0))
+        return process_end(end)
 
     monkeypatch.setattr(LocalHost, "start", start)
     result = launcher.submit(f"--stage shard,tokenizer --cluster local launch.max_restarts=1 {'--force' * forced}")

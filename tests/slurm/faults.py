@@ -216,10 +216,6 @@ class Training(OnCluster):
         path = self.run / f"logs/slurm/{self.job(stage)}.log"
         return path.read_text() if path.exists() else ""
 
-    def output(self) -> str:
-        """What the first node's ranks of the newest start printed."""
-        return (self.run / "logs/train/latest/node0.log").read_text()
-
     # ---- the end
 
     def wait_until_gone(self) -> None:
@@ -231,10 +227,8 @@ class Training(OnCluster):
         """Go on to the end, and check that training is done, as if nobody had disturbed it."""
         self.go_on(to_the_end=True)
         self.wait_until_gone()
-        state = self.state
-        assert state is not None and state.status == "done", self.story()
-        manifest = read_manifest(self.run / "train")
-        assert manifest is not None and manifest.counts["steps"] == STEPS, self.story()
+        assert self.state.status == "done", self.story()
+        assert read_manifest(self.run / "train").counts["steps"] == STEPS, self.story()
         self.check_curve()
         assert {record["step"] for record in curve(self.config)} == set(self.whole)
 

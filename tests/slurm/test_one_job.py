@@ -76,7 +76,8 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     assert (end.status, f"step-{end.step:08}") == ("preempted", newest.name)
     run.requeued()
     run.next_wait()
-    assert newest.name in run.output() and f"from {before.name}" in run.output()
+    said = (run.run / "logs/train/latest/node0.log").read_text()
+    assert newest.name in said and f"from {before.name}" in said
     run.go_on()
 
 

@@ -65,7 +65,7 @@ def test_logs_of_old_starts_are_removed(job):
 
 def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     def waits(each):
-        job.handlers[signal.SIGTERM](signal.SIGTERM, None)
+        signal.raise_signal(signal.SIGTERM)
         assert each(), "it waits for its step"
         return StepEnd(143)
 
