@@ -73,26 +73,20 @@ def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):
     assert (finding.state, finding.found) == (PROBLEM, "there is no such partition")
 
 
-@pytest.mark.parametrize("kinds, expected", [
-    ([NodeKind("gpu", True, 12, 96, 1031000, 8, "2-00:00:00"), NodeKind("cpu", False, 7, 64, 257000, 0, "infinite")],
-     {"partition": "gpu", "gpus_per_node": 8, "cpus": 12, "requeue": False}),
-    ([NodeKind("debug", True, 3, 4, 6000, 0, "infinite")],
-     {"partition": "debug", "gpus_per_node": 0, "cpus": 4, "requeue": False})])
-def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, expected):
+@pytest.mark.parametrize("kinds, site, expected", table("""
+    [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {JobRequeue: "0"} -> \
+{partition: gpu, gpus_per_node: 8, cpus: 12, requeue: false, limit: 2-00:00:00, nodes: 12, of shard: cpu}
+    [[debug, true, 3, 4, 6000, 0, infinite]] -> {JobRequeue: "0"} -> {partition: debug, gpus_per_node: 0, cpus: 4, \
+requeue: false, limit: null, nodes: 3, of shard: null}
+    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {} -> {time: "20:00", limit: "20:00", nodes: 2}""",
+    *[yaml.safe_load] * 3))
+def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, site, expected):
+    """It keeps to the limits of the partition: limit, of time, and nodes."""
     path = tmp_path / "mine.yaml"
-    path.write_text(profile(kinds, {"JobRequeue": "0"}, {}))
+    path.write_text(profile([NodeKind(*kind) for kind in kinds], site, {}))
     launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
-    assert expected.items() <= launch.model_dump().items()
-    assert launch.limits.nodes == kinds[0].nodes
-    assert (launch.limits.time, launch.shard.partition) == (
-        ("2-00:00:00", "cpu") if len(kinds) > 1 else (None, None))
-
-
-def test_the_profile_keeps_to_the_limits_of_a_partition(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(profile([NodeKind("debug", True, 4, 4, 6000, 0, "20:00", 2)], {}, {}))
-    launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
-    assert (launch.time, launch.limits.time, launch.limits.nodes) == ("20:00", "20:00", 2)
+    assert expected.items() <= {**launch.model_dump(), "limit": launch.limits.time, "nodes": launch.limits.nodes,
+                                "of shard": launch.shard.partition}.items()
 
 
 def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):

