@@ -135,17 +135,18 @@ class Job:
         """What a start leaves, and how its processes end."""
         part = None if element is None else Part(element, self.spec.parts, self.spec.phase)
         say = partial(write_state, self.stage / PARTS, file=part.word) if part else partial(write_state, self.stage)
+        kind, _, which = what.partition(" ")
         if what == "no step":
             return read_end(1, NO_STEP)
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
             return read_end(143, "srun: error: n1: task 0: Exited with exit code 2\n")
-        if what.startswith("no n"):  # srun could not start a task there, so there was no step
-            return read_end(1, f"srun: error: Task launch for StepId=12.0 failed on node {what[3:]}: Communication "
+        if kind == "no":  # srun could not start a task there, so there was no step
+            return read_end(1, f"srun: error: Task launch for StepId=12.0 failed on node {which}: Communication "
                                f"connection failure\nsrun: error: Application launch failed: Communication\n")
-        if what.startswith("lose"):
+        if kind == "lose":
             say("running")
-            return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in what[5:].split(",")))
+            return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in which.split(",")))
         if what == "work":
             if part:
                 part.mark(self.stage, "", {})
@@ -159,8 +160,8 @@ class Job:
             return StepEnd(0)
         if not part:
             say("running")
-        if what.startswith("save"):
-            write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
+        if kind == "save":
+            write_json(self.stage / f"checkpoints/step-{which:0>8}/COMPLETE.json", {})
         self.say(folder, 1, "this rank says why")
         return read_end(143, KILLED)
 

@@ -39,10 +39,10 @@ echo "Submitted batch job $n"
 """
 
 
-def git(folder: Path, *arguments: str) -> None:
-    """Call git in a folder."""
-    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
-                   capture_output=True)
+def git(folder: Path, *arguments: str) -> str:
+    """Call git in a folder; what it printed."""
+    return subprocess.run(["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
+                          capture_output=True, text=True).stdout
 
 
 def commit(folder: Path) -> None:

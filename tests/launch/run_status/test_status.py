@@ -61,12 +61,16 @@ def test_watch_ends_when_nothing_goes_on_at_two_looks(run, monkeypatch, capsys):
         assert capsys.readouterr().out.count("every 0 s, Ctrl-C ends this") == 5
 
 
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys):
     """Also where foreign files say what a terminal would obey; without Slurm."""
     run.training("failed", reason="why\x1b]0;title\x07 \x9b31m \u202eback")
     run.state("convert", "running", job="14\x1b[2J", host="n\x07")
     write_text(run.folder / "launch/nodes.jsonl", '{"node": "n3\\u001b[2J", "reason": "\\u0007"}\n')
-    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    before = times(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     for arguments in (["--run", "demo"], []):
         assert main(arguments) == 0
@@ -75,6 +79,6 @@ def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys)
     assert main(["demo", "--json"]) == 0
     [told] = json.loads(capsys.readouterr().out)
     assert told["run"] == "runs/demo" and {row["stage"]: row["state"] for row in told["stages"]}["train"] == "failed"
-    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert times(tmp_path) == before
     assert main(["--run", "\x1b[2J"]) == main(["--watch"]) == 2
     assert "There is no run \\x1b[2J. The runs in runs are: demo." in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_a_start_that_ends_well_with_a_checkpoint_lifts_the_strikes_of_its_nodes
     for node, number in (("n1", 1), ("n2", 1), ("n2", 2), ("n9", 3)):
         strike(job.run, node, 1, f"11.{number}")
     job.slurm.nodes = ("n1", "n2", "n3")
-    job.go("save10", "lose n2", "asked", nodes=2, node_counts=(2,), spare_nodes=1)
+    job.go("save 10", "lose n2", "asked", nodes=2, node_counts=(2,), spare_nodes=1)
     assert strikes(job.run) == {"n2": 3, "n9": 1}
 
 

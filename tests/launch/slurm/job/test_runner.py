@@ -78,7 +78,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
 
 
 @pytest.mark.parametrize("plan, slurm, status, ends, requeued, words", table("""
-    save10 save20 save30 work -> {} -> 0 -> crashed restart, crashed restart, crashed restart, done leave -> [] -> \
+    save 10/save 20/save 30/work -> {} -> 0 -> crashed restart, crashed restart, crashed restart, done leave -> [] -> \
 train is done
     asked -> {} -> 0 -> preempted requeue -> ["12"] -> asked to stop (time limit) after step 120; queueing this job
     asked -> {refusal: presently disabled} -> 1 -> preempted requeue -> ["12"] -> Slurm did not queue the job again \
@@ -89,7 +89,7 @@ train is done
     str, yaml.safe_load, int, str, yaml.safe_load))
 def test_what_follows_from_each_end_of_a_start(job, plan, slurm, status, ends, requeued, words):
     vars(job.slurm).update(slurm)
-    found, log = job.go(*plan.split(), max_restarts=1)
+    found, log = job.go(*plan.split("/"), max_restarts=1)
     assert (found, ", ".join(job.ends()), job.slurm.requeued) == (status, ends, requeued), log
     assert words in log and len(job.events("attempt")) == len(job.ends())
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
