@@ -34,23 +34,18 @@ from drover.pipeline.core.files import sha256_file
 from tests.launch.launcher import snapshot_of
 from tests.refusal import refused, table
 
-ROOT = os.getuid() == 0
+ROOT, IS_PRIVATE = os.getuid() == 0, trust._is_private
 OTHER = 12345
 
 
 @pytest.fixture(autouse=True)
 def usual_node(tmp_path_factory, monkeypatch):
-    """A node of the test's own, with the usual umask, whoever runs the tests."""
+    """A node of the test's own, with the usual umask, whoever runs the tests, where no group is a user's own."""
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("node")))
     before = os.umask(0o022)
     yield
     os.umask(before)
-
-
-@pytest.fixture
-def others_in_groups(monkeypatch):
-    """No group is a user's own."""
-    monkeypatch.setattr(trust, "_is_private", lambda group: False)
 
 
 @pytest.fixture
@@ -122,7 +117,6 @@ def test_what_was_submitted_is_run(submitted):
     ("chmod o+w", "may be written by everyone"), ("chmod g+w", "may be written by the group "),
     pytest.param(f"chown {OTHER}", f"belongs to the user {OTHER}, and jobs execute files there",
                  marks=pytest.mark.skipif(not ROOT, reason="only root can give files away"))])
-@pytest.mark.usefixtures("others_in_groups")
 def test_what_others_may_write_or_own_is_refused(submitted, spoil, why):
     submitted = saved(submitted, contained=True)
     for name in EXECUTED:
@@ -137,7 +131,6 @@ def test_what_others_may_write_or_own_is_refused(submitted, spoil, why):
     assert check(submitted) == ""
 
 
-@pytest.mark.usefixtures("others_in_groups")
 def test_a_group_can_be_trusted(submitted):
     trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, contained=True)
     for name in EXECUTED:
@@ -149,7 +142,6 @@ def test_a_group_can_be_trusted(submitted):
     assert "may be written by everyone" in check(trusting), "that is no group"
 
 
-@pytest.mark.usefixtures("others_in_groups")
 def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust.os, "getuid", lambda: OTHER)  # somebody else's job; the files are mine
     monkeypatch.setattr(trust, "node_folder", lambda: Path("/proc/nowhere"))
@@ -164,7 +156,7 @@ def test_a_private_group_is_the_users_own(monkeypatch):
 
     def is_private(number, name, *members):
         monkeypatch.setattr(trust.grp, "getgrgid", lambda number: SimpleNamespace(gr_name=name, gr_mem=members))
-        return trust._is_private(number)
+        return IS_PRIVATE(number)
 
     assert is_private(7, "me") and is_private(7, "me", "me")
     assert not is_private(8, "me") and not is_private(7, "physics") and not is_private(7, "me", "me", "you")
@@ -365,7 +357,6 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 # ---- caches
 
 
-@pytest.mark.usefixtures("others_in_groups")
 def test_a_private_folder(tmp_path):
     os.umask(0)
     mine, link = tmp_path / "mine", tmp_path / "link"

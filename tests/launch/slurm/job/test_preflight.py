@@ -131,43 +131,35 @@ def test_never_more_than_a_few_are_blamed(count, seed):
     assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
-@pytest.fixture
-def trial(tmp_path, monkeypatch):
-    """Plays a trial inside a container, whose ranks report at their times (seconds from the start); what it found, and
-    whether it was to go on at the other times."""
-    def play(nodes, arrivals, times, base_s=preflight.BASE_S):
-        clock, went_on = [0.0], []
+@pytest.mark.parametrize("nodes, arrivals, base_s, ends_at, bad", table(f"""
+    1 -> [] -> {preflight.BASE_S} -> 181 -> {{}}
+    2 -> [] -> {preflight.BASE_S} -> 181 -> {{}}
+    64 -> [] -> {preflight.BASE_S} -> 212 -> {{}}
+    512 -> [] -> {preflight.BASE_S} -> 436 -> {{}}
+    4096 -> [] -> {preflight.BASE_S} -> 1800 -> {{}}
+    4 -> [9, 20, 30] -> 300 -> 150 -> n4: it did not report
+    4 -> [9, 20, 70] -> 300 -> 210 -> n4: it did not report""", *[yaml.safe_load] * 5))
+def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals, base_s, ends_at, bad):
+    """When its time is up; or where all but one of many nodes have reported (arrivals: when they did), after twice as
+    long, or two minutes, of silence."""
+    clock = [0.0]
 
-        def start(spec, command, environment, folder, goes_on):
-            assert spec.srun_args == ("--container-image=i",) and command[:2] == ["w", "python"]
-            for clock[0] in sorted([*arrivals, *times]):
-                if clock[0] in arrivals:
-                    rank = arrivals.index(clock[0])
-                    (tmp_path / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(sound(nodes)[rank]))}\n")
-                went_on.append(goes_on())
-            return StepEnd(143)
+    def start(spec, command, environment, folder, goes_on):
+        assert spec.srun_args == ("--container-image=i",) and command[:2] == ["w", "python"]
+        for rank, clock[0] in enumerate(arrivals):
+            (folder / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(sound(nodes)[rank]))}\n")
+            assert goes_on()
+        for clock[0], expected in ((ends_at - 1.0, True), (ends_at, False)):
+            assert goes_on() == expected
+        return StepEnd(143)
 
-        monkeypatch.setattr(preflight, "BASE_S", base_s)
-        monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
-        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
-                       srun_args=("--container-image=i",), wrap=("w",))
-        here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
-        return preflight.run_preflight(spec, here, tmp_path, {}, lambda: True), went_on[len(arrivals):]
-
-    return play
-
-
-@pytest.mark.parametrize("nodes, limit", [(1, 180), (2, 181), (64, 212), (512, 436), (4096, 1800)])
-def test_the_trial_ends_when_its_time_is_up(trial, nodes, limit):
-    found, went_on = trial(nodes, [], [0.0, limit - 1.0, limit + 1.0])
-    assert went_on == [True, True, False] and not found.bad and "no node can be blamed" in found.lines[-1]
-
-
-@pytest.mark.parametrize("lasted, stuck", [(30, 150), (70, 210)])
-def test_the_trial_ends_when_one_of_many_nodes_does_not_report(trial, lasted, stuck):
-    """All others came within some seconds: after twice that, or two minutes, of silence it is blamed."""
-    found, went_on = trial(4, [9, 20, lasted], [stuck - 1, stuck], 300)
-    assert went_on == [True, False] and found.bad == {"n4": "it did not report"}
+    monkeypatch.setattr(preflight, "BASE_S", base_s)
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
+    spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
+                   srun_args=("--container-image=i",), wrap=("w",))
+    here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
+    found = run_preflight(spec, here, tmp_path, {}, lambda: True)
+    assert found.bad == bad and ("no node can be blamed" in found.lines[-1]) == (not bad)
 
 
 @pytest.mark.parametrize("count", range(1, 12))
