@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -105,31 +105,26 @@ class Job:
 
         element: of array 20. trial: what preflight finds, or does. changes: of the spec.
         """
-        self.spec, self.slurm.restarts = replace(self.spec, **changes), restart
-        with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "run_preflight", trial if callable(trial) else
-                          lambda *_: trial or Found({}, ["all is well"]))
-            with stop_requests() as asked:
-                return self.runner(patch, iter(plan), job, restart, element, asked).run(), said.getvalue()
-
-    def runner(self, patch: pytest.MonkeyPatch, plan: Iterator[Any], job: str = "12", restart: int = 0,
-               element: int | None = None, asked: list[int] | None = None) -> runner.Runner:
-        """The job's runner."""
-        for name, value in {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart), "DROVER_ATTEMPT": "0"}.items():
-            patch.setenv(name, value)
-        patch.setattr(runner, "PAUSE_S", 0.0)
-        patch.setattr(srun, "STEP_PAUSE_S", 0.0)
+        self.spec, self.slurm.restarts, left = replace(self.spec, **changes), restart, iter(plan)
 
         def start(command, environment, folder, each, say):
             self.commands.append(" ".join(command))
             self.environments.append(environment)
-            what = next(plan)
+            what = next(left)
             return what(each) if callable(what) else self.play(what, folder, element)
 
-        patch.setattr(srun, "run_step", start)
-        here = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
-                         element, self.slurm, [] if asked is None else asked)  # type: ignore[arg-type]
-        return runner.Runner(self.spec, here)
+        with redirect_stdout(io.StringIO()) as said, stop_requests() as asked, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_JOB_ID", job)
+            patch.setenv("SLURM_RESTART_COUNT", str(restart))
+            patch.setenv("DROVER_ATTEMPT", "0")
+            patch.setattr(runner, "PAUSE_S", 0.0)
+            patch.setattr(runner, "run_preflight", trial if callable(trial) else
+                          lambda *_: trial or Found({}, ["all is well"]))
+            patch.setattr(srun, "STEP_PAUSE_S", 0.0)
+            patch.setattr(srun, "run_step", start)
+            here = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
+                             element, self.slurm, asked)  # type: ignore[arg-type]
+            return runner.Runner(self.spec, here).run(), said.getvalue()
 
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""

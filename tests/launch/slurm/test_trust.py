@@ -179,6 +179,7 @@ def test_owners_need_not_be_looked_at(submitted):
     rm drover/launch/a.py -> : drover/launch/a.py. Nothing
     mv drover/launch/a.py drover/launch/z.py -> : drover/launch/a.py, drover/launch/z.py. Nothing
     ln -s ../pipeline/c.py drover/launch/z -> : drover/launch/z. Nothing
+    mv drover/launch/a.py .. && ln -s ../../../a.py drover/launch -> : drover/launch/a.py. Nothing
     rm -r $PWD -> drover/launch/a.py
     printf PK > $PWD.zip -> .zip, the copy of the code, changed after the submission
     rm $PWD.zip -> .zip, the copy of the code, changed after the submission or is missing"""))

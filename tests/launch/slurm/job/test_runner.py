@@ -134,14 +134,12 @@ def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job, bad, us
 
 
 def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatch):
-    there = job.runner(monkeypatch, iter(["asked"]))
-
     def requeue(id, patience_s):
-        there.here.asked.append(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return "killed"
 
     monkeypatch.setattr(job.slurm, "requeue", requeue)
-    assert there._starts() == 0 and job.ends() == ["preempted requeue"]
+    assert job.go("asked")[0] == 0 and job.ends() == ["preempted requeue"]
 
 
 def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job):
