@@ -59,6 +59,12 @@ def snapshot_of(run: Path, checkout: Path) -> Path:
     return code
 
 
+def holding(folder: Path, *secrets: str) -> list[Path]:
+    """Files below a folder in which one of these stands."""
+    return [path for path in folder.rglob("*") if path.is_file()
+            and any(secret.encode() in path.read_bytes() for secret in secrets)]
+
+
 class Launcher:
     """A user in the folder `work` with a `config.yaml`, whose run is runs/trial; its stages read no outside files.
 

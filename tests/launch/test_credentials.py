@@ -12,7 +12,7 @@ from drover.launch.credentials import credential_problems, is_secret, known_form
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.launch.launcher import commit, git, snapshot_of
+from tests.launch.launcher import commit, git, holding, snapshot_of
 from tests.refusal import refused, table
 
 DRAW = random.Random(0)
@@ -123,11 +123,6 @@ def test_secrets_of_the_shell_are_recognised_by_their_values():
 
 def test_a_key_that_is_known_by_its_variable_is_told():
     assert found(environment_of_jobs={"AZURE_AccountKey": drawn("<32>")})
-
-
-def holding(folder, *secrets):
-    return [path for path in folder.rglob("*") if path.is_file()
-            and any(secret.encode() in path.read_bytes() for secret in secrets)]
 
 
 def test_the_copy_of_the_code_holds_no_secret(tmp_path):

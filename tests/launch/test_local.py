@@ -31,9 +31,7 @@ def test_a_chain(ready):
     assert "encode    up to date" in result.stdout and "all done in" in result.stdout
     assert "train rank 0 of 2" in (ready.run / "logs/train/latest/output.log").read_text()
     assert ready.started() == ["convert-0", "train-0", "train-1"]
-    secret, = {(ready.pids / f"train-{rank}.secret").read_text() for rank in range(2)}
-    assert len(secret) == 64, "with which the ranks sign"
-    assert not [path for path in ready.work.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    ready.check_secret()
 
 
 # ---- what follows from a stage's end, with ends that are played

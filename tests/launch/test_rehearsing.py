@@ -15,9 +15,11 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused, table
 
-MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
-TRAIN = {"sequence_length": 512, "batch_tokens": 4096, "micro_batch": 4, "precision": "bf16", "steps": 2,
-         "warmup_steps": 1}
+SMALL = """
+name: small
+model: {dim: 256, layers: 4, heads: 8, kv_heads: 4, vocab_size: 2048, context_length: 1024}
+train: {sequence_length: 512, batch_tokens: 4096, micro_batch: 4, precision: bf16, steps: 2, warmup_steps: 1}
+"""
 FITS = {"lines": ["0.1 GB on rank 0"], "fits": True, "verdict": ""}
 
 
@@ -30,7 +32,7 @@ def job(**fields):
 def given(tmp_path):
     """The request for a small run, and its configuration."""
     path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump({"name": "small", "model": MODEL, "train": TRAIN}))
+    path.write_text(SMALL)
 
     def of(*overrides):
         return Run(load_config(str(path), list(overrides), check=False)), Options("slurm", str(path), tuple(overrides))
@@ -62,8 +64,8 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
     rehearse_training(run, [job()], options)
     assert "rehearsal 0.1 GB on rank 0" in capsys.readouterr().out
     asked = json.loads((tmp_path / "asked").read_text())
-    assert asked == {"config": options.config_path, "overrides": [*options.overrides, f"model.vocab_size="
-                     f"{MODEL['vocab_size']}"], "ranks": 2, "gpu": True, "memory_gb": 0.13}
+    assert asked == {"config": options.config_path, "overrides": [*options.overrides, "model.vocab_size=2048"],
+                     "ranks": 2, "gpu": True, "memory_gb": 0.13}
     for answer, said in (({**FITS, "fits": False, "verdict": "rank 0 would hold 140 MB."},
                           r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse"),
                          ({"refused": "parallel.tp=3 divides nothing"}, r"cannot run: parallel\.tp=3 divides nothing")):

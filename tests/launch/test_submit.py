@@ -115,7 +115,7 @@ def test_refusals_start_nothing(launcher, arguments, said):
 
 
 def test_no_configuration(launcher, monkeypatch):
-    arguments = ("--stage", "all", "--dry-run", "--cluster", "local")
+    arguments = shlex.split("--stage all --dry-run --cluster local")
     (launcher.work / "configs").mkdir()
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
     assert launcher.call(*arguments).stdout.startswith("config    configs/demo.yaml, since no --config is")

@@ -216,6 +216,10 @@ class Training(OnCluster):
         path = self.run / f"logs/slurm/{self.job(stage)}.log"
         return path.read_text() if path.exists() else ""
 
+    def output(self) -> str:
+        """What the first node's ranks of the newest start printed."""
+        return (self.run / "logs/train/latest/node0.log").read_text()
+
     # ---- the end
 
     def wait_until_gone(self) -> None:

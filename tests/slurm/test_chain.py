@@ -3,11 +3,14 @@
 It is submitted, watched and asked about as docs/slurm.md says: every command of that page is typed.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import audit
 from tests.conftest import REPOSITORY, merged, run_stage, write_config
 from tests.faulty import GO, PLUGIN
+from tests.slurm.clusters import Cluster
 from tests.slurm.faults import OnCluster
 
 BLOCK = re.compile(r"<!-- needs a cluster -->\n```bash\n(.*?)```", re.DOTALL)
@@ -27,7 +31,7 @@ COMMANDS = [line.split("  #")[0].strip() for block in BLOCK.findall((REPOSITORY 
             for line in block.splitlines() if "drover lab" not in line and "drover doctor" not in line]
 """Of the page, but for those of the lab and the doctor: tests/tools/test_slurm_lab.py and test_tools.py run them."""
 TOKEN, PASSWORD, KEY = (f"{kind}_nobody_may_write_this_down" for kind in ("hf", "password", "key"))
-SETTINGS = {"train": {"precision": "fp64"}, "launch": {"processes": 1}}
+SETTINGS: dict[str, Any] = {"train": {"precision": "fp64"}, "launch": {"processes": 1}}
 GRID = {"pp": 2, "cp": 2}
 """How the four nodes' ranks are laid out: what they train is the same."""
 WAIT = 9
@@ -37,7 +41,7 @@ WAIT = 9
 class Submitted(OnCluster):
     """The run of the page, submitted to a cluster from `home`, which looks like a checkout. lost: a node."""
 
-    def __init__(self, cluster, home):
+    def __init__(self, cluster: Cluster, home: Path) -> None:
         super().__init__(cluster, home / "runs/demo")
         self.home, self.lost = home, ""
 

@@ -76,8 +76,7 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     assert (end.status, f"step-{end.step:08}") == ("preempted", newest.name)
     run.requeued()
     run.next_wait()
-    said = (run.run / "logs/train/latest/node0.log").read_text()
-    assert newest.name in said and f"from {before.name}" in said
+    assert newest.name in run.output() and f"from {before.name}" in run.output()
     run.go_on()
 
 

@@ -53,7 +53,7 @@ def test_its_word_and_the_queue(run, said, answer, state, remark):
 @pytest.mark.parametrize("nodes, offered", [(4, True), (1, False)])
 def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
     """As much of the reason as the column of squeue holds."""
-    write_json(run.folder / "config.yaml", {"launch": {"train": {"nodes": nodes}}})
+    write_text(run.folder / "config.yaml", f"launch: {{train: {{nodes: {nodes}}}}}")
     run.submitted(run.job("16", "train"))
     said, = run.status({"16": f"PENDING {DOWN[:dict(COLUMNS)['Reason']]}"}).remarks
     assert said.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in said) == offered
@@ -141,8 +141,8 @@ def test_files_that_are_torn_or_foreign(run, path, content, remark):
 
 def test_evaluations_nodes_and_a_request_to_stop(run):
     """By what each is known: a job in the queue, a record of failure, a checkpoint without a result."""
-    write_json(run.folder / "config.yaml", {"train": {"steps": 900, "checkpoint": {"every_steps": 100}},
-                                            "launch": {"evaluate": {"every_checkpoints": 2}}})
+    write_text(run.folder / "config.yaml", "train: {steps: 900, checkpoint: {every_steps: 100}}\n"
+                                           "launch: {evaluate: {every_checkpoints: 2}}\n")
     evaluations = [run.job(id, "evaluate", "evaluation", name=f"demo-evaluate-step-00000{id}") for id in ("400", "600")]
     run.submitted(*run.whole_chain(), *evaluations)
     for step in (100, 800, 900):

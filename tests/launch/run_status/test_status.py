@@ -44,9 +44,8 @@ def test_overview(run, programs):
     Seen(Path("runs/new"))
     Seen(Path("runs/old")).done("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
     programs.queue("16 RUNNING None n[1-4] 10:00", *(f"{id} PENDING Dependency" for id in DEPENDENTS))
-    assert [line.split()[:4] for line in overview(Path("runs"), programs.scheduler())] == [
-        ["run", "done", "stage", "state"], ["demo", "3/7", "train", "running"], ["new", "0/7", "shard", "to"],
-        ["old", "7/7", "report", "done"]]
+    assert [" ".join(line.split()[:4]) for line in overview(Path("runs"), programs.scheduler())] == [
+        "run done stage state", "demo 3/7 train running", "new 0/7 shard to", "old 7/7 report done"]
     assert len(programs.calls()) == 1, "Slurm is asked once for all runs"
     assert overview(Path("nothing"), programs.scheduler()) == ["no runs in nothing"]
 

@@ -41,9 +41,8 @@ from tests.launch.fake_job import chain_of, make_job
 from tests.refusal import table
 
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
-GPU = {"gpu": "7 GPUs instead of 8"}
-FAULTS = ({"problems": GPU}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
-          {"times": {**TIMES, EXCHANGE: 3.0}}, {"clock_at": 2000.0}, {"times": {}})
+FAULTS = yaml.safe_load("""[{problems: {gpu: 7 GPUs}}, {problems: {shm: shm}}, {times: {a matrix product: 3.0}},
+    {times: {an exchange with another node: 3.0}}, {clock_at: 2000.0}, {times: {}}]""")
 
 
 def nodes_of(count):
@@ -111,8 +110,8 @@ def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, a
     assert not found.bad and not found.reason
     assert found.lines[0].startswith("not all nodes have answered yet") and "slow is not bad" in found.lines[0]
     assert f"({count - answered} of {count}" in found.lines[0]
-    reports[0] = replace(reports[0], problems=GPU)
-    assert count == 2 or judge(reports, nodes_of(count), lasted, quiet).bad == {"n1": GPU["gpu"]}
+    reports[0] = replace(reports[0], **FAULTS[0])
+    assert count == 2 or judge(reports, nodes_of(count), lasted, quiet).bad == {"n1": "7 GPUs"}
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -18,6 +18,7 @@ from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.files import read_json, read_lines
 from tests.launch.fake_job import KILLED, chain_of, make_job
+from tests.launch.launcher import holding
 from tests.refusal import table
 
 RESTART, DONE = "crashed restart", "done leave"
@@ -38,8 +39,7 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert first["MASTER_PORT"] != second["MASTER_PORT"]
     secrets = {first[SECRET], second[SECRET]}
     assert [*map(len, secrets)] == [64, 64] and SECRET not in os.environ, "each start has one of its own"
-    assert not [path for path in job.run.rglob("*") if path.is_file() and any(
-        secret in path.read_text() for secret in secrets)]
+    assert not holding(job.run, *secrets)
 
 
 def test_a_rank_that_used_too_much_memory(job):
