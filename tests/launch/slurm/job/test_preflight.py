@@ -41,8 +41,8 @@ from tests.launch.fake_job import chain_of, make_job
 from tests.refusal import table
 
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
-FAULTS = yaml.safe_load("""[{problems: {gpu: 7 GPUs}}, {problems: {shm: shm}}, {times: {a matrix product: 3.0}},
-    {times: {an exchange with another node: 3.0}}, {clock_at: 2000.0}, {times: {}}]""")
+FAULTS = ({"problems": {"gpu": "7 GPUs"}}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
+          {"times": {**TIMES, EXCHANGE: 3.0}}, {"clock_at": 2000.0}, {"times": {}})
 
 
 def nodes_of(count):
