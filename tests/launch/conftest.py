@@ -44,7 +44,6 @@ def data_stages(tmp_path_factory):
     house = build_house(tmp_path_factory.mktemp("data_stages"))
     result = house.submit("--stage", "shard,tokenizer,encode", "--cluster", "local")
     assert result.returncode == 0, result.stderr
-    assert house.started() == ["encode-0", "shard-0", "tokenizer-0"]
     return house.run
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
-from tests.launch.launcher import SETTINGS
+from tests.launch.launcher import SETTINGS, holding
 from tests.waiting import HANG_S, wait_for
 
 FAKE_STAGE = '''
@@ -119,6 +119,11 @@ class House:
     def started(self) -> list[str]:
         """Stages and ranks whose body ran, as `stage-rank`."""
         return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
+
+    def check_secret(self) -> None:
+        """The ranks of train sign with one secret, which no file holds."""
+        secret, = {(self.pids / f"train-{rank}.secret").read_text() for rank in range(2)}
+        assert len(secret) == 64 and not holding(self.work, secret)
 
     def wait_for_bodies(self, stage: str, ranks: int) -> None:
         """Wait until the bodies of a slow stage are at work."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -83,7 +82,7 @@ class Slurm:
 class Job:
     """A job in a folder of its own: its spec, and Slurm's answers.
 
-    commands, environments: of its starts. handlers: of signals.
+    commands, environments: of its starts.
     """
 
     folder: Path
@@ -91,7 +90,6 @@ class Job:
     slurm: Slurm = field(default_factory=Slurm)
     commands: list[str] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
-    handlers: dict[int, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -107,63 +105,58 @@ class Job:
 
         element: of array 20. trial: what preflight finds, or does. changes: of the spec.
         """
-        self.spec, self.slurm.restarts = replace(self.spec, **changes), restart
-        with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "run_preflight", trial if callable(trial) else
-                          lambda *_: trial or Found({}, ["all is well"]))
-            patch.setattr(signal, "signal", self.handlers.__setitem__)
-            with stop_requests() as asked:
-                return self.runner(patch, iter(plan), job, restart, element, asked).run(), said.getvalue()
-
-    def runner(self, patch: pytest.MonkeyPatch, plan: Iterator[Any], job: str = "12", restart: int = 0,
-               element: int | None = None, asked: list[int] | None = None) -> runner.Runner:
-        """The job's runner."""
-        for name, value in {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart), "DROVER_ATTEMPT": "0"}.items():
-            patch.setenv(name, value)
-        patch.setattr(runner, "PAUSE_S", 0.0)
-        patch.setattr(srun, "STEP_PAUSE_S", 0.0)
+        self.spec, self.slurm.restarts, left = replace(self.spec, **changes), restart, iter(plan)
 
         def start(command, environment, folder, each, say):
             self.commands.append(" ".join(command))
             self.environments.append(environment)
-            what = next(plan)
+            what = next(left)
             return what(each) if callable(what) else self.play(what, folder, element)
 
-        patch.setattr(srun, "run_step", start)
-        here = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
-                         element, self.slurm, [] if asked is None else asked)  # type: ignore[arg-type]
-        return runner.Runner(self.spec, here)
+        with redirect_stdout(io.StringIO()) as said, stop_requests() as asked, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_JOB_ID", job)
+            patch.setenv("SLURM_RESTART_COUNT", str(restart))
+            patch.setenv("DROVER_ATTEMPT", "0")
+            patch.setattr(runner, "PAUSE_S", 0.0)
+            patch.setattr(runner, "run_preflight", trial if callable(trial) else
+                          lambda *_: trial or Found({}, ["all is well"]))
+            patch.setattr(srun, "STEP_PAUSE_S", 0.0)
+            patch.setattr(srun, "run_step", start)
+            here = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
+                             element, self.slurm, asked)  # type: ignore[arg-type]
+            return runner.Runner(self.spec, here).run(), said.getvalue()
 
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""
-        say = partial(write_state, self.stage) if element is None else partial(
-            write_state, self.stage / PARTS, file=Part(element, self.spec.parts, self.spec.phase).word)
+        part = None if element is None else Part(element, self.spec.parts, self.spec.phase)
+        say = partial(write_state, self.stage / PARTS, file=part.word) if part else partial(write_state, self.stage)
+        kind, _, which = what.partition(" ")
         if what == "no step":
             return read_end(1, NO_STEP)
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
             return read_end(143, "srun: error: n1: task 0: Exited with exit code 2\n")
-        if what.startswith("no n"):  # srun could not start a task there, so there was no step
-            return read_end(1, f"srun: error: Task launch for StepId=12.0 failed on node {what[3:]}: Communication "
+        if kind == "no":  # srun could not start a task there, so there was no step
+            return read_end(1, f"srun: error: Task launch for StepId=12.0 failed on node {which}: Communication "
                                f"connection failure\nsrun: error: Application launch failed: Communication\n")
-        if what.startswith("lose"):
+        if kind == "lose":
             say("running")
-            return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in what[5:].split(",")))
+            return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in which.split(",")))
         if what == "work":
-            if element is None:
+            if part:
+                part.mark(self.stage, "", {})
+            else:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
                 say("done")
-            else:
-                Part(element, self.spec.parts, self.spec.phase).mark(self.stage, "", {})
             return StepEnd(0)
         if what == "asked":
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
-        if element is None:
+        if not part:
             say("running")
-        if what.startswith("save"):
-            write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
+        if kind == "save":
+            write_json(self.stage / f"checkpoints/step-{which:0>8}/COMPLETE.json", {})
         self.say(folder, 1, "this rank says why")
         return read_end(143, KILLED)
 
@@ -174,13 +167,12 @@ class Job:
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_attempts(self.run) if event["event"] == kind]
 
-    def ends(self) -> list[tuple[str, str]]:
-        return [(event["status"], event["next"]) for event in self.events("ended")]
+    def ends(self) -> list[str]:
+        """Such as `crashed restart`: how each start ended, and what came next."""
+        return ["{status} {next}".format(**event) for event in self.events("ended")]
 
-    def state(self) -> StageState:
-        state = read_state(self.stage)
-        assert state is not None
-        return state
+    def state(self) -> StageState | None:
+        return read_state(self.stage)
 
     def unseen(self, restart: int, name: str = "12") -> None:
         """Log a start whose end its runner has not told."""

@@ -54,7 +54,7 @@ class Programs:
 
 
 def queue_line(id: str, state: str, reason: str = "None", nodes: str = "", used: str = "0:00", restarts: str = "0",
-               name: str = "demo-train", comment: str = "(null)", left: str = "INVALID") -> str:
+               name: str = "demo-train", comment: str = "(null)") -> str:
     """A line of `squeue --Format`, padded as squeue does."""
     return "".join(value.ljust(width) for value, width in
-                   zip((id, state, reason, nodes, used, restarts, name, comment, left), WIDTHS, strict=True))
+                   zip((id, state, reason, nodes, used, restarts, name, comment, "INVALID"), WIDTHS, strict=True))

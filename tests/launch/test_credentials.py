@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import re
 import string
 
 import pytest
@@ -11,32 +12,42 @@ from drover.launch.credentials import credential_problems, is_secret, known_form
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.launch.launcher import commit, git, snapshot_of
+from tests.launch.launcher import commit, git, holding, snapshot_of
 from tests.refusal import refused, table
 
 DRAW = random.Random(0)
+CHARACTERS = {"": f"{string.ascii_letters}{string.digits}", " upper": f"{string.ascii_uppercase}{string.digits}",
+              " hex": "0123456789abcdef"}
 
 
-def drawn(count, characters=string.ascii_letters + string.digits):
-    """A secret; made here, so that no file of the repository holds one."""
-    return "7x" + "".join(DRAW.choices(characters, k=count - 2))
+def drawn(form):
+    """A secret of a form such as `hf_<34>`; made here, so that no file of the repository holds one."""
+    return re.sub("<([0-9]+)(.*?)>", lambda gap: "".join(DRAW.choices(CHARACTERS[gap[2]], k=int(gap[1]))), form)
 
 
 JWT = ".".join(base64.urlsafe_b64encode(text).decode().rstrip("=") for text in (
     b'{"alg":"HS256","typ":"JWT"}', b'{"sub":"1234567890"}', b"signature of it"))
-TOKENS = {
-    "hf": f"hf_{drawn(34)}", "openai": f"sk-proj-{drawn(40)}", "github": f"ghp_{drawn(36)}",
-    "github app": f"ghs_{drawn(36)}", "github fine": f"github_pat_{drawn(60)}", "gitlab": f"glpat-{drawn(20)}",
-    "aws": f"AKIA{drawn(16, string.ascii_uppercase + string.digits).upper()}", "slack": f"xoxb-{drawn(12)}-{drawn(24)}",
-    "google": f"AIza{drawn(35)}", "npm": f"npm_{drawn(36)}", "pypi": f"pypi-{drawn(60)}", "jwt": JWT,
-    "key": "-----BEGIN " + "OPENSSH PRIVATE KEY-----\nb3BlbnNz", "address": f"https://me:{drawn(12)}@host.org/data",
-    "azure sas": f"https://host/c/b?sp=r&sv=2022-11-02&sig={drawn(40)}%3D",
-    "azure account": f"DefaultEndpointsProtocol=https;AccountKey={drawn(60)}==", "vault": f"hvs.{drawn(90)}",
-    "presigned": f"https://host/b?X-Amz-Expires=60&X-Amz-Signature={drawn(64, '0123456789abcdef').replace('x', '1')}",
-    "slack hook": f"https://hooks.slack.com/services/T0{drawn(9).upper()}/B0{drawn(9).upper()}/{drawn(24)}",
-    "databricks": f"dapi{drawn(32, '0123456789abcdef').replace('x', '1')}",
-    "header": f"curl -H 'Authorization: Bearer {drawn(20)}' https://host"}
-WANDB = drawn(40, "0123456789abcdef")
+TOKENS = {"jwt": JWT, "key": "-----BEGIN " + "OPENSSH PRIVATE KEY-----\nb3BlbnNz", **dict(table("""
+    hf -> hf_<34>
+    openai -> sk-proj-<40>
+    github -> ghp_<36>
+    github app -> ghs_<36>
+    github fine -> github_pat_<60>
+    gitlab -> glpat-<20>
+    aws -> AKIA<16 upper>
+    slack -> xoxb-<12>-<24>
+    google -> AIza<35>
+    npm -> npm_<36>
+    pypi -> pypi-<60>
+    address -> https://me:<12>@host.org/data
+    azure sas -> https://host/c/b?sp=r&sv=2022-11-02&sig=<40>%3D
+    azure account -> DefaultEndpointsProtocol=https;AccountKey=<60>==
+    vault -> hvs.<90>
+    presigned -> https://host/b?X-Amz-Expires=60&X-Amz-Signature=<64 hex>
+    slack hook -> https://hooks.slack.com/services/T0<9 upper>/B0<9 upper>/<24>
+    databricks -> dapi<32 hex>
+    header -> curl -H 'Authorization: Bearer <20>' https://host""", str, drawn))}
+WANDB = drawn("<40 hex>")
 
 
 def found(environment=None, config=None, environment_of_jobs=None, **launch):
@@ -62,7 +73,7 @@ def test_what_looks_like_an_address_with_a_password():
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
 
 
-@pytest.mark.parametrize(("name", "value", "secret"), [("HF_TOKEN", "", False), *table(f"""
+@pytest.mark.parametrize("name, value, secret", [("HF_TOKEN", "", False), *table(f"""
     TOKEN_COUNT -> 4096 -> false
     HF_TOKEN -> abc -> true
     HF_TOKEN -> $(cat ~/.token) -> false
@@ -111,12 +122,7 @@ def test_secrets_of_the_shell_are_recognised_by_their_values():
 
 
 def test_a_key_that_is_known_by_its_variable_is_told():
-    assert found(environment_of_jobs={"AZURE_AccountKey": drawn(32)})
-
-
-def holding(folder, *secrets):
-    return [path for path in folder.rglob("*") if path.is_file()
-            and any(secret.encode() in path.read_bytes() for secret in secrets)]
+    assert found(environment_of_jobs={"AZURE_AccountKey": drawn("<32>")})
 
 
 def test_the_copy_of_the_code_holds_no_secret(tmp_path):

@@ -4,6 +4,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from drover.launch.doctor import NOTE, OK, PROBLEM, REPORT, _script, _wait, judge, main, profile, try_partition
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
@@ -12,6 +13,7 @@ from drover.launch.slurm.scheduler import NodeKind
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
+from tests.refusal import table
 
 FIRST = NodeFacts(0, "n1", torch="2.13.0", import_s=3.0, cpus=8, clock_at=100.0, times={EXCHANGE: 0.01, REDUCE: 0.02})
 SECOND = replace(FIRST, rank=1, node="n2", visible_s=0.1, locked_out=True)
@@ -21,24 +23,23 @@ def states(*facts, nodes=2, gpus=False, reason="", log=""):
     return {finding.what.strip(): finding.state for finding in judge("gpu", nodes, gpus, facts, reason, log)}
 
 
-@pytest.mark.parametrize("what, state, change", [
-    ("clocks", PROBLEM, {"clock_at": 107.0}),
-    ("locks between nodes", PROBLEM, {"locked_out": False}),
-    ("shared folder", NOTE, {"visible_s": 31.0}),
-    ("Python", NOTE, {"import_s": 40.0}),
-    ("n2", PROBLEM, {"problems": {"network": "an all-reduce failed: RuntimeError: timed out"}}),
-])
+@pytest.mark.parametrize("what, state, change", table(f"""
+    clocks -> {PROBLEM} -> clock_at: 107.0
+    locks between nodes -> {PROBLEM} -> locked_out: false
+    shared folder -> {NOTE} -> visible_s: 31.0
+    Python -> {NOTE} -> import_s: 40.0
+    n2 -> {PROBLEM} -> problems: {{network: "an all-reduce failed: timed out"}}""", str, str, yaml.safe_load))
 def test_what_is_wrong_with_a_node_shows_alone(what, state, change):
     found = states(FIRST, replace(SECOND, **change))
     assert found.pop(what) == state and set(found.values()) == {OK}
 
 
-@pytest.mark.parametrize("reason, log, part, advice", [
-    ("still PENDING (Priority) after 10 minutes; it was cancelled", "", "Priority", ""),
-    ("", "bash: /home/me/.venv/bin/python: No such file or directory", "No such file", "python: must exist"),
-    ("", "srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed", "Out Of Memory", "set launch.mem"),
-    ("", "slurmstepd-n1: error: Prolog failure on node n2\nsrun: forcing job termination", "on node n2", "the site's"),
-    ("", "", "no node reported", "python: must exist")])
+@pytest.mark.parametrize("reason, log, part, advice", table(r"""
+    still PENDING (Priority) after 10 minutes -> "" -> Priority -> ""
+    "" -> "bash: /home/me/.venv/bin/python: No such file or directory" -> No such file -> "python: must exist"
+    "" -> "srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed" -> Out Of Memory -> set launch.mem
+    "" -> "slurmstepd-n1: error: Prolog failure on node n2\nsrun: forcing job" -> on node n2 -> the site's
+    "" -> "" -> no node reported -> 'python: must exist'""", *[yaml.safe_load] * 4))
 def test_a_job_without_reports_says_why(reason, log, part, advice):
     [finding] = judge("gpu", 2, True, [], reason, log)
     assert finding.state == PROBLEM and part in finding.found
@@ -72,26 +73,20 @@ def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):
     assert (finding.state, finding.found) == (PROBLEM, "there is no such partition")
 
 
-@pytest.mark.parametrize("kinds, expected", [
-    ([NodeKind("gpu", True, 12, 96, 1031000, 8, "2-00:00:00"), NodeKind("cpu", False, 7, 64, 257000, 0, "infinite")],
-     {"partition": "gpu", "gpus_per_node": 8, "cpus": 12, "requeue": False}),
-    ([NodeKind("debug", True, 3, 4, 6000, 0, "infinite")],
-     {"partition": "debug", "gpus_per_node": 0, "cpus": 4, "requeue": False})])
-def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, expected):
+@pytest.mark.parametrize("kinds, site, expected", table("""
+    [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {JobRequeue: "0"} -> \
+{partition: gpu, gpus_per_node: 8, cpus: 12, requeue: false, limit: 2-00:00:00, nodes: 12, of shard: cpu}
+    [[debug, true, 3, 4, 6000, 0, infinite]] -> {JobRequeue: "0"} -> {partition: debug, gpus_per_node: 0, cpus: 4, \
+requeue: false, limit: null, nodes: 3, of shard: null}
+    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {} -> {time: "20:00", limit: "20:00", nodes: 2}""",
+    *[yaml.safe_load] * 3))
+def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, site, expected):
+    """It keeps to the limits of the partition: limit, of time, and nodes."""
     path = tmp_path / "mine.yaml"
-    path.write_text(profile(kinds, {"JobRequeue": "0"}, {}))
+    path.write_text(profile([NodeKind(*kind) for kind in kinds], site, {}))
     launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
-    assert expected.items() <= launch.model_dump().items()
-    assert launch.limits.nodes == kinds[0].nodes
-    assert (launch.limits.time, launch.shard.partition) == (
-        ("2-00:00:00", "cpu") if len(kinds) > 1 else (None, None))
-
-
-def test_the_profile_keeps_to_the_limits_of_a_partition(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(profile([NodeKind("debug", True, 4, 4, 6000, 0, "20:00", 2)], {}, {}))
-    launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
-    assert (launch.time, launch.limits.time, launch.limits.nodes) == ("20:00", "20:00", 2)
+    assert expected.items() <= {**launch.model_dump(), "limit": launch.limits.time, "nodes": launch.limits.nodes,
+                                "of shard": launch.shard.partition}.items()
 
 
 def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):

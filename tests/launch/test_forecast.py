@@ -61,7 +61,7 @@ def test_the_look_is_by_processor_time_and_ends(monkeypatch):
     assert matrix_rate(cores=2) == 2 * 2 * 64**3 / 0.25
 
 
-@pytest.mark.parametrize(("override", "most"), table("""
+@pytest.mark.parametrize("override, most", table("""
     train.steps=100 -> 3
     train.checkpoint.permanent_every=25 -> 7
     train.checkpoint.copy_to=s3://b/p -> 5

@@ -1,7 +1,5 @@
 """Hosts without Slurm: a real sshd on each of three loopback addresses, and a stand-in for ssh where none is needed."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil
@@ -65,8 +63,8 @@ exec sh -c "$command"
 class Hosts:
     """Three machines that are one: each has an sshd at an address of its own."""
 
-    def __init__(self, folder: Path, sshd: str) -> None:
-        self.folder, self.sshd, self.servers = folder, sshd, dict[str, psutil.Popen]()
+    def __init__(self, folder, sshd):
+        self.folder, self.sshd, self.servers = folder, sshd, {}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -78,7 +76,7 @@ class Hosts:
         for address in ADDRESSES:
             self.up(address)
 
-    def up(self, address: str, **settings: object) -> None:
+    def up(self, address, **settings):
         """Let a machine answer. settings: of its sshd; the first one counts."""
         own = "".join(f"{name} {value}\n" for name, value in settings.items())
         (self.folder / address).write_text(own + SSHD_CONFIG.format(port=self.port, address=address,
@@ -88,7 +86,7 @@ class Hosts:
                 [self.sshd, "-D", "-e", "-f", str(self.folder / address)], stdout=log, stderr=log)
         wait_for(lambda: b"listening" in (self.folder / f"{address}.log").read_bytes(), of=server)
 
-    def kill(self, address: str) -> None:
+    def kill(self, address):
         """Let a machine lose power: its server goes, and everything that was started through it."""
         server = self.servers.pop(address)
         for process in [server, *server.children(recursive=True)]:
@@ -96,7 +94,7 @@ class Hosts:
                 process.kill()
         server.wait()
 
-    def close(self) -> None:
+    def close(self):
         for address in [*self.servers]:
             self.kill(address)
 
@@ -167,7 +165,7 @@ def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, ready):
     problem, = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert refused.returncode == 2
     assert problem.startswith("error: 3 of 3 hosts cannot be used. 127.0.0.1: ssh: connect to host 127.0.0.1 port")
-    assert "127.0.0.2: root@127.0.0.2: Permission denied (publickey".replace("root", getpass.getuser()) in problem
+    assert f"127.0.0.2: {getpass.getuser()}@127.0.0.2: Permission denied (publickey" in problem
     assert "127.0.0.3: Host key verification failed.; " not in problem and "127.0.0.3: Host key verification" in problem
 
 
@@ -200,9 +198,7 @@ def test_ranks_are_spread_and_other_stages_run_on_the_first_host(ready, ssh):
     assert "train rank 0 of 2 threads 3" in said and "convert rank 0 of -" in said and "rank 1 of 2" not in said
     logs = [(ready.run / "logs/train/latest" / f"node{node}.log").read_text() for node in (0, 1)]
     assert [log.partition(" of ")[0] for log in logs] == ["0: train rank 0", "1: train rank 1"]
-    secret, = {(ready.pids / f"train-{rank}.secret").read_text() for rank in range(2)}
-    assert len(secret) == 64 and not [path for path in ready.work.rglob("*") if path.is_file()
-                                      and secret.encode() in path.read_bytes()]
+    ready.check_secret()
 
 
 def test_a_killed_rank_is_named_with_its_host(ready, ssh):
@@ -285,7 +281,7 @@ def test_ranks_end_when_the_launcher_is_silent(tmp_path):
 # ---- which hosts a start gets
 
 
-@pytest.mark.parametrize(("there", "nodes", "fewest", "struck", "taken"), table("""
+@pytest.mark.parametrize("there, nodes, fewest, struck, taken", table("""
     abcd -> 2 -> null -> '' -> ab
     acd -> 2 -> null -> '' -> ac
     abcd -> 2 -> null -> b -> ac
@@ -313,7 +309,7 @@ def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, s
 # ---- what is refused
 
 
-@pytest.mark.parametrize(("words", "said"), table("""
+@pytest.mark.parametrize("words, said", table("""
     --cluster hosts -> No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile.
     --hosts a,b,a,c -> launch.hosts names a more than once
     --hosts a,b --nodes 4 -> train requests 4 hosts, but launch.hosts names 2

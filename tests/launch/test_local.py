@@ -31,20 +31,23 @@ def test_a_chain(ready):
     assert "encode    up to date" in result.stdout and "all done in" in result.stdout
     assert "train rank 0 of 2" in (ready.run / "logs/train/latest/output.log").read_text()
     assert ready.started() == ["convert-0", "train-0", "train-1"]
-    secret, = {(ready.pids / f"train-{rank}.secret").read_text() for rank in range(2)}
-    assert len(secret) == 64, "with which the ranks sign"
-    assert not [path for path in ready.work.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    ready.check_secret()
 
 
 # ---- what follows from a stage's end, with ends that are played
 
 
-@pytest.mark.parametrize(("plays", "forced", "status", "words"), table("""
+ENDS = {"silent": (0, ""), "done": (0, "done"), "late": (3, "done"), "fail": (2, ""), "killed": (137, ""),
+        "stopped": (130, "preempted"), "request": (143, ""), "done,request": (0, "done")}
+"""Exit status and last word of a stage."""
+
+
+@pytest.mark.parametrize("plays, forced, status, words", table("""
     silent -> false -> 1 -> shard failed: ended as if all were well, but is not done. Nothing after it was started.
     late done -> false -> 0 -> all done in
     fail -> true -> 2 -> shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/\
 shard/local.1/output.log. Once the cause is fixed, the same command without --force continues
-    9 -> true -> 137 -> shard failed: killed by SIGKILL, as the kernel does when memory runs out (see dmesg); a smaller
+    killed -> true -> 137 -> shard failed: killed by SIGKILL, as the kernel does when memory runs out (see dmesg); a
     stopped -> false -> 130 -> stopped in shard; the same command continues
     request -> false -> 130 -> stopped in shard; the same command continues
     done,request -> false -> 130 -> stopped before tokenizer; the same command continues""", str, json.loads, int))
@@ -59,14 +62,15 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
 
     def start(here, spec, command, environment, folder, each):
         what = left.pop(0)
+        end, said = ENDS[what]
         commands.append(command)
         (folder / "output.log").touch()
         here.asked += [signal.SIGTERM] * ("request" in what)
-        if "done" in what or what == "late":
+        if said == "done":
             launcher.done(spec.stage)
-        if said := {"late": "done", "stopped": "preempted"}.get(what, "done" if "done" in what else ""):
+        if said:
             write_state(spec.folder, said)
-        return process_end({"fail": 2, "late": 3, "stopped": 130, "request": 143, "9": 137}.get(what, 0))
+        return process_end(end)
 
     monkeypatch.setattr(LocalHost, "start", start)
     result = launcher.submit(f"--stage shard,tokenizer --cluster local launch.max_restarts=1 {'--force' * forced}")
@@ -124,7 +128,7 @@ def test_a_closed_terminal_is_a_request_to_stop(ready):
     assert "convert-0" not in ready.started()
 
 
-@pytest.mark.parametrize(("processes", "gpus", "device", "ranks"), table("""
+@pytest.mark.parametrize("processes, gpus, device, ranks", table("""
     null -> 0 -> auto -> 1
     3 -> 0 -> cpu -> 3
     null -> 4 -> cuda -> 4
@@ -136,9 +140,12 @@ def test_ranks_on_this_box(processes, gpus, device, ranks):
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 
-@pytest.mark.parametrize("visible, gpus, memory", [
-    (None, 2, 40960 << 20), ("1", 1, 40960 << 20), ("0", 1, 81559 << 20), ("", 0, None)])
-def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus, memory):
+@pytest.mark.parametrize("visible, gpus, mib", table("""
+    null -> 2 -> 40960
+    "1" -> 1 -> 40960
+    "0" -> 1 -> 81559
+    "" -> 0 -> null""", *[json.loads] * 3))
+def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus, mib):
     """Without any, the memory is the host's."""
     programs.do("nvidia-smi", "case \"$*\" in *--id=0) ;; *) echo 40960;; esac\n"
                               "case \"$*\" in *--id=1) ;; *) echo 81559;; esac")
@@ -147,4 +154,4 @@ def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus, me
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = find_machine()
-    assert (found.gpus, found.memory) == (gpus, memory or found.memory) and 0 < found.memory < 1 << 60
+    assert found.gpus == gpus and (found.memory == mib << 20 if mib else 0 < found.memory < 1 << 60)

@@ -1,8 +1,7 @@
 """What the launcher says of phases before anything starts, and what it refuses before a job queues."""
 
+import json
 from types import SimpleNamespace
-
-import yaml
 
 from drover.launch.checks import _refuse_plan
 from drover.launch.describe import consumption_lines, training_facts
@@ -22,14 +21,14 @@ COUNTS = {"splits": {"train": {"web": {"tokens": 100_001}, "code": {"tokens": 50
 
 def run_of(folder, counts=COUNTS, **train):
     """A run whose encode stage has counted so many tokens."""
-    sources = [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]
-    path = folder / "c.yaml"
-    path.write_text(yaml.safe_dump({
-        "name": "made", "runs_dir": str(folder / "runs"), "shard": {"sources": sources},
-        "tokenizer": {"vocab_size": 768},
-        "train": {"sequence_length": 64, "batch_tokens": 1024, "warmup_steps": 0, "micro_batch": 2, "phases": PHASES,
-                  **train}}))
-    run = Run(load_config(path))
+    (folder / "c.yaml").write_text("""
+name: made
+shard: {sources: [{kind: files, name: web, paths: [x.txt]}, {kind: files, name: code, paths: [x.txt]}]}
+tokenizer: {vocab_size: 768}
+train: {sequence_length: 64, batch_tokens: 1024, warmup_steps: 0, micro_batch: 2}
+""")
+    run = Run(load_config(folder / "c.yaml", [f"runs_dir={folder}/runs", *(
+        f"train.{name}={json.dumps(value)}" for name, value in {"phases": PHASES, **train}.items())]))
     if counts is not None:
         (run.folder / "encode").mkdir(parents=True, exist_ok=True)
         Manifest("encode", {"config": {}, "inputs": {}, "files": {}}, [], counts, "").write(run.folder / "encode")

@@ -13,6 +13,8 @@ from drover.launch.submit import show_plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import processes
+from drover.pipeline.contract.stages import STAGES
+from tests import refusal
 from tests.conftest import REPOSITORY
 from tests.pages import commands
 from tests.waiting import HANG_S
@@ -35,31 +37,40 @@ train: {sequence_length: 64, batch_tokens: 4096}
 
 
 @pytest.fixture
-def printed(tmp_path, monkeypatch, capsys):
-    """The documents that the command prints."""
+def asked(tmp_path, monkeypatch, capsys):
+    """What the command says of run.yaml, or of another configuration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(CLOUD)
 
-    def documents(form, *arguments, config="run.yaml"):
-        if "--config" not in arguments:
-            arguments = ("--config", str(config), *arguments)
-        assert show_plan(["--as", form, *arguments]) == 0
-        return list(yaml.safe_load_all(capsys.readouterr().out))
+    def say(form, *arguments, expect=0):
+        given = ["--config", "run.yaml"] if "--config" not in arguments else []
+        return refusal.printed(capsys, show_plan, "--as", form, *given, *arguments, expect=expect)
 
-    return documents
+    return say
+
+
+@pytest.fixture
+def printed(asked):
+    """The documents that it prints."""
+    return lambda *arguments: [*yaml.safe_load_all(asked(*arguments))]
+
+
+def pod(job):
+    """What a job's pods are."""
+    return job["template"]["spec"]["template"]["spec"]
 
 
 def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
     settings, jobset = printed("jobset", "--nodes", "2")
     assert (settings["kind"], jobset["kind"], jobset["metadata"]["name"]) == ("ConfigMap", "JobSet", "my-run")
     jobs = {job["name"]: job for job in jobset["spec"]["replicatedJobs"]}
-    assert [(name, *(need["name"] for need in job.get("dependsOn", []))) for name, job in jobs.items()] == [
-        ("shard",), ("tokenizer", "shard"), ("encode", "tokenizer"), ("train", "encode"), ("convert", "train"),
-        ("evaluate", "convert"), ("report", "evaluate")]
+    assert [*jobs] == [*STAGES]
+    assert [[need["name"] for need in job.get("dependsOn", [])] for job in jobs.values()] == [
+        [], *([before] for before in [*STAGES][:-1])]
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
-    specs = {name: job["template"]["spec"] for name, job in jobs.items()}
-    assert {name: spec["completions"] for name, spec in specs.items() if spec["completions"] > 1} == {"train": 2}
-    container = specs["train"]["template"]["spec"]["containers"][0]
+    assert {name: job["template"]["spec"]["completions"] for name, job in jobs.items()} == {
+        **dict.fromkeys(STAGES, 1), "train": 2}
+    container = pod(jobs["train"])["containers"][0]
     assert container["command"] == ["bash", "-c", (
         "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$JOB_COMPLETION_INDEX "
         "--master-addr=my-run-train-0-0.my-run --master-port=29500 --nproc-per-node=8 -m drover.pipeline.train "
@@ -68,10 +79,10 @@ def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
                                       "limits": {"nvidia.com/gpu": 8}}
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
         "/etc/drover/config.yaml", "/dev/shm", "/data", "/scratch"}
-    assert [variable["name"] for variable in container["env"]] == [
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "DROVER_CHAIN",
-        "DROVER_LAUNCHED", "DROVER_CPUS", "HF_TOKEN", "DROVER_STORE_SECRET"]
-    shard = specs["shard"]["template"]["spec"]["containers"][0]
+    assert " ".join(variable["name"] for variable in container["env"]) == (
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT NCCL_DEBUG OMP_NUM_THREADS PYTHONUNBUFFERED DROVER_CHAIN DROVER_LAUNCHED "
+        "DROVER_CPUS HF_TOKEN DROVER_STORE_SECRET")
+    shard = pod(jobs["shard"])["containers"][0]
     assert (shard["resources"]["limits"], shard["workingDir"]) == ({}, "/data")
     assert {one["name"]: one.get("value") for one in shard["env"]}["DROVER_CPUS"] == "4"
     monkeypatch.setenv("DROVER_CPUS", "1")
@@ -101,7 +112,7 @@ def test_a_pipeline_of_skypilot_has_a_task_for_each_stage(printed):
 def test_kubernetes_takes_every_name_and_value(printed):
     settings, jobset = printed("jobset", "--stage", "shard", "name=8b.Run", "launch.mem=null", "launch.setup=[echo $$]",
                                "launch.environment={A: $(B)}")
-    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    spec = pod(jobset["spec"]["replicatedJobs"][0])
     assert jobset["metadata"]["name"] == "run-8b-run", "names of jobs begin with a letter"
     assert spec["containers"][0]["command"][2].splitlines()[1] == "echo $$$$", "$$ is a $ there"
     assert spec["containers"][0]["env"][0] == {"name": "A", "value": "$$(B)"}
@@ -116,52 +127,45 @@ def test_the_files_of_plugins_are_next_to_the_configuration(printed, tmp_path, n
     settings, jobset = printed("jobset", "--stage", "shard", "plugins=[plugin_of_pods.py]")
     assert {name: text for name, text in settings["data"].items() if name != "config.yaml"} == {
         "helper_of_pods.py": "A = 1\n", "plugin_of_pods.py": "from helper_of_pods import A\n"}
-    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    spec = pod(jobset["spec"]["replicatedJobs"][0])
     assert {"name": "config", "mountPath": "/etc/drover/plugin_of_pods.py", "subPath": "plugin_of_pods.py"
             } in spec["containers"][0]["volumeMounts"]
 
 
-def test_a_plugin_with_a_secret_is_not_printed(printed, tmp_path, no_plugins, capsys):
+def test_a_plugin_with_a_secret_is_not_printed(asked, tmp_path, no_plugins):
     (tmp_path / "leaky_of_pods.py").write_text(f"TOKEN = 'hf_{'aB3' * 12}'\n")
-    assert show_plan(["--as", "jobset", "--config", "run.yaml", "plugins=[leaky_of_pods.py]"]) == 2
-    assert "leaky_of_pods.py contains what looks like a secret" in capsys.readouterr().err
+    said = asked("jobset", "plugins=[leaky_of_pods.py]", expect=2)
+    assert "leaky_of_pods.py contains what looks like a secret" in said
 
 
-def test_text_is_quoted_that_another_reader_takes_for_a_number(tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(CLOUD)
-    config = str(tmp_path / "run.yaml")
-    assert show_plan(["--as", "jobset", "--config", config, "launch.environment={A: '1e3', B: y}"]) == 0
-    said = capsys.readouterr().out
+def test_text_is_quoted_that_another_reader_takes_for_a_number(asked):
+    said = asked("jobset", "launch.environment={A: '1e3', B: y}")
     assert "value: '1e3'" in said
     assert "value: 'y'" in said
     assert "*id" not in said, "each pod is readable by itself"
 
 
-def test_what_cannot_run_there_is_refused_at_once(printed, capsys, tmp_path, monkeypatch):
-    assert show_plan(["--as", "jobset", "--config", "run.yaml", "--cluster", "slurm"]) == 2
-    assert "Leave out --json and --cluster slurm" in capsys.readouterr().err
-    assert show_plan(["--as", "jobset", "--config", "run.yaml", "launch.container={}", "launch.wrap=[env]"]) == 2
-    said = capsys.readouterr().err
+def test_what_cannot_run_there_is_refused_at_once(asked, tmp_path, monkeypatch):
+    assert "Leave out --json and --cluster slurm" in asked("jobset", "--cluster", "slurm", expect=2)
+    said = asked("jobset", "launch.container={}", "launch.wrap=[env]", expect=2)
     for words in ("Pods need an image", "runs/My_Run is in no volume", "launch.wrap and launch.srun_args are for"):
         assert words in said
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
-    assert show_plan(["--as", "skypilot", "--config", "../run.yaml", "launch.gpu_type=null", "launch.device=mps",
-                      "launch.container.mounts=[/folder:/data]"]) == 2
-    said = capsys.readouterr().err
+    said = asked("skypilot", "--config", "../run.yaml", "launch.gpu_type=null", "launch.device=mps",
+                 "launch.container.mounts=[/folder:/data]", expect=2)
     for words in ("Set launch.gpu_type", "launch.container.mounts is CLAIM:/FOLDER there", "launch.device=mps is Apple",
                   "the configuration ../run.yaml is outside of it"):
         assert words in said
     for folder in ("/elsewhere", "/data2", "/zoo"):
-        assert show_plan(["--as", "jobset", "--config", "../run.yaml", f"runs_dir={folder}"]) == 2
-        assert f"{folder}/My_Run is in no volume" in capsys.readouterr().err
+        said = asked("jobset", "--config", "../run.yaml", f"runs_dir={folder}", expect=2)
+        assert f"{folder}/My_Run is in no volume" in said
 
 
-def test_training_that_does_not_fit_is_refused_unless_it_is_asked_for(printed, capsys):
-    small = ("--config", "run.yaml", "--stage", "train", "launch.limits.gpu_memory_gb=0.001")
-    assert show_plan(["--as", "jobset", *small]) == 2
-    assert "launch.check_fit=false starts it anyway" in capsys.readouterr().err
-    assert len(printed("jobset", *small, "launch.check_fit=false")) == 2
+def test_training_that_does_not_fit_is_refused_unless_it_is_asked_for(asked):
+    small = ("jobset", "--stage", "train", "launch.limits.gpu_memory_gb=0.001")
+    assert "launch.check_fit=false starts it anyway" in asked(*small, expect=2)
+    assert "kind: JobSet" in asked(*small, "launch.check_fit=false")
 
 
 def test_the_pages_commands_print_its_configuration(printed, tmp_path):
@@ -178,9 +182,9 @@ def test_two_pods_train(printed, fresh, tmp_path):
     config["launch"] = {"processes": 1, "python": sys.executable, "container": {"image": "i",
                                                                                 "mounts": [f"claim:{tmp_path}"]}}
     (tmp_path / "cloud.yaml").write_text(yaml.safe_dump(config))
-    settings, jobset = printed("jobset", "--nodes", "2", "--stage", "train", config=tmp_path / "cloud.yaml")
+    settings, jobset = printed("jobset", "--nodes", "2", "--stage", "train", "--config", tmp_path / "cloud.yaml")
     (tmp_path / "frozen.yaml").write_text(settings["data"]["config.yaml"])
-    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    container = pod(jobset["spec"]["replicatedJobs"][0])["containers"][0]
     script = (container["command"][2].replace("mini-train-0-0.mini", "127.0.0.1")
               .replace("/etc/drover/config.yaml", str(tmp_path / "frozen.yaml")))
     given = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
@@ -188,6 +192,4 @@ def test_two_pods_train(printed, fresh, tmp_path):
                              env={**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}) for index in (0, 1)]
     said = [pod.communicate(timeout=HANG_S)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], said
-    manifest = Run(load_config(tmp_path / "cloud.yaml", check=False)).manifest("train")
-    assert manifest is not None
-    assert manifest.counts["steps"] == 12
+    assert Run(load_config(tmp_path / "cloud.yaml", check=False)).manifest("train").counts["steps"] == 12

@@ -15,9 +15,11 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused, table
 
-MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
-TRAIN = {"sequence_length": 512, "batch_tokens": 4096, "micro_batch": 4, "precision": "bf16", "steps": 2,
-         "warmup_steps": 1}
+SMALL = """
+name: small
+model: {dim: 256, layers: 4, heads: 8, kv_heads: 4, vocab_size: 2048, context_length: 1024}
+train: {sequence_length: 512, batch_tokens: 4096, micro_batch: 4, precision: bf16, steps: 2, warmup_steps: 1}
+"""
 FITS = {"lines": ["0.1 GB on rank 0"], "fits": True, "verdict": ""}
 
 
@@ -30,14 +32,14 @@ def job(**fields):
 def given(tmp_path):
     """The request for a small run, and its configuration."""
     path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump({"name": "small", "model": MODEL, "train": TRAIN}))
+    path.write_text(SMALL)
 
     def of(*overrides):
         return Run(load_config(str(path), list(overrides), check=False)), Options("slurm", str(path), tuple(overrides))
     return of
 
 
-@pytest.mark.parametrize(("fields", "overrides", "expected"), table("""
+@pytest.mark.parametrize("fields, overrides, expected", table("""
     {} -> [] -> true
     {nodes: 1} -> [] -> false
     {gpus_per_node: 0} -> [] -> false
@@ -52,36 +54,33 @@ def test_it_is_done_for_training_on_gpus_of_several_nodes(given, fields, overrid
 @pytest.fixture
 def rehearsal(programs, tmp_path, monkeypatch):
     """Stands in for the process of a rehearsal: what it answers, and what it was asked."""
-    def answers(text, script=""):
-        programs.do("python", f"cat > {tmp_path}/asked\n{script}\ncat <<'END'\n{text}\nEND\n")
-
     monkeypatch.setattr(sys, "executable", f"{programs.folder}/python")
-    return answers
+    return lambda script: programs.do("python", f"cat > {tmp_path}/asked\n{script}")
 
 
 def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
     run, options = given("launch.limits.gpu_memory_gb=0.13")
-    rehearsal("words of a library\n" + json.dumps(FITS))
+    rehearsal(f"echo words of a library; echo '{json.dumps(FITS)}'")
     rehearse_training(run, [job()], options)
     assert "rehearsal 0.1 GB on rank 0" in capsys.readouterr().out
     asked = json.loads((tmp_path / "asked").read_text())
-    assert asked == {"config": options.config_path, "overrides": [*options.overrides, f"model.vocab_size="
-                     f"{MODEL['vocab_size']}"], "ranks": 2, "gpu": True, "memory_gb": 0.13}
+    assert asked == {"config": options.config_path, "overrides": [*options.overrides, "model.vocab_size=2048"],
+                     "ranks": 2, "gpu": True, "memory_gb": 0.13}
     for answer, said in (({**FITS, "fits": False, "verdict": "rank 0 would hold 140 MB."},
                           r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse"),
                          ({"refused": "parallel.tp=3 divides nothing"}, r"cannot run: parallel\.tp=3 divides nothing")):
-        rehearsal(json.dumps(answer))
+        rehearsal(f"echo '{json.dumps(answer)}'")
         refused(UserError, said, rehearse_training, run, [job()], options)
 
 
-@pytest.mark.parametrize("answer, script, said", [
-    ('{"failed": "a shape is not known"}', "", "a shape is not known. The job is submitted anyway"),
-    ("", "echo 'first' >&2; echo 'no such file' >&2; exit 3", "it failed (no such file)"),
-    ("", "exit 3", "it failed (it ended with status 3)"), ("", "exec sleep 3600", "it took longer than 2 s")])
-def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch, answer, script,
-                                                                  said):
+@pytest.mark.parametrize("script, said", table("""
+    echo '{"failed": "a shape is not known"}' -> a shape is not known. The job is submitted anyway
+    echo 'first' >&2; echo 'no such file' >&2; exit 3 -> it failed (no such file)
+    exit 3 -> it failed (it ended with status 3)
+    exec sleep 3600 -> it took longer than 2 s"""))
+def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch, script, said):
     monkeypatch.setattr(rehearsing, "LIMIT_S", 2)
-    rehearsal(answer, script)
+    rehearsal(script)
     run, options = given()
     rehearse_training(run, [job()], options)
     assert f"not done: {said}" in capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_finished_partial_and_stale_stages(launcher):
     assert "encode is not finished, and one stage must not mix" in launcher.refused(other, "--accept-drift")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [("", "No stage is given"), *table("""
+@pytest.mark.parametrize("arguments, said", [("", "No stage is given"), *table("""
     --stage tran -> There is no stage tran | convert, evaluate, report, or all
     --stage train -> tokenizer, encode of runs/trial are not done | --stage tokenizer,encode,train
     --stage all train.learning=1 -> unknown key 'train.learning'
@@ -115,7 +115,7 @@ def test_refusals_start_nothing(launcher, arguments, said):
 
 
 def test_no_configuration(launcher, monkeypatch):
-    arguments = ("--stage", "all", "--dry-run", "--cluster", "local")
+    arguments = shlex.split("--stage all --dry-run --cluster local")
     (launcher.work / "configs").mkdir()
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
     assert launcher.call(*arguments).stdout.startswith("config    configs/demo.yaml, since no --config is")
@@ -123,7 +123,7 @@ def test_no_configuration(launcher, monkeypatch):
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
-@pytest.mark.parametrize(("arguments", "now"), table("""
+@pytest.mark.parametrize("arguments, now", table("""
     train.lr -> 0.01
     train.lr --config config.yaml train.lr=0.5 -> 0.5
     train.lr=0.5 --config config.yaml -> 0.5
@@ -169,28 +169,33 @@ def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher,
                for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
 
 
-@pytest.mark.parametrize(("gpus", "memory", "ranks", "fits"), table("""
+@pytest.fixture
+def lacking(monkeypatch):
+    """What is said of memory where the ranks of training share `state` bytes, on nodes with a number of ranks each."""
+    def told(state, launch, each, counts, options):
+        monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: state / ranks)
+        train = SimpleNamespace(key="train", ranks=each * counts[0], nodes=counts[0], node_counts=counts,
+                                tasks_per_node=each)
+        return "".join(checks.memory_problems(Config(launch=launch), [train], options))
+
+    return told
+
+
+@pytest.mark.parametrize("gpus, memory, ranks, fits", table("""
     0 -> 0 -> 2 -> true
     0 -> 900000 -> 1 -> true
     0 -> 900000 -> 2 -> false
     2 -> 900000 -> 2 -> true
     2 -> 400000 -> 2 -> false""", *[json.loads] * 4))
-def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(monkeypatch, gpus, memory, ranks, fits):
-    monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)
+def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(lacking, gpus, memory, ranks, fits):
     options = Options("local", "c.yaml", machine=Machine(2, gpus, memory))
-    train = SimpleNamespace(key="train", ranks=ranks, nodes=1, node_counts=(1,), tasks_per_node=ranks)
-    assert ([*checks.memory_problems(Config(), [train], options)] == []) == fits
+    assert (lacking(500_000 * ranks, {}, ranks, (1,), options) == "") == fits
 
 
-@pytest.mark.parametrize("fewest, asked", [(2, ""), (1, "raise launch.train.min_nodes, since")])
-def test_the_fewest_nodes_must_have_memory_for_training(monkeypatch, fewest, asked):
-    monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 640e9 / ranks)
-    counts = tuple(range(4, fewest - 1, -1))
-    train = SimpleNamespace(key="train", ranks=32, nodes=4, node_counts=counts, tasks_per_node=8)
-    found = [*checks.memory_problems(Config(launch={"limits": {"gpu_memory_gb": 70}}), [train],
-                                     Options("slurm", "c.yaml"))]
-    assert asked in "".join(found)
-    assert bool(found) == bool(asked)
+def test_the_fewest_nodes_must_have_memory_for_training(lacking):
+    given, options = (640e9, {"limits": {"gpu_memory_gb": 70}}, 8), Options("slurm", "c.yaml")
+    assert lacking(*given, (4, 3, 2), options) == ""
+    assert "raise launch.train.min_nodes, since" in lacking(*given, (4, 3, 2, 1), options)
 
 
 def test_where_it_runs(launcher, monkeypatch):

@@ -231,10 +231,8 @@ class Training(OnCluster):
         """Go on to the end, and check that training is done, as if nobody had disturbed it."""
         self.go_on(to_the_end=True)
         self.wait_until_gone()
-        state = self.state
-        assert state is not None and state.status == "done", self.story()
-        manifest = read_manifest(self.run / "train")
-        assert manifest is not None and manifest.counts["steps"] == STEPS, self.story()
+        assert self.state.status == "done", self.story()
+        assert read_manifest(self.run / "train").counts["steps"] == STEPS, self.story()
         self.check_curve()
         assert {record["step"] for record in curve(self.config)} == set(self.whole)
 

@@ -8,7 +8,6 @@ import yaml
 from drover.launch.slurm.chain import read_chain
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import sha256_file
 from tests.conftest import REPOSITORY
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.waiting import wait_for
@@ -36,8 +35,7 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(c
     def submitted():
         cluster.run(*command, "--cluster", "lab", "name=many", "--nodes", "3", f"launch.wrap=[{wrapper}]", cwd=tmp_path)
         wait_for(cluster.is_idle)
-        chain = read_chain(many)
-        return chain
+        return read_chain(many)
 
     def states(chain):
         return {f"{job.stage} {job.phase or job.kind}": [
@@ -59,18 +57,17 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(c
     assert [(job.kind, job.elements) for job in second.jobs] == [("array", (1,)), ("finalise", None)]
     assert states(second) == {"encode encode": ["COMPLETED"], "encode finalise": ["COMPLETED"]}
     after = token_shards(many)
-    assert before and {name: after[name] for name in before} == before and set(after) > set(before), "kept, and more"
+    assert before and before.items() < after.items(), "kept, and more"
 
     cluster.run(*command, "--cluster", "local", cwd=tmp_path)
     for stage in DATA:
         ours, theirs = read_manifest(many / stage), read_manifest(one / stage)
-        assert ours is not None and theirs is not None and ours.outputs == theirs.outputs, story
+        assert ours.outputs == theirs.outputs, story
         assert {**ours.counts, SPEED: 0} == {**theirs.counts, SPEED: 0}
     counts = read_manifest(one / "shard").counts
     assert all(counts["dropped"].values()) and counts["validation"] and counts["rejected"], "every pass had work"
 
 
 def token_shards(run):
-    """When encode's token shards were written, and their hashes, by path."""
-    return {str(path.relative_to(run)): (path.stat().st_mtime_ns, sha256_file(path))
-            for path in sorted((run / "encode").rglob("*")) if path.suffix == ".arrow"}
+    """When encode's token shards were written, by path."""
+    return {path: path.stat().st_mtime_ns for path in (run / "encode").rglob("*.arrow")}

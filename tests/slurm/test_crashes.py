@@ -1,7 +1,5 @@
 """A training job that cannot go on says why, and evaluations beside one never hold it up."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm.chain import read_chain
@@ -9,14 +7,13 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.pending_evaluations import evaluation_record
 from tests.faulty import PLUGIN
-from tests.slurm.faults import Training
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(training):
     """Rank 1 hangs; started again, it crashes at the same step, before there is a checkpoint. The chain ends there."""
-    run: Training = training(faults="hang:rank=1,step=3; exit:rank=1,step=3,again=1",
+    run = training(faults="hang:rank=1,step=3; exit:rank=1,step=3,again=1",
                              train={"guards": {"hang_minutes": 0.3}}, launch={"max_restarts": 1})
     run.submit(stages="train,convert")
     run.wait_until_gone()
@@ -32,7 +29,7 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
 
 def test_a_spare_node_replaces_one_that_fails_the_preflight(training):
     """In the same job, which is not queued again. The job that waits to continue is not waited for at the end."""
-    run: Training = training(launch={"train": {"spare_nodes": 1, "links": 2}, "preflight": True, "health_check": [
+    run = training(launch={"train": {"spare_nodes": 1, "links": 2}, "preflight": True, "health_check": [
         "sh", "-c", "test $SLURMD_NODENAME != n2 || { echo n2 is ill; exit 1; }"]})
     run.submit("launch.exclude=n[4-5]", stages="train,convert")
     run.next_wait()
@@ -49,7 +46,7 @@ def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training
     (tmp_path / "noted.py").write_text(
         "import os\nfrom pathlib import Path\n"
         "Path(__file__).with_name(f\"imported-{os.environ.get('SLURM_JOB_ID')}\").touch()\n")
-    run: Training = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
+    run = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
     barrier = run.ask("sbatch", "--hold", "--parsable", "--output=/dev/null", "--wrap=true")
     run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}",
                f"plugins=[{tmp_path}/noted.py, {PLUGIN['plugins'][0]}]",

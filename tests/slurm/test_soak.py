@@ -3,12 +3,9 @@
 `make soak` runs it; DROVER_SOAK_SEED gives the faults in another order. What each does is in `FAULTS`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -30,50 +27,50 @@ BOUND = 1e-9
 class Soak:
     """A training and the dice that decide what happens to it. nodes: what the next submission asks for."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training):
         self.training, self.dice, self.nodes = training, Random(SEED), max(SIZES)
 
-    def done(self) -> bool:
+    def done(self):
         return read_manifest(self.training.run / "train") is not None
 
-    def submit(self) -> None:
+    def submit(self):
         """Give the user's command. Nodes that failed are taken for mended: it was the soak that made them fail."""
         (self.training.run / NODES).unlink(missing_ok=True)
         self.training.submit(nodes=self.nodes)
 
-    def await_checkpoint(self) -> None:
+    def await_checkpoint(self):
         """Wait for another checkpoint or the end, with the user's command where nothing is queued any more."""
         before = self.training.saved()[-1:]
 
-        def goes_on() -> bool:
+        def goes_on():
             if not self.done() and self.training.cluster.is_idle():
                 self.submit()
             return self.done() or self.training.saved()[-1:] != before
         self.training.until(goes_on, "another checkpoint")
 
-    def stop(self) -> None:
+    def stop(self):
         self.training.launcher("--stop", str(self.training.run))
         self.training.until(self.training.cluster.is_idle, "the end of training that was asked to stop")
 
 
-def kill(soak: Soak, word: str = "drover.pipeline.train", number: int = signal.SIGKILL) -> None:
+def kill(soak, word="drover.pipeline.train", number=signal.SIGKILL):
     if found := soak.training.running(word):
         os.kill(soak.dice.choice(sorted(found)), number)
 
 
-def lose_node(soak: Soak) -> None:
+def lose_node(soak):
     node, lab = soak.dice.choice(soak.training.cluster.nodes), soak.training.cluster
     lab.kill_node(node, reported=soak.dice.random() < 0.5)
     time.sleep(soak.dice.uniform(2, 15))
     lab.start_node(node)
 
 
-def resize(soak: Soak) -> None:
+def resize(soak):
     soak.stop()
     soak.nodes = soak.dice.choice([size for size in SIZES if size != soak.nodes])
 
 
-FAULTS: dict[str, Callable[[Soak], object]] = {
+FAULTS = {
     "a rank is killed": kill,
     "a rank hangs": lambda soak: kill(soak, number=signal.SIGSTOP),
     "the runner is killed": lambda soak: kill(soak, "drover.launch.slurm.job.runner"),
@@ -86,7 +83,7 @@ FAULTS: dict[str, Callable[[Soak], object]] = {
     "other nodes": resize}
 
 
-def order() -> Iterator[str]:
+def order():
     """Faults in the order of the seed: every kind comes once before any comes again."""
     dice, names = Random(SEED), list(FAULTS)
     while True:

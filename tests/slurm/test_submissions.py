@@ -66,7 +66,7 @@ def test_two_submissions_never_train_at_once(run, tmp_path):
                                                   expect=2)
     run.launcher("--cancel", str(run.run))
     run.wait_until_gone()
-    assert run.state and run.state.status == "preempted" and "SIGTERM" in run.state.reason, "cancelled, it saves"
+    assert run.state.status == "preempted" and "SIGTERM" in run.state.reason, "cancelled, it saves"
     assert [start["job"] for start in run.starts][-1] == first and run.cluster.state(second) == "CANCELLED"
     run.check_curve()
 

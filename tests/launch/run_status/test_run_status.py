@@ -21,7 +21,7 @@ from tests.launch.slurm.test_wait_reasons import DOWN
 from tests.refusal import table
 
 
-@pytest.mark.parametrize(("said", "answer", "state", "remark"), [
+@pytest.mark.parametrize("said, answer, state, remark", [
     ("preempted", JobInfo("16", "PENDING", "BeginTime", restarts=1), "waiting", "after about two minutes"), *table(r"""
     preempted -> COMPLETING -> running -> ^$
     null -> RUNNING -> running -> ^$
@@ -53,25 +53,24 @@ def test_its_word_and_the_queue(run, said, answer, state, remark):
 @pytest.mark.parametrize("nodes, offered", [(4, True), (1, False)])
 def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
     """As much of the reason as the column of squeue holds."""
-    write_json(run.folder / "config.yaml", {"launch": {"train": {"nodes": nodes}}})
+    write_text(run.folder / "config.yaml", f"launch: {{train: {{nodes: {nodes}}}}}")
     run.submitted(run.job("16", "train"))
     said, = run.status({"16": f"PENDING {DOWN[:dict(COLUMNS)['Reason']]}"}).remarks
     assert said.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in said) == offered
 
 
 def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
-    run.submitted(run.job("16", "train"), planned=2)
+    job = run.job("16", "train")
     run.done("train", until=10)
-    seen = run.status({})
-    assert seen.outcome == "failed"
-    assert seen.remarks[-2] == "not all jobs of the newest submission are queued: it is at work, or was killed"
-    run.submitted(planned=2, refused="No such account.")
-    seen = run.status({})
-    assert seen.outcome == "failed"
-    assert seen.remarks[-2] == "not all jobs of the newest submission are queued: No such account."
-    run.submitted(run.job("16", "train"), planned=1)
+    for jobs, refused, why in (([], "No such account.", "No such account."),
+                               ([job], "", "it is at work, or was killed")):
+        run.submitted(*jobs, planned=2, refused=refused)
+        seen = run.status({})
+        assert seen.outcome == "failed"
+        assert seen.remarks[-2] == f"not all jobs of the newest submission are queued: {why}"
+    run.submitted(job, planned=1)
     assert run.status({}).outcome == "done"
-    run.submitted(run.job("16", "train"), planned=2)
+    run.submitted(job, planned=2)
     run.done(*STAGES, until=10)
     seen = run.status({})
     assert seen.outcome == "done" and not seen.remarks, "the other stages were made without Slurm"
@@ -105,11 +104,11 @@ def test_local_run(run):
     assert run.status({}).rows[3].remarks[0].endswith("its last record is 10 m 00 s old")
 
 
-@pytest.mark.parametrize("read, sort, rest, job, progress, remark", [
-    ("RUNNING", "PENDING", "PENDING", "20", "read 1/2 parts 50%", ""),
-    ("FAILED", "CANCELLED", "CANCELLED", "20", "read 1/2 parts 50%, failed: 1",
-     "shard failed: element 1 of read ended FAILED. Logs: runs/demo/logs/shard/20_1.*, runs/demo/logs/slurm/20_1.log"),
-    ("COMPLETED", "COMPLETED", "RUNNING", "22", "read 1/2 parts 50%", "")])
+@pytest.mark.parametrize("read, sort, rest, job, progress, remark", table("""
+    RUNNING -> PENDING -> PENDING -> 20 -> read 1/2 parts 50% -> ''
+    FAILED -> CANCELLED -> CANCELLED -> 20 -> read 1/2 parts 50%, failed: 1 -> 'shard failed: element 1 of read ended \
+FAILED. Logs: runs/demo/logs/shard/20_1.*, runs/demo/logs/slurm/20_1.log'
+    COMPLETED -> COMPLETED -> RUNNING -> 22 -> read 1/2 parts 50% -> ''""", *[str] * 5, yaml.safe_load))
 def test_arrays_of_several_phases(run, read, sort, rest, job, progress, remark):
     run.submitted(run.job("20", "shard", "array", (0, 1), parts=2, phase="read"),
                   run.job("21", "shard", "array", (0, 1), parts=2, phase="sort"), run.job("22", "shard", "finalise"))
@@ -128,9 +127,12 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
     assert other.states({}) == ["reused", "reused", *["to do"] * 5, "done"]
 
 
-@pytest.mark.parametrize("path, content, remark", [
-    ("train/STATE.json", '{"status": "ru', ""), (".locks/train", "process", ""), ("launch/chain.json", '{"jo', ""),
-    ("train/manifest.json", '{"format": 99}', "by another version"), ("train/manifest.json", "{", "is damaged")])
+@pytest.mark.parametrize("path, content, remark", table("""
+    train/STATE.json -> {"status": "ru -> ''
+    .locks/train -> process -> ''
+    launch/chain.json -> {"jo -> ''
+    train/manifest.json -> {"format": 99} -> by another version
+    train/manifest.json -> { -> is damaged""", str, str, yaml.safe_load))
 def test_files_that_are_torn_or_foreign(run, path, content, remark):
     write_text(run.training().folder / path, content)
     seen = run.status({"16": "RUNNING", **DEPENDENTS})
@@ -139,8 +141,8 @@ def test_files_that_are_torn_or_foreign(run, path, content, remark):
 
 def test_evaluations_nodes_and_a_request_to_stop(run):
     """By what each is known: a job in the queue, a record of failure, a checkpoint without a result."""
-    write_json(run.folder / "config.yaml", {"train": {"steps": 900, "checkpoint": {"every_steps": 100}},
-                                            "launch": {"evaluate": {"every_checkpoints": 2}}})
+    write_text(run.folder / "config.yaml", "train: {steps: 900, checkpoint: {every_steps: 100}}\n"
+                                           "launch: {evaluate: {every_checkpoints: 2}}\n")
     evaluations = [run.job(id, "evaluate", "evaluation", name=f"demo-evaluate-step-00000{id}") for id in ("400", "600")]
     run.submitted(*run.whole_chain(), *evaluations)
     for step in (100, 800, 900):

@@ -44,9 +44,8 @@ def test_overview(run, programs):
     Seen(Path("runs/new"))
     Seen(Path("runs/old")).done("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
     programs.queue("16 RUNNING None n[1-4] 10:00", *(f"{id} PENDING Dependency" for id in DEPENDENTS))
-    assert [line.split()[:4] for line in overview(Path("runs"), programs.scheduler())] == [
-        ["run", "done", "stage", "state"], ["demo", "3/7", "train", "running"], ["new", "0/7", "shard", "to"],
-        ["old", "7/7", "report", "done"]]
+    assert [" ".join(line.split()[:4]) for line in overview(Path("runs"), programs.scheduler())] == [
+        "run done stage state", "demo 3/7 train running", "new 0/7 shard to", "old 7/7 report done"]
     assert len(programs.calls()) == 1, "Slurm is asked once for all runs"
     assert overview(Path("nothing"), programs.scheduler()) == ["no runs in nothing"]
 
@@ -61,12 +60,16 @@ def test_watch_ends_when_nothing_goes_on_at_two_looks(run, monkeypatch, capsys):
         assert capsys.readouterr().out.count("every 0 s, Ctrl-C ends this") == 5
 
 
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys):
     """Also where foreign files say what a terminal would obey; without Slurm."""
     run.training("failed", reason="why\x1b]0;title\x07 \x9b31m \u202eback")
     run.state("convert", "running", job="14\x1b[2J", host="n\x07")
     write_text(run.folder / "launch/nodes.jsonl", '{"node": "n3\\u001b[2J", "reason": "\\u0007"}\n')
-    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    before = times(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     for arguments in (["--run", "demo"], []):
         assert main(arguments) == 0
@@ -75,6 +78,6 @@ def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys)
     assert main(["demo", "--json"]) == 0
     [told] = json.loads(capsys.readouterr().out)
     assert told["run"] == "runs/demo" and {row["stage"]: row["state"] for row in told["stages"]}["train"] == "failed"
-    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert times(tmp_path) == before
     assert main(["--run", "\x1b[2J"]) == main(["--watch"]) == 2
     assert "There is no run \\x1b[2J. The runs in runs are: demo." in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_cancel_when_slurm_is_silent(run, programs, capsys):
     assert "squeue does not answer" in said and f"drover cancel {run.folder}" in said
 
 
-@pytest.mark.parametrize(("status", "line", "written", "said"), table("""
+@pytest.mark.parametrize("status, line, written, said", table("""
     preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> when its job starts again
     null -> 16 PENDING Dependency -> false -> removes it from the queue
     null -> 16 RUNNING -> true -> after its current step
@@ -104,7 +104,7 @@ def test_logs(run, capsys):
                                        "output 1 \N{SNOWMAN}\nerror\n")
 
 
-@pytest.mark.parametrize(("arguments", "said"), table("""
+@pytest.mark.parametrize("arguments, said", table("""
     {stage: trian} -> There is no stage trian. The stages are shard, tokenizer
     {stage: train, rank: 7} -> There is no log of rank 7 of train in .*. Its newest start .16.1. has ranks 0-3.
     {stage: encode} -> There is no log of rank 0 of encode in .*. The stage has not started.

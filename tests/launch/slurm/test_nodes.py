@@ -1,5 +1,6 @@
 """Strikes of nodes, and what Slurm is asked and told about nodes."""
 
+import json
 import socket
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
 from tests.launch.fake_job import Slurm, chain_of
+from tests.refusal import table
 
 
 def strike(folder, node, hours, job):
@@ -38,17 +40,17 @@ def test_a_start_that_ends_well_with_a_checkpoint_lifts_the_strikes_of_its_nodes
     for node, number in (("n1", 1), ("n2", 1), ("n2", 2), ("n9", 3)):
         strike(job.run, node, 1, f"11.{number}")
     job.slurm.nodes = ("n1", "n2", "n3")
-    job.go("save10", "lose n2", "asked", nodes=2, node_counts=(2,), spare_nodes=1)
+    job.go("save 10", "lose n2", "asked", nodes=2, node_counts=(2,), spare_nodes=1)
     assert strikes(job.run) == {"n2": 3, "n9": 1}
 
 
 def test_lost_nodes(programs):
     assert lost(["n1"], programs.scheduler()) == {}, "Slurm does not answer"
-    gone = ("down", "down*", "idle*", "drained*", "fail", "failing", "error", "not_responding", "allocated*")
-    there = ("idle", "mixed", "allocated", "completing", "drained", "draining", "maint", "maint*", "reboot*",
-             "powering_down", "powered_down*")
+    gone = ["down", "down*", "idle*", "drained*", "fail", "failing", "error", "not_responding", "allocated*"]
+    there = ["idle", "mixed", "allocated", "completing", "drained", "draining", "maint", "maint*", "reboot*",
+             "powering_down", "powered_down*"]
     programs.say("sinfo", "\n".join(f"n-{state}|{state}" for state in gone + there))
-    assert list(lost(["n1"], programs.scheduler()).values()) == list(gone)
+    assert [*lost(["n1"], programs.scheduler()).values()] == gone
 
 
 def test_a_waiting_job_leaves_out_more(programs):
@@ -137,8 +139,12 @@ def test_an_element_of_an_array():
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
 
 
-@pytest.mark.parametrize("state, restarts, current", [
-    ("RUNNING", 1, True), ("RUNNING", 2, False), ("PENDING", 1, False), ("unknown", 0, True), (None, 0, True)])
+@pytest.mark.parametrize("state, restarts, current", table("""
+    RUNNING -> 1 -> true
+    RUNNING -> 2 -> false
+    PENDING -> 1 -> false
+    unknown -> 0 -> true
+    silent -> 0 -> true""", str, int, json.loads))
 def test_whether_slurm_still_runs_this_start_of_the_job(state, restarts, current):
-    slurm = Slurm({"12": state or ""}, silent=state is None, restarts=restarts)
+    slurm = Slurm({"12": state}, silent=state == "silent", restarts=restarts)
     assert SlurmHost("12", "12", 1, ("n1",), None, slurm).is_current() == current

@@ -1,10 +1,12 @@
 """What is made of Slurm's answers; the texts were recorded from Slurm 22.05.8."""
 
 import pytest
+import yaml
 
 from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler
 from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, queue_line
+from tests.refusal import table
 from tests.waiting import wait_for
 
 NODE = """\
@@ -78,11 +80,11 @@ DISABLED = "Requested operation is presently disabled for job 3"
 LOST = "Unexpected message received for job 3"
 
 
-@pytest.mark.parametrize("first, then, patience_s, problem, calls", [
-    (LOST, "exit 0", 20, None, 2),
-    ("slurm_requeue error: Unable to contact slurm controller (connect failure)",
-     "echo 'Job is pending execution for job 3' >&2; exit 1", 20, None, 2),
-    (DISABLED, "exit 0", 20, DISABLED, 1), (LOST, f"echo '{LOST}' >&2; exit 8", 1.5, LOST, 2)])
+@pytest.mark.parametrize("first, then, patience_s, problem, calls", table(f"""
+    {LOST} -> exit 0 -> 20 -> null -> 2
+    Unable to contact slurm controller -> echo 'Job is pending execution for job 3' >&2; exit 1 -> 20 -> null -> 2
+    {DISABLED} -> exit 0 -> 20 -> {DISABLED} -> 1
+    {LOST} -> echo '{LOST}' >&2; exit 8 -> 1.5 -> {LOST} -> 2""", str, str, float, yaml.safe_load, int))
 def test_requeue_waits_for_the_controller_for_a_while(programs, first, then, patience_s, problem, calls):
     assert programs.scheduler().requeue("3", 0) == "scontrol cannot be started here: No such file or directory"
     asked = programs.folder / "asked"

@@ -32,25 +32,20 @@ from drover.launch.slurm.trust import (
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 from tests.launch.launcher import snapshot_of
-from tests.refusal import refused
+from tests.refusal import refused, table
 
-ROOT = os.getuid() == 0
+ROOT, IS_PRIVATE = os.getuid() == 0, trust._is_private
 OTHER = 12345
 
 
 @pytest.fixture(autouse=True)
 def usual_node(tmp_path_factory, monkeypatch):
-    """A node of the test's own, with the usual umask, whoever runs the tests."""
+    """A node of the test's own, with the usual umask, whoever runs the tests, where no group is a user's own."""
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("node")))
     before = os.umask(0o022)
     yield
     os.umask(before)
-
-
-@pytest.fixture
-def others_in_groups(monkeypatch):
-    """No group is a user's own."""
-    monkeypatch.setattr(trust, "_is_private", lambda group: False)
 
 
 @pytest.fixture
@@ -98,10 +93,9 @@ def check(spec):
     return " ".join(check_submission(path_of(spec), spec.sha256)[1])
 
 
-EXECUTED = ["", "..", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
+EXECUTED = [".", "..", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
             "launch/config-1.yaml", "CODE", "CODE/drover/launch", "CODE/drover/launch/a.py",
-            "CODE/drover/launch/__pycache__",
-            "CODE/drover/launch/__pycache__/a.pyc"]
+            "CODE/drover/launch/__pycache__", "CODE/drover/launch/__pycache__/a.pyc"]
 """What a job in a container executes: it runs the copy of the code in the run folder."""
 
 
@@ -110,7 +104,7 @@ def place(spec, name):
     cache = Path(spec.code) / "drover/launch/__pycache__"
     cache.mkdir(exist_ok=True)
     (cache / "a.pyc").write_bytes(b"")
-    return Path(spec.code) / name[5:] if name.startswith("CODE") else (Path(spec.run) / name).resolve()
+    return Path(spec.run, name.replace("CODE", spec.code)).resolve()
 
 
 def test_what_was_submitted_is_run(submitted):
@@ -120,17 +114,15 @@ def test_what_was_submitted_is_run(submitted):
 
 
 @pytest.mark.parametrize("spoil, why", [
-    (lambda path: path.chmod(path.stat().st_mode | 0o002), "may be written by everyone"),
-    (lambda path: path.chmod(path.stat().st_mode | 0o020), "may be written by the group "),
-    pytest.param(lambda path: os.chown(path, OTHER, -1), f"belongs to the user {OTHER}, and jobs execute files there",
+    ("chmod o+w", "may be written by everyone"), ("chmod g+w", "may be written by the group "),
+    pytest.param(f"chown {OTHER}", f"belongs to the user {OTHER}, and jobs execute files there",
                  marks=pytest.mark.skipif(not ROOT, reason="only root can give files away"))])
-@pytest.mark.usefixtures("others_in_groups")
 def test_what_others_may_write_or_own_is_refused(submitted, spoil, why):
     submitted = saved(submitted, contained=True)
     for name in EXECUTED:
         path = place(submitted, name)
         before = path.stat()
-        spoil(path)
+        subprocess.run([*spoil.split(), path], check=True)
         said = check(submitted)
         assert said.startswith(f"{path} {why}") and ("everyone" in why) != ("launch.trusted_group" in said)
         assert "belongs" in why or f"`chmod go-w {path}`" in said
@@ -139,7 +131,6 @@ def test_what_others_may_write_or_own_is_refused(submitted, spoil, why):
     assert check(submitted) == ""
 
 
-@pytest.mark.usefixtures("others_in_groups")
 def test_a_group_can_be_trusted(submitted):
     trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, contained=True)
     for name in EXECUTED:
@@ -151,7 +142,6 @@ def test_a_group_can_be_trusted(submitted):
     assert "may be written by everyone" in check(trusting), "that is no group"
 
 
-@pytest.mark.usefixtures("others_in_groups")
 def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust.os, "getuid", lambda: OTHER)  # somebody else's job; the files are mine
     monkeypatch.setattr(trust, "node_folder", lambda: Path("/proc/nowhere"))
@@ -166,7 +156,7 @@ def test_a_private_group_is_the_users_own(monkeypatch):
 
     def is_private(number, name, *members):
         monkeypatch.setattr(trust.grp, "getgrgid", lambda number: SimpleNamespace(gr_name=name, gr_mem=members))
-        return trust._is_private(number)
+        return IS_PRIVATE(number)
 
     assert is_private(7, "me") and is_private(7, "me", "me")
     assert not is_private(8, "me") and not is_private(7, "physics") and not is_private(7, "me", "me", "you")
@@ -182,22 +172,21 @@ def test_owners_need_not_be_looked_at(submitted):
     assert "drover/launch/__pycache__, drover/launch/a.py. " in check(blind), "whoever owns it"
 
 
-@pytest.mark.parametrize("change, told", [
-    (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), ": drover/launch/a.py. "),
-    (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), ": sitecustomize.py. "),
-    (lambda code: (code / "submitit").mkdir() or (code / "submitit/__init__.py").touch(),
-     ": submitit/__init__.py. "),
-    (lambda code: (code / "drover/launch/a.py").unlink(), ": drover/launch/a.py. "),
-    (lambda code: (code / "drover/launch/a.py").rename(code / "drover/launch/z.py"),
-     ": drover/launch/a.py, drover/launch/z.py. "),
-    (lambda code: (code / "drover/launch/z").symlink_to("../pipeline/c.py"), ": drover/launch/z. "),
-    (lambda code: shutil.rmtree(code), "drover/launch/a.py"),
-    (lambda code: archive_of(code).write_bytes(b"PK"), ".zip, the copy of the code, changed after the submission"),
-    (lambda code: archive_of(code).unlink(), ".zip, the copy of the code, changed after the submission or is missing")])
+@pytest.mark.parametrize("change, told", table("""
+    echo import evil > drover/launch/a.py -> : drover/launch/a.py. Nothing
+    echo import evil > sitecustomize.py -> : sitecustomize.py. Nothing
+    mkdir submitit && touch submitit/__init__.py -> : submitit/__init__.py. Nothing
+    rm drover/launch/a.py -> : drover/launch/a.py. Nothing
+    mv drover/launch/a.py drover/launch/z.py -> : drover/launch/a.py, drover/launch/z.py. Nothing
+    ln -s ../pipeline/c.py drover/launch/z -> : drover/launch/z. Nothing
+    mv drover/launch/a.py .. && ln -s ../../../a.py drover/launch -> : drover/launch/a.py. Nothing
+    rm -r $PWD -> drover/launch/a.py
+    printf PK > $PWD.zip -> .zip, the copy of the code, changed after the submission
+    rm $PWD.zip -> .zip, the copy of the code, changed after the submission or is missing"""))
 def test_other_code_is_not_run(submitted, change, told):
     """In a container, which may not see the node's copy."""
     submitted = saved(submitted, contained=True)
-    change(Path(submitted.code))
+    subprocess.run(["sh", "-ec", change], cwd=submitted.code, check=True)
     assert told in check(submitted) and "submit the same command again" in check(submitted)
 
 
@@ -210,8 +199,7 @@ def test_somebody_who_may_write_above_the_run_cannot_exchange_it(submitted, tmp_
     folder, problems = check_submission(path_of(blind), blind.sha256)
     assert not problems and folder.parent == node_folder() and not (folder / "drover/launch/__pycache__").exists()
     subprocess.run(["sh", "-c", "mv run old && cp -r old run && echo evil | tee run/code/*/drover/launch/a.py"],
-                   cwd=tmp_path,
-                   user=OTHER, group=OTHER, check=True)
+                   cwd=tmp_path, user=OTHER, group=OTHER, check=True)
     assert (folder / "drover/launch/a.py").read_text() == "NAME = 'launch/a.py'\n"
     tmp_path.chmod(0o1777)
     said = check(saved(submitted))
@@ -370,7 +358,6 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 # ---- caches
 
 
-@pytest.mark.usefixtures("others_in_groups")
 def test_a_private_folder(tmp_path):
     os.umask(0)
     mine, link = tmp_path / "mine", tmp_path / "link"

@@ -62,7 +62,7 @@ STUCK = {"PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssocMax
          "InvalidAccount", "AccountNotAllowed", ACCOUNT, QOS, "DependencyNeverSatisfied", "ReservationDeleted"}
 
 
-@pytest.mark.parametrize(("reason", "words"), WORDS)
+@pytest.mark.parametrize("reason, words", WORDS)
 def test_reasons_in_plain_words(reason, words):
     for several in (False, True):
         said = meaning(reason, "12", several=several)
@@ -73,15 +73,17 @@ def test_reasons_in_plain_words(reason, words):
 FAILED = "sbatch: error: Batch job submission failed: "
 
 
-@pytest.mark.parametrize("said, advice", [
-    ("Node count specification invalid", "--nodes"), ("Memory required by task is not available", "launch.mem"),
-    ("Requested time limit is invalid (missing or exceeds some limit)", "launch.time"),
-    ("Invalid account or account/partition combination specified", "launch.account"),
-    ("Invalid qos specification", "launch.qos"), ("Invalid feature specification", "launch.constraint"),
-    ("Required partition not available (inactive or drain)", "launch.partition"),
-    ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--stage"),
-    ("Requested node configuration is not available", "mem, cpus"),
-    ("Invalid generic resource (gres) specification", "gpu_type")])
+@pytest.mark.parametrize("said, advice", table("""
+    Node count specification invalid -> --nodes
+    Memory required by task is not available -> launch.mem
+    Requested time limit is invalid (missing or exceeds some limit) -> launch.time
+    Invalid account or account/partition combination specified -> launch.account
+    Invalid qos specification -> launch.qos
+    Invalid feature specification -> launch.constraint
+    Required partition not available (inactive or drain) -> launch.partition
+    Job violates accounting/QOS policy (job submit limit, user's size and/or time limits) -> --stage
+    Requested node configuration is not available -> mem, cpus
+    Invalid generic resource (gres) specification -> gpu_type"""))
 def test_refusals_of_sbatch_name_the_settings(said, advice):
     assert (found := refusal(FAILED + said, ""))[0] == f"Batch job submission failed: {said}" and advice in found[1]
 

@@ -1,51 +1,54 @@
 """One job at a time for a stage: what waits for another job or link, and what is refused."""
 
 import pytest
+import yaml
 
 from drover.launch.slurm.job import joblock
 from drover.launch.slurm.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
+from tests.refusal import refused, table
 
 
 def hold(job, other, chain="", beat=1):
     write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", chain, beat)))
 
 
-@pytest.mark.parametrize("other, chain, state, beats, waited, refused", [
-    ("12", "", "RUNNING", (), 0, False),  # an earlier start of this job
-    ("11", "", "PENDING", (), 0, False),  # it was queued again
-    ("11", "", None, (), SILENT_S, False), ("11", "", None, (30,), 30, True),  # only its heartbeat tells
-    ("11", "", "SUSPENDED", (), 0, True),
-    ("11", "before", "COMPLETING", (), 0, True),
-    # A link waits for the end of the one before, but not without end.
-    ("11", "c", None, (30,), 30 + SILENT_S, False), ("11", "c", "COMPLETING", (), CHAIN_S, True)])
-def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beats, waited, refused):
-    clock, left = [0.0], list(beats)
+@pytest.mark.parametrize("other, chain, state, beat_at, waited, ends", table(f"""
+    12 -> '' -> RUNNING -> -1 -> 0 -> false
+    11 -> '' -> PENDING -> -1 -> 0 -> false
+    11 -> '' -> silent -> -1 -> {SILENT_S} -> false
+    11 -> '' -> silent -> 30 -> 30 -> true
+    11 -> '' -> SUSPENDED -> -1 -> 0 -> true
+    11 -> before -> COMPLETING -> -1 -> 0 -> true
+    11 -> c -> silent -> 30 -> {30 + SILENT_S} -> false
+    11 -> c -> COMPLETING -> -1 -> {CHAIN_S} -> true""", str, yaml.safe_load, str, float, float, yaml.safe_load))
+def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beat_at, waited, ends):
+    """An earlier start of this job, and a job that was queued again, are gone. Where Slurm is silent only the heartbeat
+    tells. A link waits for the end of the one before, but not without end."""
+    clock = [0.0]
     hold(job, other, chain)
-    job.slurm.silent, job.slurm.states[other] = state is None, state or ""
+    job.slurm.silent, job.slurm.states[other] = state == "silent", state
 
     def sleep(seconds):
-        clock[0] += seconds
-        if left and clock[0] >= left[0]:
-            hold(job, other, chain, left.pop(0))
+        before, clock[0] = clock[0], clock[0] + seconds
+        if before < beat_at <= clock[0]:
+            hold(job, other, chain, beat=2)
 
     monkeypatch.setattr(joblock.time, "sleep", sleep)
     monkeypatch.setattr(joblock.time, "monotonic", lambda: clock[0])
-    if refused:
-        with pytest.raises(UserError, match=r"The job 11 on n7 works on train.*so this one does nothing"):
-            job.go()
+    if ends:
+        refused(UserError, "The job 11 on n7 works on train.*so this one does nothing", job.go)
     else:
         status, log = job.go("work")
         assert status == 0 and ("waits for the end of the job 11 on n7, which works on train" in log) == bool(waited)
     assert waited <= clock[0] <= waited + LOOK_S
-    assert (job.run / "launch/train.lock").exists() == refused, "another job's lock is left alone"
+    assert (job.run / "launch/train.lock").exists() == ends, "another job's lock is left alone"
 
 
 def test_a_job_that_is_told_to_end_does_not_wait(job):
     hold(job, "11", "c")
-    with pytest.raises(UserError):
-        JobLock(job.run, "train", "12", 0, job.slurm, "c").acquire(print, [15])
+    refused(UserError, "The job 11", JobLock(job.run, "train", "12", 0, job.slurm, "c").acquire, print, [15])
 
 
 def test_the_heartbeat_is_written_now_and_then(job, monkeypatch):

@@ -37,7 +37,7 @@ def test_what_was_not_planned_is_refused():
     assert rank_environment({"SLURM_NTASKS": "1"}) == {}, "a stage without ranks"
 
 
-@pytest.mark.parametrize(("masks", "count"), table("""
+@pytest.mark.parametrize("masks, count", table("""
     {} -> 2
     {"CUDA_VISIBLE_DEVICES": ""} -> 0
     {"CUDA_VISIBLE_DEVICES": "-1"} -> 0

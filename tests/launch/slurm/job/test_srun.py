@@ -1,45 +1,53 @@
 """A step of ranks: what srun's words mean, and when it is ended."""
 
+import json
 import re
 
 import pytest
+import yaml
 
 from drover.launch import processes
+from drover.launch.host import StepEnd
 from drover.launch.slurm.job import srun
 from drover.launch.slurm.job.srun import read_end, run_step
-from tests.launch.fake_job import KILLED, NO_STEP
+from tests.refusal import table
 from tests.waiting import HANG_S
 
-LOST = "srun: error: Node failure on n3\nsrun: error: Task launch for StepId=1.0 failed on node n4: Socket timed out\n"
-VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io error with missing step on node 1\n"
 
-
-@pytest.mark.parametrize("end, cause, exit_code, started", [
-    (read_end(143, KILLED), "rank 1 on n2: killed", None, True),
-    (read_end(143, "srun: error: n1: tasks 0-1: Terminated\nsrun: error: n2: task 3: Exited with exit code 2\n"),
-     "rank 3 on n2: exited with exit code 2", 2, True),
-    (read_end(143, "srun: error: n1: tasks 4,6: Exited with exit code 143\n"),
-     "ranks 4,6 on n1: exited with exit code 143", 143, True),
-    (read_end(143, f"{KILLED}{LOST}{LOST}"), "lost n3, n4", None, True),
-    (read_end(143, VANISHED), "Slurm lost the tasks of the step's node number 1, from 0 (slurmstepd died)", None, True),
-    (read_end(1, NO_STEP), "Unable to create step for job 12: Requested nodes are busy", 1, False),
-    (read_end(143, "", given_up=True), "srun started no task in 30 s", None, False),
-    (read_end(137, "", abandoned=True), "srun did not end within 40 s of SIGTERM, and its tasks may still run",
-     None, True),
-    (read_end(137, ""), "killed by SIGKILL", None, True),
-    (read_end(182, ""), "", None, True),  # srun's own, although 182 is 128 + 54
-    (read_end(0, ""), "", None, True)])
-def test_what_srun_said(end, cause, exit_code, started):
+@pytest.mark.parametrize("status, said, cause, exit_code, started", table("""
+    143 -> n2: task 1: Killed -> rank 1 on n2: killed -> null -> true
+    143 -> n1: tasks 0-1: Terminated | n2: task 3: Exited with exit code 2 -> rank 3 on n2: exited with exit code 2 \
+-> 2 -> true
+    143 -> n1: tasks 4,6: Exited with exit code 143 -> ranks 4,6 on n1: exited with exit code 143 -> 143 -> true
+    143 -> n2: task 1: Killed | Node failure on n3 | Task launch for StepId=1.0 failed on node n4: Socket timed out | \
+Node failure on n3 -> lost n3, n4 -> null -> true
+    143 -> n2: task 1: Killed | step_launch_notify_io_failure: aborting, io error with missing step on node 1 -> \
+Slurm lost the tasks of the step's node number 1, from 0 (slurmstepd died) -> null -> true
+    1 -> Unable to create step for job 12: Requested nodes are busy -> Unable to create step for job 12: Requested \
+nodes are busy -> 1 -> false
+    143 given_up -> words -> srun started no task in 30 s -> null -> false
+    137 abandoned -> words -> srun did not end within 40 s of SIGTERM, and its tasks may still run -> null -> true
+    137 -> words -> killed by SIGKILL -> null -> true""", str.split, str, str, json.loads, json.loads))
+def test_what_srun_said(status, said, cause, exit_code, started):
+    end = read_end(int(status[0]), "".join(f"srun: error: {line}\n" for line in said.split(" | ")),
+                   **dict.fromkeys(status[1:], True))
     assert (end.cause, end.exit_code, end.started) == (cause, exit_code, started)
     assert end.lost == (("n3", "n4") if cause.startswith("lost") else ())
     assert end.rank == (int(found[1]) if (found := re.match(r"ranks? (\d)", cause)) else end.rank)
 
 
-@pytest.mark.parametrize("script, limit, each, expected", [
-    ("exec sleep 3600", "", False, {"status": 143}),
-    ("exec sleep 3600", "MAKE_S", True, {"status": 143, "given_up": True}),
-    ("echo 'srun: error: n1: task 0: Killed' >&2; touch node1.log; exec sleep 3600", "BROKEN_S", True, {"status": 143}),
-    ("trap '' TERM; touch node1.log; sleep 3600 & wait; wait", "KILL_S", True, {"status": 137, "abandoned": True})])
+@pytest.mark.parametrize("status", [0, 182])
+def test_srun_said_nothing(status):
+    """182 is its own status, although it is 128 + 54."""
+    assert read_end(status, "") == StepEnd(status)
+
+
+@pytest.mark.parametrize("script, limit, each, expected", table("""
+    exec sleep 3600 -> '' -> false -> status: 143
+    exec sleep 3600 -> MAKE_S -> true -> {status: 143, given_up: true}
+    echo 'srun: error: n1: task 0: Killed' >&2; touch node1.log; exec sleep 3600 -> BROKEN_S -> true -> status: 143
+    trap '' TERM; touch node1.log; sleep 3600 & wait; wait -> KILL_S -> true -> {status: 137, abandoned: true}""",
+    str, *[yaml.safe_load] * 3))
 def test_when_a_step_is_ended(tmp_path, monkeypatch, script, limit, each, expected):
     """When it must not go on, has started no task, or one of its tasks has ended badly; one that stays is abandoned."""
     for module, name in ((srun, "MAKE_S"), (srun, "BROKEN_S"), (processes, "KILL_S")):

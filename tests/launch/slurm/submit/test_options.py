@@ -33,7 +33,7 @@ def options(lines, *names):
             and line.removeprefix("#SBATCH --").partition("=")[0].replace("_", "-") in names]
 
 
-@pytest.mark.parametrize(("name", "value"), table("""
+@pytest.mark.parametrize("name, value", table("""
     gres -> gpu:h100:8
     gpus_per_node -> h100:8
     --gpus-per-node -> h100:8
@@ -51,7 +51,7 @@ def test_other_options_and_the_type_of_the_gpus(script):
         "exclusive", "gpus-per-node=h100:8", "gres=nvme:1"]
 
 
-@pytest.mark.parametrize(("extra", "told"), table("""
+@pytest.mark.parametrize("extra, told", table("""
     {"gres": "gpu:4"} -> train: launch.extra requests 4 GPUs a node (gres), but the job has 8
     {"gpus": "h100:8"} -> requests 4 GPUs a node (gpus)
     {"gpus-per-task": 2} -> requests 16 GPUs a node
@@ -70,7 +70,7 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
     assert told in said
 
 
-@pytest.mark.parametrize(("launch", "python"), table(f"""
+@pytest.mark.parametrize("launch, python", table(f"""
     {{"python": "/shared/my venv/bin/python"}} -> '/shared/my venv/bin/python'
     {{"python": "python3", "wrap": ["apptainer", "exec", "x.sif"]}} -> {OURS}
     {{"python": "python3", "wrap": ["x"], "runner_python": "/shared/bin/python"}} -> /shared/bin/python

@@ -5,7 +5,6 @@ What the jobs do is tested on a real cluster in tests/slurm.
 
 import errno
 import fcntl
-import itertools
 import re
 import subprocess
 import sys
@@ -95,15 +94,21 @@ def test_the_script_of_training_on_four_nodes(launcher):
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
         assert len(text.splitlines()) < 40, "a person can read it"
 
-    phases = [f"shard-{phase}" for phase in ("read", "sort", "match", "decide", "write")]  # without near-duplicates
-    assert list(found) == [*phases, "shard", "tokenizer", "encode-parts", "encode", "train", "convert", "evaluate",
-                           "report"]
-    assert [option(text, "dependency") for text in found.values()] == [None, *(
-        f"afterok:ID_OF_{key}" + ",singleton" * (later == "train") for key, later in itertools.pairwise(found))]
-    for key, text in found.items():
-        tasks = "8" if key in ("train", "evaluate") else None
-        assert [option(text, name) for name in ("array", "gpus-per-node", "nodes", "ntasks-per-node")] == [
-            "0-3" if key in (*phases, "encode-parts") else None, tasks, "4" if key == "train" else "1", tasks or "1"]
+    asked = ("dependency", "array", "gpus-per-node", "nodes", "ntasks-per-node")
+    assert [(key, *(str(option(text, name)) for name in asked)) for key, text in found.items()] == table("""
+        shard-read -> None -> 0-3 -> None -> 1 -> 1
+        shard-sort -> afterok:ID_OF_shard-read -> 0-3 -> None -> 1 -> 1
+        shard-match -> afterok:ID_OF_shard-sort -> 0-3 -> None -> 1 -> 1
+        shard-decide -> afterok:ID_OF_shard-match -> 0-3 -> None -> 1 -> 1
+        shard-write -> afterok:ID_OF_shard-decide -> 0-3 -> None -> 1 -> 1
+        shard -> afterok:ID_OF_shard-write -> None -> None -> 1 -> 1
+        tokenizer -> afterok:ID_OF_shard -> None -> None -> 1 -> 1
+        encode-parts -> afterok:ID_OF_tokenizer -> 0-3 -> None -> 1 -> 1
+        encode -> afterok:ID_OF_encode-parts -> None -> None -> 1 -> 1
+        train -> afterok:ID_OF_encode,singleton -> None -> 8 -> 4 -> 8
+        convert -> afterok:ID_OF_train -> None -> None -> 1 -> 1
+        evaluate -> afterok:ID_OF_convert -> None -> 8 -> 1 -> 8
+        report -> afterok:ID_OF_evaluate -> None -> None -> 1 -> 1"""), "without passes for near-duplicates"
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert "shard-read to do 4 of 4 parts 2 processes 6 500G 10 h 00 m -" in rows
     assert "train waiting 4 32 ranks x 6 threads 48 8 500G 25 h 00 m gpu, high, h100 encode" in rows
@@ -136,7 +141,7 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert "link 2 of 3" in shown
 
 
-@pytest.mark.parametrize(("settings", "largest", "most", "elements"), table(r"""
+@pytest.mark.parametrize("settings, largest, most, elements", table(r"""
     [] -> '' -> '' -> 4
     [] -> MaxArraySize = 4 -> '' -> 3
     ["launch.limits={array: 2}"] -> MaxArraySize = 4 -> '' -> 2
@@ -162,9 +167,11 @@ def test_submission_chains_what_is_not_done(slurm):
     assert "nothing to submit" in slurm.accepted("--stage shard") and not list(slurm.queue.iterdir())
     shown = slurm.accepted("--stage all launch.encode.array=2 train.steps=40 --force")
     chain = slurm.chain
-    assert [(job.stage, job.kind, job.id, job.elements, job.dependencies) for job in chain.jobs][1:5] == [
-        ("tokenizer", "job", "102", None, ("101",)), ("encode", "array", "103", (0, 1), ("102",)),
-        ("encode", "finalise", "104", None, ("103",)), ("train", "job", "105", None, ("104",))]
+    assert [(job.stage, job.kind, job.id, str(job.elements), *job.dependencies) for job in chain.jobs[1:5]] == table("""
+        tokenizer -> job -> 102 -> None -> 101
+        encode -> array -> 103 -> (0, 1) -> 102
+        encode -> finalise -> 104 -> None -> 103
+        train -> job -> 105 -> None -> 104""")
     assert option((slurm.queue / "105").read_text(), "dependency") == "afterok:104,singleton"
     assert "encode    job 103 (array encode) after 102" in shown and "`drover status " in shown
     assert not list(slurm.run.rglob("*.pkl")), "nothing is unpickled"

@@ -18,7 +18,7 @@ TWO_NODES = ("--stage encode,train --cluster slurm --dry-run --no-rehearse launc
              f"launch.python={PYTHON}")
 
 
-@pytest.mark.parametrize(("container", "wrap", "srun_args"), table("""
+@pytest.mark.parametrize("container, wrap, srun_args", table("""
     {image: /shared/drover.sif, mounts: [/data, "/scratch:/tmp"]} -> apptainer exec --nv --bind=/runs:/runs \
 --bind=/work:/work --bind=/data:/data --bind=/scratch:/tmp --pwd=/work /shared/drover.sif -> ''
     {image: "ours/drover:1", runtime: podman, options: [--shm-size=8g]} -> podman run --rm --env-host --network=host \

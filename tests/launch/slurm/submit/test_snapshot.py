@@ -1,13 +1,11 @@
 """The copy of the code that jobs run."""
 
-import subprocess
-
 import pytest
 
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
-from tests.launch.launcher import commit, snapshot_of
+from tests.launch.launcher import commit, git, snapshot_of
 from tests.refusal import refused
 
 
@@ -34,8 +32,8 @@ def test_a_checkout_is_copied_once_and_again_with_what_was_changed(checkout, tmp
     copy = snapshot_of(tmp_path / "run", checkout)
     first = {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 1\n", "drover/pipeline/deep/b.py": "B = 1\n"}
     assert copy == planned and files(copy) == first
-    head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    assert read_json(copy / "snapshot.json") == {"commit": head.strip(), "changed": False}
+    head = git(checkout, "rev-parse", "HEAD").strip()
+    assert read_json(copy / "snapshot.json") == {"commit": head, "changed": False}
     (copy / "drover/launch/a.py").unlink()  # a copy that was never finished, or is being removed
     assert snapshot_of(tmp_path / "run", checkout) == copy and files(copy) == first
     (checkout / "launch/a.py").write_text("A = 2\n")
