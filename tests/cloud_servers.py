@@ -21,7 +21,7 @@ import json
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ import pytest
 from tests.object_store import (
     SECRET,
     Bucket,
-    FaultyServer,
     answered,
     answers,
     free_ports,
@@ -83,7 +82,7 @@ class Forwarded:
 
 
 @pytest.fixture(scope="session")
-def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, FaultyServer]]:
+def azurite_server(tmp_path_factory):
     """The address of this worker's own Azurite, with the account's name, behind a server that fails on request."""
     program = shutil.which("azurite-blob")
     if program is None:
@@ -97,7 +96,7 @@ def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
 
 
 @pytest.fixture
-def azurite(azurite_server: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def azurite(azurite_server, monkeypatch):
     """A new container on Azurite, and the environment for it, as a user sets it for an address of their own."""
     endpoint, server = azurite_server
     set_environment(monkeypatch, AZURE_STORAGE_ACCOUNT_NAME=ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY=AZURE_KEY,
@@ -170,7 +169,7 @@ class GoogleStandIn:
 
 
 @pytest.fixture(scope="session")
-def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, FaultyServer, list[Path]]]:
+def google_server(tmp_path_factory):
     """The stand-in's address and server, and two files of keys: its service account's, and one with another key."""
     from cryptography.hazmat.primitives.asymmetric import rsa
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -185,7 +184,7 @@ def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[st
 
 
 @pytest.fixture
-def google(google_server: tuple[str, FaultyServer, list[Path]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def google(google_server, monkeypatch):
     """A new bucket on the stand-in for Google's store, and the environment for it."""
     from werkzeug.test import Client
     endpoint, server, files = google_server

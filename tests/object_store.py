@@ -201,7 +201,7 @@ def running(command: list[str], folder: Path, **variables: str) -> Iterator[subp
 
 
 @pytest.fixture(scope="session")
-def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def seaweed_bucket(tmp_path_factory):
     """The address of a SeaweedFS server of this worker's own, and the name of its bucket."""
     folder = tmp_path_factory.mktemp("seaweed")
     with tempfile.TemporaryDirectory(prefix="weed-", dir="/tmp") as sockets:  # the path of a Unix socket is short
@@ -216,7 +216,7 @@ def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
 
 
 @pytest.fixture
-def seaweed(seaweed_bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+def seaweed(seaweed_bucket, monkeypatch):
     """A new prefix on SeaweedFS, and the environment for it."""
     endpoint, bucket = seaweed_bucket
     set_environment(monkeypatch, endpoint)
@@ -249,7 +249,7 @@ def moto_s3() -> Any:
 
 
 @pytest.fixture(scope="session")
-def moto_application() -> Iterator[tuple[str, FaultyServer]]:
+def moto_application():
     """moto behind a server in this process."""
     with served(moto_s3()) as there:
         yield there
@@ -262,7 +262,7 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def moto_server(moto_application: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def moto_server(moto_application, monkeypatch):
     """A new bucket on moto, whose requests fail on request, and the environment for it."""
     endpoint, server = moto_application
     set_environment(monkeypatch, endpoint)

@@ -1,7 +1,5 @@
 """The command `drover`: every subcommand, and what a shell completes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What a user installs from: the image's recipe, the citation, the count of packages that README tells."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -13,7 +11,7 @@ from tests.conftest import REPOSITORY
 from tests.test_packages import PROJECT
 
 
-def instructions() -> list[tuple[str, str]]:
+def instructions():
     """Name and rest of each line of the Dockerfile, continued lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE))
     return [(name, " ".join(rest.split())) for line in text.splitlines() if line.strip()

@@ -1,7 +1,5 @@
 """The documentation builds without a warning; it and the source use the words that docs/style.md asks for."""
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess
@@ -27,14 +25,14 @@ FORBIDDEN = re.compile(
 """Words of our own for what the field has a term for, and turns that have to be read twice."""
 
 
-def prose(text: str) -> str:
+def prose(text):
     """Paragraphs and items of a page: no code, tables, headings or addresses of links."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)|!\[[^\]]*\]", "]", text)
     return "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "    ")))
 
 
-def sentences(text: str) -> list[str]:
+def sentences(text):
     """Of prose; each item of a list is one at least."""
     found = []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose(text)):
@@ -42,7 +40,7 @@ def sentences(text: str) -> list[str]:
     return [sentence for sentence in found if re.search(r"\w", sentence)]
 
 
-def words(text: str) -> int:
+def words(text):
     """Code in backticks is one."""
     return len(re.findall(r"\w[\w'’-]*", re.sub(r"`[^`]*`", "code", text)))
 

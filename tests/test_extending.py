@@ -1,7 +1,5 @@
 """docs/extending.md does what it says: its module, configuration and command, taken from the page, on a miniature."""
 
-from __future__ import annotations
-
 import json
 import re
 

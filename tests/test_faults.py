@@ -1,7 +1,5 @@
 """What crosses the stages: kill -9 anywhere in the chain, and a disk that fills up in any stage that writes data."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

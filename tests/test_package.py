@@ -1,14 +1,11 @@
 """The package that is installed: one name for all of it, its configurations with it, and nothing taken from where it is
 started."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +39,7 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
-def start(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start(site, cwd, *arguments):
     return subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, text=True, capture_output=True, check=False,
                           env={**environment(), "PYTHONPATH": str(site)})
 

@@ -5,8 +5,6 @@ Commands after `<!-- needs a cluster -->` and `<!-- takes minutes -->` are not r
 where it is installed; those of `make` are checked against the Makefile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -28,7 +26,7 @@ PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glo
                                          "kubernetes"))]  # own tests
 
 
-def commands() -> list[str]:
+def commands():
     """The pages' shell commands, one string each; multi-line quotes stay together."""
     found = []
     for needed, text in (block for page in PAGES for block in BLOCK.findall(page)):

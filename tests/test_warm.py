@@ -1,7 +1,5 @@
 """A warm process is to the tests what a cold one would be: its words, its status, its end by signals, its ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The forked workers report what each test did, keep groups together, and survive a test that kills its process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

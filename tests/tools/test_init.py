@@ -1,7 +1,5 @@
 """The configuration that is proposed for a folder of one's own text."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest
