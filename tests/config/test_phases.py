@@ -154,28 +154,29 @@ def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
 
 
 def test_which_changes_are_to_the_past():
-    before = plan([{"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}])
+    first, second, third = {"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}
+    before, larger = plan([first, second, third]), {"until": 40_960, "batch_tokens": 2048}
+    longer = {"until": 90_000, "sequence_length": 256}
+
     def changes(step, *phases, **train):
         return [text for begun, text in plan_changes(before, plan(list(phases), **train), step) if begun]
-    first, second, third = {"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}
     assert changes(15, first, second, third) == [] and changes(15, first, {"until": 40_960}) == []
-    assert changes(10, first, {"until": 40_960, "batch_tokens": 2048}) == [], "the second has not begun"
-    assert changes(11, first, {"until": 40_960, "batch_tokens": 2048}) == ["train.phases[1].batch_tokens: 1024 -> 2048"]
+    assert changes(10, first, larger) == [], "the second has not begun"
+    assert changes(11, first, larger) == ["train.phases[1].batch_tokens: 1024 -> 2048"]
     assert changes(15, {**first, "mixture": {"web": 2}}, second)[0].startswith("train.phases[0].mixture: {'web': 1.0}")
     assert changes(15, first) == ["train.phases[1] has begun and is gone"]
     assert "step 15 of it is done" in changes(15, first, {"until": 13_000})[0]
     assert changes(25, first, second, {**third, "lr_end": 0.1}) == ["train.phases[2].lr_end: 0.0 -> 0.1"]
     assert changes(15, first, second, third, lr=0.5) == ["train.lr: 0.003 -> 0.5"]
-    assert "train.grain_tokens to 64" in changes(15, first, second, {"until": 90_000, "sequence_length": 256})[0]
-    assert changes(15, first, second, {"until": 90_000, "sequence_length": 256}, grain_tokens=64) == []
+    assert "train.grain_tokens to 64" in changes(15, first, second, longer)[0]
+    assert changes(15, first, second, longer, grain_tokens=64) == []
 
 
 def test_other_phases_alone_need_no_force(tmp_path):
-    def train_of(phases, **more):
-        return Run(load(tmp_path, {**SHORT, "phases": phases, **more}))._settings("train")
-    old = {"config": train_of(PHASES), "inputs": {"encode": "a"}}
-    assert only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
-    assert not only_phases_differ(old, {"config": train_of(PHASES, lr=0.1), "inputs": {"encode": "a"}})
-    assert not only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "b"}})
-    assert not only_phases_differ(old, {"config": train_of([]), "inputs": {"encode": "a"}})
-    assert STAGES["train"].may_renew(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
+    def train_of(phases, encoded="a", **more):
+        config = Run(load(tmp_path, {**SHORT, "phases": phases, **more}))._settings("train")
+        return {"config": config, "inputs": {"encode": encoded}}
+    old, shorter = train_of(PHASES), train_of(PHASES[:2])
+    assert only_phases_differ(old, shorter) and STAGES["train"].may_renew(old, shorter)
+    for other in (train_of(PHASES, lr=0.1), train_of(PHASES[:2], "b"), train_of([])):
+        assert not only_phases_differ(old, other)
