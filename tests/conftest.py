@@ -73,10 +73,11 @@ def environment(threads: int = 1) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
-def run_python(*arguments: object, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: object, check: bool = True, cwd: Path = REPOSITORY,
+               **variables: str) -> subprocess.CompletedProcess[str]:
     """An interpreter with these arguments, to its end; variables: more of its environment."""
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=REPOSITORY, env={**environment(), **variables},
-                          text=True, capture_output=True, check=check)
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env={**environment(), **variables},
+                          text=True, capture_output=True, check=check, timeout=HANG_S)
 
 
 def stage_command(stage: str, config: Path, *overrides: str) -> list[str]:

@@ -3,13 +3,12 @@
 import io
 import re
 import subprocess
-import sys
 import token as kinds
 from tokenize import COMMENT, STRING, generate_tokens
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_python
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -48,8 +47,7 @@ def words(text):
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
     """A link or anchor that leads nowhere is one."""
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path / "site")]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    result = run_python("-m", "sphinx", "-q", "-W", "--keep-going", "docs", tmp_path / "site", check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     for page, part in {"made/settings": "train.lr", "made/commands": "drover rehearse", "made/interfaces": "on_step",
                        "made/changelog": "0.1.0", "made/comparison": "torchtitan",

@@ -2,14 +2,12 @@
 started."""
 
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 
 import pytest
 
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import REPOSITORY, run_python
 
 PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE",
          "MANIFEST.in", "constraints.txt")
@@ -22,14 +20,12 @@ def site(tmp_path_factory):
     for part in PARTS:
         copy = shutil.copytree if (REPOSITORY / part).is_dir() else shutil.copy
         copy(REPOSITORY / part, folder / "source" / part, **({"symlinks": True} if copy is shutil.copytree else {}))
-    subprocess.run([sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')"],
-                   cwd=folder / "source", check=True, capture_output=True)
+    run_python("-c", "from setuptools import build_meta; build_meta.build_sdist('..')", cwd=folder / "source")
     archive, = folder.glob("drover-*.tar.gz")
     with tarfile.open(archive) as file:
         held = {name.split("/")[1] for name in file.getnames() if "/" in name}
     assert {"drover", "constraints.txt", "LICENSE"} <= held and "tests" not in held
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", str(folder), str(archive)], check=True)
+    run_python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, archive)
     wheel, = folder.glob("drover-*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
@@ -40,8 +36,7 @@ def site(tmp_path_factory):
 
 
 def start(site, cwd, *arguments):
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, text=True, capture_output=True, check=False,
-                          env={**environment(), "PYTHONPATH": str(site)})
+    return run_python("-m", *arguments, cwd=cwd, check=False, PYTHONPATH=str(site))
 
 
 @pytest.mark.slow

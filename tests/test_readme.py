@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, write_config
 from tests.pages import BLOCK, checkout, typed, warm_stages
@@ -105,7 +106,7 @@ def test_the_first_run_ends_with_a_report(demo):
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stdout + result.stderr
     assert WHOLE_CHAIN == "drover run --config configs/demo.yaml --cluster local"
     assert result.stdout.rstrip().endswith("report: runs/demo/report.html")
-    overall = json.loads((folder / "evaluate/results.json").read_text())["validation"]["overall"]
+    overall = read_json(folder / "evaluate/results.json")["validation"]["overall"]
     assert f"{overall['bits_per_byte']:.3f}" in (folder / "report.html").read_text()
     metrics = read_metrics(folder / "train/metrics.jsonl")
     assert metrics[-1]["loss"] < 0.75 * metrics[0]["loss"]

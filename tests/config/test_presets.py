@@ -1,6 +1,5 @@
 """`model.preset`: a published shape, over which the other keys of the section are laid."""
 
-import json
 import re
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from drover.model.config import YarnScaling
 from drover.model.presets import PRESETS
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.core.files import write_json
 from drover.pipeline.formats.huggingface import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
@@ -53,10 +53,8 @@ def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
     model = for_tokenizer(TOKENIZER_OF_BYTES, tied_embeddings=True, rope_theta=1e4)
     run = write_run(tmp_path / "run", {3: model}, TOKENIZER_OF_BYTES, model=model.config.model_dump(mode="json"))
     exported = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "weights.json").write_text(json.dumps({"model": model.config.model_dump(mode="json")}))
-    for folder in (run, run / "train/checkpoints/step-00000003", exported, alone):
+    write_json(tmp_path / "alone/weights.json", {"model": model.config.model_dump(mode="json")})
+    for folder in (run, run / "train/checkpoints/step-00000003", exported, tmp_path / "alone"):
         size = TOKENIZER_OF_BYTES.size
         found = shape(config(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
         assert found.model_copy(update={"context_length": model.config.context_length}) == model.config
@@ -67,9 +65,8 @@ def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
 def test_the_configuration_of_the_page_extends_a_llama_of_the_hub(config, tmp_path, monkeypatch):
     [text] = re.findall(r"```yaml\n(name: longer\n.*?)```", (REPOSITORY / "docs/continue.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    folder, published = tmp_path / "models/Llama-3.2-1B", PRESETS["llama3.2_1b"]
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config_to_json(published, torch.bfloat16)))
+    published = PRESETS["llama3.2_1b"]
+    write_json(tmp_path / "models/Llama-3.2-1B/config.json", config_to_json(published, torch.bfloat16))
     found = shape(config(text))
     assert found.problems() == [] and found.context_length == 262144
     assert found.rope_scaling == published.rope_scaling.model_copy(update={"factor": 64.0})

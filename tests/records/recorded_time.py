@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.state import ATTEMPTS
+from drover.pipeline.core.files import append_line
 from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
 
 BEGIN = 1_800_000_000.0
@@ -94,6 +94,4 @@ class Recorded:
         return datetime.fromtimestamp(BEGIN + self.clock, UTC).isoformat(timespec="milliseconds")
 
     def _write(self, path: Path, record: dict[str, Any]) -> None:
-        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(self.folder / path, record)

@@ -1,6 +1,5 @@
 """A run that never ran, complete or sparse, to make reports of."""
 
-import json
 from pathlib import Path
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
@@ -10,8 +9,9 @@ from drover.pipeline.contract.external_inputs import hashed_now
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import write_json
+from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.results import DEFINITIONS
+from tests.data.source_files import write_jsonl
 
 EVIL = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)> ``` & | done"
 SOURCES = ("stdlib", "prose")
@@ -27,7 +27,7 @@ def config(folder: Path) -> Config:
 def recorded() -> dict:
     """What the stages of the run recorded: `made_by` and `counts` of their manifests, evaluate's `results`, the
     `tokenizer`'s report, `events` of training."""
-    found = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    found = read_json(Path(__file__).with_suffix(".json"))
     cards = found["counts"]["shard"]["cards"].values()
     for example in (card["examples"]["length"]["fewer than 20 words"][0] for card in cards):
         example["text"] = f"too\nshort {EVIL}"
@@ -53,11 +53,6 @@ def block(document, title):
     """The table or chart of a report that has this title."""
     return next(block for chapter in document.chapters for block in chapter.blocks
                 if getattr(block, "title", "") == title)
-
-
-def lines(path: Path, records: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def write_run(folder: Path, *, sparse: bool = False, drift: bool = False) -> tuple[Run, Config]:
@@ -86,11 +81,11 @@ def write_run(folder: Path, *, sparse: bool = False, drift: bool = False) -> tup
         # Steps 1 to 9 were done twice: the first attempt's values must not be shown.
         skipped = [{**metrics()[299], "step": step, "loss": loss, "grad_norm": "inf", "skipped": why}
                    for step, loss, why in ((350, "nan", "nonfinite"), (420, 4e9, "spike"))]
-        lines(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics() + skipped)
-        lines(train / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {EVIL}"}
-                                        for step in (200, 400, 600) for prompt in ("class ", "import ")])
+        write_jsonl(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics() + skipped)
+        write_jsonl(train / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {EVIL}"}
+                                              for step in (200, 400, 600) for prompt in ("class ", "import ")])
         spikes = [{"event": "spike", "step": step, "time": "2026-03-01T10:02:30.000+00:00"} for step in range(500, 560)]
-        lines(train / "events.jsonl", made["events"][:-1] + spikes + made["events"][-1:])
+        write_jsonl(train / "events.jsonl", made["events"][:-1] + spikes + made["events"][-1:])
         made["results"]["continuations"][0]["text"] = EVIL
         write_json(run.stage_folder("evaluate") / "results.json", made["results"])
         write_json(run.stage_folder("tokenizer") / "report.json", made["tokenizer"])

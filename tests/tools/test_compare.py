@@ -1,6 +1,5 @@
 """Models and a run's checkpoints on the same items: the table, what differs, the plot, going on after a kill."""
 
-import json
 import re
 import shlex
 from itertools import combinations
@@ -8,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from drover.pipeline.core.files import Ledger
+from drover.pipeline.core.files import Ledger, read_json, write_json
 from drover.pipeline.evaluation import running
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.compare import main
@@ -27,9 +26,9 @@ def write_trained(folder, models, held=TEXTS):
     run = write_run(folder, models, TOKENIZER)
     for step in models:
         marker = run / f"train/checkpoints/step-{step:08d}/COMPLETE.json"
-        content = json.loads(marker.read_text())
+        content = read_json(marker)
         content["progress"]["tokens"] = 1000 * step
-        marker.write_text(json.dumps(content))
+        write_json(marker, content)
     stage, manifest = corpus(run / "shard", [[text_of("train", 20)]], held=held)
     manifest.write(stage)
 
@@ -57,7 +56,7 @@ def compared(home, to, *arguments, expect=0):
                      "--batch", "4"]) == expect
     finally:
         torch.set_num_threads(threads)
-    return json.loads((to / "comparison.json").read_text()) if not expect else None
+    return read_json(to / "comparison.json") if not expect else None
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Token shards in other programs' layouts: every document read back in order, by a reader of the published layout."""
 
-import json
 import shutil
 import signal
 import struct
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import read_json, sha256_file
 from drover.tools.export_tokens.__main__ import main
 from drover.tools.export_tokens.exporting import MANIFEST
 from tests.conftest import run_python
@@ -66,7 +65,7 @@ def test_megatron_reads_every_document_in_order(wide, tmp_path, exported):
     (width, run), out = wide, tmp_path / "out"
     split, without_bos = ("train", False) if width == "uint16" else ("validation", True)
     exported(run, "megatron", out, "--split", split, *["--without-bos"] * without_bos)
-    told = json.loads((out / MANIFEST).read_text())
+    told = read_json(out / MANIFEST)
     assert told["bos"] == (not without_bos) and told["eos"]
     assert (told["dtype"], told["dtype_code"]) == (("uint16", 8) if width == "uint16" else ("int32", 4))
     for source in ("web", "notes"):
