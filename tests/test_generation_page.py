@@ -5,8 +5,6 @@ import ast
 import re
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +13,8 @@ from drover.__main__ import main
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.model_options import add_sampling_options
 from tests.conftest import REPOSITORY, environment
+from tests.object_store import free_ports, running
+from tests.pages import typed
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_serve import pytestmark as needs_server
 from tests.waiting import wait_for
@@ -58,21 +58,15 @@ def test_the_python_of_the_page(home, monkeypatch, capsys):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
 def test_the_server_and_the_requests_of_the_page(home):
     [[_, *words]] = [shlex.split(command) for command in COMMANDS if command.startswith("drover serve")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    [port] = map(str, free_ports(1))
 
     def asked(command):
-        return subprocess.run(command.replace("8000", port), shell=True, capture_output=True, text=True,
-                              check=True).stdout
+        return typed(command.replace("8000", port), home).stdout
     command = [sys.executable, "-m", "drover", *(word.replace("8000", port) for word in words)]
-    server = subprocess.Popen(command, cwd=home, env=environment(), stdout=subprocess.PIPE, text=True)
-    try:
-        assert "/v1/completions" in wait_for(server.stdout.readline, of=server)
+    with running(command, home, **environment()) as server:
+        wait_for(lambda: "/v1/completions" in (home / "log").read_text(), of=server)
         assert "<textarea" in asked("curl -s http://127.0.0.1:8000/")
         answers = [asked(command) for command in COMMANDS if command.startswith("curl")]
-    finally:
-        server.terminate()
-        server.wait()
     for answer, part in zip(answers, ('"text_completion"', "data: [DONE]\n\n", '"ok"', '"token_logprobs":[null,-'),
                             strict=True):
         assert part in answer and "error" not in answer

@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from tests.conftest import MINI, REPOSITORY, environment, merged
-from tests.object_store import free_ports
+from tests.object_store import free_ports, running
 from tests.pages import BLOCK, checkout, typed
 from tests.waiting import wait_for
 
@@ -107,11 +106,7 @@ def test_transformers_serve_writes_the_same_text(home, outcomes):
     serve, ask = (command.replace("8001", str(port)) for command in commands(EXPORT, "fastapi")
                   if "8001" in command)
     program, *arguments = shlex.split(serve)
-    server = subprocess.Popen([Path(sys.executable).with_name(program), *arguments], cwd=home, env=environment())
-    try:
+    with running([Path(sys.executable).with_name(program), *arguments], home, **environment()) as server:
         wait_for(lambda: typed(f"curl -s http://localhost:{port}/health", home).stdout, of=server)
         answer = json.loads(typed(ask, home).stdout)
-    finally:
-        server.terminate()
-        server.wait()
     assert greedy(outcomes) == f"def main():{answer['choices'][0]['text']}".strip()

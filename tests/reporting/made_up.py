@@ -17,14 +17,14 @@ EVIL = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerro
 SOURCES = ("stdlib", "prose")
 
 
-def config(folder: Path) -> Config:
+def config(folder):
     text = folder / "input.txt"
     text.write_text("some text\n")
     sources = [FilesSource(kind="files", name=name, paths=[str(text)]) for name in SOURCES]
     return Config(name="made-up", runs_dir=str(folder / "runs"), shard=ShardConfig(sources=sources, keep_dropped=True))
 
 
-def recorded() -> dict:
+def recorded():
     """What the stages of the run recorded: `made_by` and `counts` of their manifests, evaluate's `results`, the
     `tokenizer`'s report, `events` of training."""
     found = read_json(Path(__file__).with_suffix(".json"))
@@ -35,12 +35,12 @@ def recorded() -> dict:
     return found
 
 
-def results() -> dict:
+def results():
     return recorded()["results"]
 
 
-def metrics(steps: int = 600) -> list[dict]:
-    found: list[dict] = [{
+def metrics(steps=600):
+    found = [{
         "step": step, "loss": 2.9 + 6 / step, "lr": 3e-3 * min(1, step / 50), "grad_norm": 0.6 + 4 / step,
         "samples": [step * 32 - 32, step * 32], "tokens": step * 8192, "tokens_per_s": 28000, "data_wait_s": 0.0004,
         "step_s": 0.29, "memory_mb": 912.5, "mfu": None} for step in range(1, steps + 1)]
@@ -55,7 +55,7 @@ def block(document, title):
                 if getattr(block, "title", "") == title)
 
 
-def write_run(folder: Path, *, sparse: bool = False, drift: bool = False) -> tuple[Run, Config]:
+def write_run(folder, *, sparse=False, drift=False):
     """Manifests of every stage before the report, and the files beside them; `sparse` has the manifests alone."""
     folder.mkdir(exist_ok=True)
     settings, made = config(folder), recorded()
