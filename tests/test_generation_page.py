@@ -14,14 +14,13 @@ from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.model_options import add_sampling_options
 from tests.conftest import REPOSITORY, environment
 from tests.object_store import free_ports, running
-from tests.pages import typed
+from tests.pages import commands, typed
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_serve import pytestmark as needs_server
 from tests.waiting import wait_for
 
 PAGE = (REPOSITORY / "docs/generation.md").read_text()
-BLOCKS = re.findall(r"(<!-- needs.*? -->\n)?```(bash|python)\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [line for needs, language, text in BLOCKS if language == "bash" and not needs for line in text.splitlines()]
+COMMANDS = commands("generation", needs=[])
 TOKENIZER = ByteTokenizer()
 
 
@@ -37,17 +36,17 @@ def home(tmp_path_factory):
 @pytest.mark.slow
 def test_the_commands_of_the_terminal(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    commands = [shlex.split(command) for command in COMMANDS if command.startswith("drover chat")]
-    assert commands
-    for _, *arguments in commands:
-        assert main(arguments) == 0
+    chats = [command for command in COMMANDS if command.startswith("drover chat")]
+    assert chats
+    for command in chats:
+        assert main(shlex.split(command)[1:]) == 0
         assert capsys.readouterr().out.startswith("def main():")
 
 
 @pytest.mark.slow
 def test_the_python_of_the_page(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    [code] = [text for _, language, text in BLOCKS if language == "python"]
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "docs/generation.md", "exec"), {})  # noqa: S102 - the page's own
     texts = ast.literal_eval(capsys.readouterr().out)
     assert len(texts) == 2 and all(texts)

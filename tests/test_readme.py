@@ -18,27 +18,17 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, write_config
-from tests.pages import BLOCK, checkout, typed, warm_stages
+from tests.pages import checkout, commands, typed, warm_stages
 
 README = (REPOSITORY / "README.md").read_text()
-PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))
-                   if path.stem not in ("extending", "weights", "evaluation", "generation", "tutorial-crawl",
-                                         "tutorial-tinystories", "tutorial-export", "data", "tokens",
-                                         "kubernetes"))]  # own tests
-
-
-def commands():
-    """The pages' shell commands, one string each; multi-line quotes stay together."""
-    found = []
-    for needed, text in (block for page in PAGES for block in BLOCK.findall(page)):
-        if not needed or (needed == "torchao" and find_spec("torchao") is not None):
-            found += [text] if '"\n' in text else text.splitlines()
-    return list(dict.fromkeys(command.split("  #")[0].strip() for command in found))
-
-
+HAVE_TESTS = {"extending", "weights", "evaluation", "generation", "tutorial-crawl", "tutorial-tinystories",
+              "tutorial-export", "data", "tokens", "kubernetes"}
+"""Pages with tests of their own."""
+PAGES = ["../README", *sorted({path.stem for path in (REPOSITORY / "docs").glob("*.md")} - HAVE_TESTS)]
+COMMANDS = dict.fromkeys(commands(*PAGES, needs=["torchao"] if find_spec("torchao") else []))
 INSPECT = " --inspect"
 """TensorBoard then prints what it would show, and serves nothing."""
-WHOLE_CHAIN, *OTHERS = [command + INSPECT * command.startswith("tensorboard") for command in commands()
+WHOLE_CHAIN, *OTHERS = [command + INSPECT * command.startswith("tensorboard") for command in COMMANDS
                         if not command.startswith("make ")]
 
 
@@ -77,7 +67,7 @@ def outcomes(home, demo):
 
 
 def test_the_readme_has_the_promised_commands():
-    text = "\n".join(commands())
+    text = "\n".join(COMMANDS)
     for needed in ("make demo", "make test", "drover run", "--stage train --nodes 4", "torchrun", "tensorboard"):
         assert needed in text
 

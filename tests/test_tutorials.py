@@ -15,19 +15,12 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from tests.conftest import MINI, REPOSITORY, environment, merged
 from tests.object_store import free_ports, running
-from tests.pages import BLOCK, checkout, typed
+from tests.pages import checkout, commands, typed
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 CONFIG = "configs/tinystories.yaml"
-STORIES, EXPORT = ((REPOSITORY / f"docs/tutorial-{name}.md").read_text() for name in ("tinystories", "export"))
-
-
-def commands(page, *needs):
-    """The shell commands of a page that need nothing, or one of `needs`; lines of a quoted program stay together."""
-    found = [command.strip() for needed, block in BLOCK.findall(page) if not needed or needed in needs
-             for command in re.findall(r'(?:[^"\n]|"[^"]*")+', block)]
-    return [command for command in found if not command.startswith("pip ")]
+STORIES, EXPORT = "tutorial-tinystories", "tutorial-export"
 
 
 def stories(count):
@@ -62,13 +55,14 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(home):
     """The result of every command of the pages, in their order; the exports' demo is the run of the stories."""
-    found = {command: typed(command, home) for command in commands(STORIES, "the network")}
+    found = {command: typed(command, home) for command in commands(STORIES, needs=["the network"])
+             if not command.startswith("pip ")}
     (home / "runs/demo").symlink_to("tinystories")
-    return found | {command: typed(command, home) for command in commands(EXPORT)}
+    return found | {command: typed(command, home) for command in commands(EXPORT, needs=[])}
 
 
 def test_the_page_shows_the_configuration_that_is_shipped():
-    [shown] = re.findall(rf"```yaml\n# {CONFIG}\n(.*?)```", STORIES, re.DOTALL)
+    [shown] = re.findall(rf"```yaml\n# {CONFIG}\n(.*?)```", (REPOSITORY / f"docs/{STORIES}.md").read_text(), re.DOTALL)
     assert yaml.safe_load(shown) == yaml.safe_load((REPOSITORY / CONFIG).read_text())
 
 
@@ -103,7 +97,7 @@ def test_transformers_and_drover_write_the_same_text(outcomes):
                     reason="the packages of transformers serve are not installed: pip install 'transformers[serving]'")
 def test_transformers_serve_writes_the_same_text(home, outcomes):
     [port] = free_ports(1)
-    serve, ask = (command.replace("8001", str(port)) for command in commands(EXPORT, "fastapi")
+    serve, ask = (command.replace("8001", str(port)) for command in commands(EXPORT, needs=["fastapi"])
                   if "8001" in command)
     program, *arguments = shlex.split(serve)
     with running([Path(sys.executable).with_name(program), *arguments], home, **environment()) as server:
