@@ -1,7 +1,7 @@
 """The package that is installed: one name for all of it, its configurations with it, and nothing taken from where it is
 started."""
 
-import shutil
+import subprocess
 import tarfile
 import zipfile
 
@@ -17,9 +17,8 @@ PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject
 def site(tmp_path_factory):
     """A folder on Python's path into which a wheel was unpacked that was made of the source archive."""
     folder = tmp_path_factory.mktemp("package")
-    for part in PARTS:
-        copy = shutil.copytree if (REPOSITORY / part).is_dir() else shutil.copy
-        copy(REPOSITORY / part, folder / "source" / part, **({"symlinks": True} if copy is shutil.copytree else {}))
+    (folder / "source").mkdir()
+    subprocess.run(["cp", "-a", *PARTS, folder / "source"], cwd=REPOSITORY, check=True)  # links as links
     run_python("-c", "from setuptools import build_meta; build_meta.build_sdist('..')", cwd=folder / "source")
     archive, = folder.glob("drover-*.tar.gz")
     with tarfile.open(archive) as file:
