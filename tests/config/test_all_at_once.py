@@ -12,13 +12,13 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.config.files import refusal, write
+from tests.config.files import refusal
 from tests.refusal import refused, table
 
 
-def test_keys_types_and_combinations_come_together(tmp_path):
-    base = write(tmp_path / "base.yaml", "seed: 1\nshard:\n  nmae: 1\n")
-    path = write(tmp_path / "c.yaml", """
+def test_keys_types_and_combinations_come_together(written):
+    base = written("seed: 1\nshard:\n  nmae: 1\n", "base.yaml")
+    path = written("""
 nmae: x
 base: base.yaml
 model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
@@ -47,9 +47,9 @@ encode: {dtype: uint16}
     train=5 -> train.batch_tokens|warmup_steps
     shard.sources.0.paths=5 -> train.mixture
     shard.sources=[{kind: files, paths: [a]}] -> train.mixture"""))
-def test_what_depends_on_a_wrong_value_is_not_judged(tmp_path, wrong, silent):
+def test_what_depends_on_a_wrong_value_is_not_judged(written, wrong, silent):
     """Nor what depends on a value that has another name."""
-    path = write(tmp_path / "c.yaml", """
+    path = written("""
 model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
 train: {steps: 50, warmup_steps: 60, batch_tokens: 1000, sequence_length: 300, sample_tokens: 200, mixture: {web: 1}}
 shard: {sources: [{kind: files, name: notes, paths: [x.txt]}]}
@@ -95,8 +95,8 @@ def test_a_sentence_names_all_that_it_follows_from(whole):
     2.0 -> 2
     1_000 -> 1000
     2.5E1 -> 25""", str, int))
-def test_whole_numbers_may_be_written_with_an_exponent(tmp_path, value, steps):
-    path = write(tmp_path / "a.yaml", f"train: {{steps: {value}}}\nlaunch: {{processes: 2e0}}\n")
+def test_whole_numbers_may_be_written_with_an_exponent(written, value, steps):
+    path = written(f"train: {{steps: {value}}}\nlaunch: {{processes: 2e0}}\n")
     for overrides in (["name=1e3"], [f"train.steps={value}", "name=1e3"]):
         config = load_config(path, overrides, check=False)
         assert config.train.steps == steps and type(config.train.steps) is int
