@@ -21,10 +21,8 @@ import json
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, quote
 
 import pytest
@@ -58,10 +56,10 @@ class Forwarded:
     """A WSGI application whose requests are answered by Azurite at a port of this machine, but for those for a range of
     an empty object, which Azure refuses."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self._port = port
 
-    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ, start):
         headers = {name.removeprefix("HTTP_").replace("_", "-"): value for name, value in environ.items()
                    if name.startswith("HTTP_") or name in ("CONTENT_TYPE", "CONTENT_LENGTH")}
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -110,7 +108,7 @@ def azurite(azurite_server, monkeypatch):
     server.faults.clear()
 
 
-def _make_container(endpoint: str) -> str:
+def _make_container(endpoint):
     """A new container's name. The request is signed by hand, which obstore cannot be asked to make."""
     name = f"drover-{uuid.uuid4().hex[:12]}"
     address = endpoint.removeprefix("http://").partition("/")[0]
@@ -131,12 +129,12 @@ class GoogleStandIn:
     """Google's XML API as far as it is needed, over moto's S3: tokens that name the account's key are asked for, each
     write has a generation, on which the next may depend, and what is not there cannot be deleted."""
 
-    def __init__(self, storage: Any, key: str) -> None:
+    def __init__(self, storage, key):
         self._storage, self._key = storage, key
         self._generations, self._numbers = dict[str, int](), itertools.count(1_700_000_000)
         self._lock = threading.Lock()
 
-    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ, start):
         if not self._knows(environ.get("HTTP_AUTHORIZATION", "")):
             return refuse(start, "401 Unauthorized", "AuthenticationRequired", "Authentication required.")
         environ["HTTP_AUTHORIZATION"] = MOTOS
@@ -162,7 +160,7 @@ class GoogleStandIn:
         start(status, headers)
         return [data]
 
-    def _knows(self, authorization: str) -> bool:
+    def _knows(self, authorization):
         """Whether a token names the account's key; that it is signed by it is left to those who sign."""
         header = authorization.removeprefix("Bearer ").partition(".")[0]
         return bool(header) and json.loads(base64.urlsafe_b64decode(header + "=="))["kid"] == self._key

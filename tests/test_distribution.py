@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
+from tests.pages import typed
 from tests.test_packages import PROJECT
 
 
@@ -75,7 +76,6 @@ def test_the_citation_is_of_this_version():
 
 def test_make_installs_what_runs_need_and_what_tests_need_apart():
     def installs(target):
-        return re.findall(r"pip install .*--editable '\.\[(\S+)\]'", subprocess.run(
-            ["make", "-n", "-B", target], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
+        return re.findall(r"pip install .*--editable '\.\[(\S+)\]'", typed(f"make -n -B {target}", REPOSITORY).stdout)
     assert installs("demo") == ["eval,hub,slurm,tensorboard"]
     assert installs("test") == installs("lint") == [*installs("demo"), "dev"]

@@ -2,13 +2,13 @@
 
 import io
 import re
-import subprocess
 import token as kinds
 from tokenize import COMMENT, STRING, generate_tokens
 
 import pytest
 
 from tests.conftest import REPOSITORY, run_python
+from tests.pages import typed
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -94,8 +94,7 @@ def anchors(page):
 @pytest.mark.parametrize("page", [*PAGES, *INCLUDED], ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_links_work_where_the_site_is_not_built(page):
     """As on a code host: they lead to files that are in the repository, and to headings that are there."""
-    kept = set(subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True,
-                              check=True).stdout.splitlines())
+    kept = set(typed("git ls-files", REPOSITORY).stdout.splitlines())
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)):
         if not re.match(r"\w+:", link):
             path, _, anchor = link.partition("#")

@@ -1,11 +1,13 @@
 """What a model's generation_config.json says goes with a training that starts from it."""
 
+import json
+
 import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.records.generation_settings import FILE, keep_settings, read_settings, settings_file
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 
 
@@ -19,8 +21,12 @@ def kept(weights, folder, bos=1, eos=2):
     return read_json(folder / FILE)
 
 
-@pytest.mark.parametrize(("said", "expected"), [
-    ([5, 2, 6], [5, 2, 6]), (2, 2), (7, [7, 2]), ([7], [7, 2]), (None, 2)])
+@pytest.mark.parametrize(("said", "expected"), table("""
+    [5, 2, 6] -> [5, 2, 6]
+    2 -> 2
+    7 -> [7, 2]
+    [7] -> [7, 2]
+    null -> 2""", json.loads, json.loads))
 def test_every_id_that_ends_a_text_is_kept_and_eos_is_one(tmp_path, model, said, expected):
     folder = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
     for name in (FILE, "config.json"):

@@ -5,7 +5,6 @@ import shlex
 from itertools import combinations
 
 import pytest
-import torch
 
 from drover.pipeline.core.files import Ledger, read_json, write_json
 from drover.pipeline.evaluation import running
@@ -49,13 +48,8 @@ def home(tmp_path_factory):
 
 
 def compared(home, to, *arguments, expect=0):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert main([*arguments, "--to", str(to), "--task-folders", str(home / "tasks"), "--bootstrap-iters", "20",
-                     "--batch", "4"]) == expect
-    finally:
-        torch.set_num_threads(threads)
+    assert main([*arguments, "--to", str(to), "--task-folders", str(home / "tasks"), "--bootstrap-iters", "20",
+                 "--batch", "4"]) == expect
     return read_json(to / "comparison.json") if not expect else None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_json, write_sealed
 from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify.__main__ import main, share_of, verify
@@ -17,7 +18,6 @@ from tests.conftest import run_stage, write_config
 from tests.refusal import printed
 
 pytestmark = pytest.mark.slow
-STAGES = ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
 PLACES = (0.0, 0.4, 1.0)
 """How far into a file a bit is flipped."""
 
