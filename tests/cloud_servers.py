@@ -21,10 +21,8 @@ import json
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
 from email.utils import formatdate
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, quote
 
 import pytest
@@ -32,7 +30,6 @@ import pytest
 from tests.object_store import (
     SECRET,
     Bucket,
-    FaultyServer,
     answered,
     answers,
     free_ports,
@@ -59,10 +56,10 @@ class Forwarded:
     """A WSGI application whose requests are answered by Azurite at a port of this machine, but for those for a range of
     an empty object, which Azure refuses."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self._port = port
 
-    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ, start):
         headers = {name.removeprefix("HTTP_").replace("_", "-"): value for name, value in environ.items()
                    if name.startswith("HTTP_") or name in ("CONTENT_TYPE", "CONTENT_LENGTH")}
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -83,7 +80,7 @@ class Forwarded:
 
 
 @pytest.fixture(scope="session")
-def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, FaultyServer]]:
+def azurite_server(tmp_path_factory):
     """The address of this worker's own Azurite, with the account's name, behind a server that fails on request."""
     program = shutil.which("azurite-blob")
     if program is None:
@@ -97,7 +94,7 @@ def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
 
 
 @pytest.fixture
-def azurite(azurite_server: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def azurite(azurite_server, monkeypatch):
     """A new container on Azurite, and the environment for it, as a user sets it for an address of their own."""
     endpoint, server = azurite_server
     set_environment(monkeypatch, AZURE_STORAGE_ACCOUNT_NAME=ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY=AZURE_KEY,
@@ -111,7 +108,7 @@ def azurite(azurite_server: tuple[str, FaultyServer], monkeypatch: pytest.Monkey
     server.faults.clear()
 
 
-def _make_container(endpoint: str) -> str:
+def _make_container(endpoint):
     """A new container's name. The request is signed by hand, which obstore cannot be asked to make."""
     name = f"drover-{uuid.uuid4().hex[:12]}"
     address = endpoint.removeprefix("http://").partition("/")[0]
@@ -132,12 +129,12 @@ class GoogleStandIn:
     """Google's XML API as far as it is needed, over moto's S3: tokens that name the account's key are asked for, each
     write has a generation, on which the next may depend, and what is not there cannot be deleted."""
 
-    def __init__(self, storage: Any, key: str) -> None:
+    def __init__(self, storage, key):
         self._storage, self._key = storage, key
         self._generations, self._numbers = dict[str, int](), itertools.count(1_700_000_000)
         self._lock = threading.Lock()
 
-    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ, start):
         if not self._knows(environ.get("HTTP_AUTHORIZATION", "")):
             return refuse(start, "401 Unauthorized", "AuthenticationRequired", "Authentication required.")
         environ["HTTP_AUTHORIZATION"] = MOTOS
@@ -163,14 +160,14 @@ class GoogleStandIn:
         start(status, headers)
         return [data]
 
-    def _knows(self, authorization: str) -> bool:
+    def _knows(self, authorization):
         """Whether a token names the account's key; that it is signed by it is left to those who sign."""
         header = authorization.removeprefix("Bearer ").partition(".")[0]
         return bool(header) and json.loads(base64.urlsafe_b64decode(header + "=="))["kid"] == self._key
 
 
 @pytest.fixture(scope="session")
-def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, FaultyServer, list[Path]]]:
+def google_server(tmp_path_factory):
     """The stand-in's address and server, and two files of keys: its service account's, and one with another key."""
     from cryptography.hazmat.primitives.asymmetric import rsa
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -185,7 +182,7 @@ def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[st
 
 
 @pytest.fixture
-def google(google_server: tuple[str, FaultyServer, list[Path]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def google(google_server, monkeypatch):
     """A new bucket on the stand-in for Google's store, and the environment for it."""
     from werkzeug.test import Client
     endpoint, server, files = google_server

@@ -73,10 +73,11 @@ def environment(threads: int = 1) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
-def run_python(*arguments: object, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: object, check: bool = True, cwd: Path = REPOSITORY,
+               **variables: str) -> subprocess.CompletedProcess[str]:
     """An interpreter with these arguments, to its end; variables: more of its environment."""
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=REPOSITORY, env={**environment(), **variables},
-                          text=True, capture_output=True, check=check)
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env={**environment(), **variables},
+                          text=True, capture_output=True, check=check, timeout=HANG_S)
 
 
 def stage_command(stage: str, config: Path, *overrides: str) -> list[str]:
@@ -114,7 +115,7 @@ def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect:
     return result
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     """Keep torch to one thread, and start the server of warm processes, before the workers are forked and share it."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # threads of several workers on the same cores spin while they wait for each other
@@ -122,7 +123,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         warm_server()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     if warm_server.cache_info().currsize:
         warm_server().close()
 
@@ -134,7 +135,7 @@ def warm_server() -> WarmServer:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     """About 0.13 MB of real text: some of the standard library's sources, as .txt files."""
     folder = tmp_path_factory.mktemp("corpus")
     library, size = Path(sysconfig.get_paths()["stdlib"]), 0
@@ -147,7 +148,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def encoded(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+def encoded(tmp_path_factory, corpus):
     """Config of a run whose shard, tokenizer and encode stages are done; its folder is `runs/mini` beside it."""
     from tests.stages.here import prepare_here  # with torch, which not every session needs
     config = write_config(tmp_path_factory.mktemp("encoded"), corpus)
@@ -156,7 +157,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, encoded: Path) -> Path:
+def fresh(tmp_path, encoded):
     """Config of a new run that reuses the encoded one: training can start at once.
 
     One process accumulates over two micro-batches, two ranks have one each.

@@ -6,8 +6,6 @@ runs a module that way: it dies of SIGKILL before its change of that number, cou
 An fsync is a change, too.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -15,9 +13,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.conftest import environment, warm_server
 from tests.waiting import HANG_S
@@ -25,11 +21,11 @@ from tests.waiting import HANG_S
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.symlink", "os.link")
 
 
-def kill_before(pattern: str, number: int) -> None:
+def kill_before(pattern, number):
     """Kill this process before its change of that number of a file or folder with the pattern in its path."""
     changes, wanted, lock = itertools.count(1), re.compile(pattern), threading.Lock()
 
-    def hook(event: str, arguments: Any) -> None:
+    def hook(event, arguments):
         opened = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if (opened or event in CHANGES) and isinstance(arguments[0], (str, bytes, os.PathLike)):
             path = os.fsdecode(arguments[0])
@@ -40,13 +36,13 @@ def kill_before(pattern: str, number: int) -> None:
     sys.addaudithook(hook)
     fsync = os.fsync
 
-    def synced(descriptor: int) -> None:  # of which there is no event
+    def synced(descriptor):  # of which there is no event
         hook("os.truncate", (str(Path(f"/proc/self/fd/{descriptor}").readlink()),))
         fsync(descriptor)
     os.fsync = synced
 
 
-def cut_off(function: Callable[[], int], place: Path, number: int) -> int:
+def cut_off(function, place, number):
     """Call `function` in a fork of this process that dies before its change of that number in `place`; its status."""
     pid = os.fork()
     if not pid:
@@ -59,8 +55,7 @@ def cut_off(function: Callable[[], int], place: Path, number: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def cut_off_stage(stage: str, number: int, *arguments: str, pattern: str = "/runs/",
-                  ranks: int = 1) -> tuple[int, str]:
+def cut_off_stage(stage, number, *arguments, pattern="/runs/", ranks=1):
     """Run a stage of which a process dies before its change of that number; its status and all that was printed."""
     process = warm_server().start(["tests.cut_off", pattern, str(number), f"drover.pipeline.{stage}", *arguments],
                                   environment(), ranks=ranks)

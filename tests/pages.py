@@ -6,20 +6,25 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, environment, warm_server
 from tests.waiting import HANG_S
 
-BLOCK = re.compile(r"(?:<!-- (?:needs|takes) (a cluster|torchao|an object store|the network|fastapi|minutes) -->\n)?"
-                   r"```bash\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- (?:needs|takes) ([^>\n]*) -->\n)?```bash\n(.*?)```", re.DOTALL)
 WARM = "drover.pipeline.train|drover.pipeline.convert|drover.pipeline.evaluate"
 
 
-def commands(*pages: str) -> list[str]:
-    """The commands of pages of docs/, in their order, without comments."""
-    return [re.split(r"\s+# ", line)[0].strip() for page in pages
-            for _, block in BLOCK.findall((REPOSITORY / f"docs/{page}.md").read_text()) for line in block.splitlines()]
+def commands(*pages: str, needs: Collection[str] | None = None) -> list[str]:
+    """The commands of pages of docs/, in their order, without comments; lines of a quoted program stay together.
+
+    needs: only those of blocks that need nothing, or one of these.
+    """
+    return [re.split(r"\s+# ", command)[0].strip() for page in pages
+            for needed, block in BLOCK.findall((REPOSITORY / f"docs/{page}.md").read_text())
+            if needs is None or not needed or needed in needs
+            for command in re.findall(r'(?:[^"\n]|"[^"]*")+', block)]
 
 
 def checkout(home: Path) -> Path:

@@ -1,7 +1,5 @@
 """Tiny stages for tests of the stage contract, so that the contract itself is tested."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from drover.pipeline.contract.entry import stage_main

@@ -1,9 +1,8 @@
 """What tests/again.py runs again: few failures, by their files."""
 
-import json
-
 import pytest
 
+from drover.pipeline.core.files import write_json
 from tests import again
 
 
@@ -12,7 +11,7 @@ from tests import again
     (["tests/a.py"], "tests/a.py\n"), ([], ""), (None, ""), ([f"tests/a.py::test{n}" for n in range(5)], "")])
 def test_few_failures_are_named_and_their_files_given(tmp_path, monkeypatch, capsys, failed, files):
     if failed is not None:  # there was a run
-        (tmp_path / "lastfailed").write_text(json.dumps(dict.fromkeys(failed, True)))
+        write_json(tmp_path / "lastfailed", dict.fromkeys(failed, True))
     monkeypatch.setattr(again, "FAILED", tmp_path / "lastfailed")
     assert again.main() == (0 if files else 1)
     out, err = capsys.readouterr()

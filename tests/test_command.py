@@ -1,10 +1,9 @@
 """The command `drover`: every subcommand, and what a shell completes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,10 +85,10 @@ def test_bash_completes_commands_options_and_runs(words, offered, tmp_path):
     given = shlex.join(["drover", *words])
     script = (f"{completion('bash')}\nCOMP_WORDS=({given}); COMP_CWORD={len(words)}; _drover\n"
               'printf "%s\\n" "${COMPREPLY[@]}"')
-    found = subprocess.run(["bash", "-c", script], cwd=tmp_path, text=True, capture_output=True, check=True)
-    assert (" ".join(sorted(found.stdout.split())) or "nothing") == offered
+    complete = partial(subprocess.check_output, ["bash", "-c", script], cwd=tmp_path, text=True)
+    assert (" ".join(sorted(complete().split())) or "nothing") == offered
     (tmp_path / "runs" / "$(touch executed)").mkdir(parents=True)
-    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    complete()
     assert not (tmp_path / "executed").exists()
 
 

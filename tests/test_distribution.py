@@ -1,7 +1,5 @@
 """What a user installs from: the image's recipe, the citation, the count of packages that README tells."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -10,10 +8,11 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
+from tests.pages import typed
 from tests.test_packages import PROJECT
 
 
-def instructions() -> list[tuple[str, str]]:
+def instructions():
     """Name and rest of each line of the Dockerfile, continued lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE))
     return [(name, " ".join(rest.split())) for line in text.splitlines() if line.strip()
@@ -77,7 +76,6 @@ def test_the_citation_is_of_this_version():
 
 def test_make_installs_what_runs_need_and_what_tests_need_apart():
     def installs(target):
-        return re.findall(r"pip install .*--editable '\.\[(\S+)\]'", subprocess.run(
-            ["make", "-n", "-B", target], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
+        return re.findall(r"pip install .*--editable '\.\[(\S+)\]'", typed(f"make -n -B {target}", REPOSITORY).stdout)
     assert installs("demo") == ["eval,hub,slurm,tensorboard"]
     assert installs("test") == installs("lint") == [*installs("demo"), "dev"]

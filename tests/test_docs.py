@@ -1,17 +1,14 @@
 """The documentation builds without a warning; it and the source use the words that docs/style.md asks for."""
 
-from __future__ import annotations
-
 import io
 import re
-import subprocess
-import sys
 import token as kinds
 from tokenize import COMMENT, STRING, generate_tokens
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_python
+from tests.pages import typed
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -27,14 +24,14 @@ FORBIDDEN = re.compile(
 """Words of our own for what the field has a term for, and turns that have to be read twice."""
 
 
-def prose(text: str) -> str:
+def prose(text):
     """Paragraphs and items of a page: no code, tables, headings or addresses of links."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)|!\[[^\]]*\]", "]", text)
     return "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "    ")))
 
 
-def sentences(text: str) -> list[str]:
+def sentences(text):
     """Of prose; each item of a list is one at least."""
     found = []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose(text)):
@@ -42,7 +39,7 @@ def sentences(text: str) -> list[str]:
     return [sentence for sentence in found if re.search(r"\w", sentence)]
 
 
-def words(text: str) -> int:
+def words(text):
     """Code in backticks is one."""
     return len(re.findall(r"\w[\w'’-]*", re.sub(r"`[^`]*`", "code", text)))
 
@@ -50,8 +47,7 @@ def words(text: str) -> int:
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
     """A link or anchor that leads nowhere is one."""
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path / "site")]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    result = run_python("-m", "sphinx", "-q", "-W", "--keep-going", "docs", tmp_path / "site", check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     for page, part in {"made/settings": "train.lr", "made/commands": "drover rehearse", "made/interfaces": "on_step",
                        "made/changelog": "0.1.0", "made/comparison": "torchtitan",
@@ -98,8 +94,7 @@ def anchors(page):
 @pytest.mark.parametrize("page", [*PAGES, *INCLUDED], ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_links_work_where_the_site_is_not_built(page):
     """As on a code host: they lead to files that are in the repository, and to headings that are there."""
-    kept = set(subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True,
-                              check=True).stdout.splitlines())
+    kept = set(typed("git ls-files", REPOSITORY).stdout.splitlines())
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)):
         if not re.match(r"\w+:", link):
             path, _, anchor = link.partition("#")

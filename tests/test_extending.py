@@ -1,9 +1,8 @@
 """docs/extending.md does what it says: its module, configuration and command, taken from the page, on a miniature."""
 
-from __future__ import annotations
-
 import json
 import re
+import shutil
 
 import pytest
 import yaml
@@ -25,11 +24,7 @@ FILES = {name: text for _, name, text in re.findall(r"```(python|yaml)\n# (\S+)\
 def extended(tmp_path_factory, corpus):
     """The run that the page makes: its folder, and what was printed."""
     home = warm_stages(checkout(tmp_path_factory.mktemp("extended")))
-    files = sorted(corpus.glob("*.txt"))
-    texts = home / "texts"
-    texts.mkdir()
-    for file in files:
-        (texts / file.name).write_text(file.read_text())
+    texts = shutil.copytree(corpus, home / "texts")
     (texts / "loud.txt").write_text("ALL OF THIS IS SHOUTED, EVERY LAST WORD OF IT.\n" * 20)
     (texts / "eager.txt").write_text("It goes on and on!!! " * 40)
     demo = write_config(home, texts, name="demo", runs_dir=str(home / "runs"),
@@ -66,8 +61,7 @@ def test_the_optimizer_trained_with_its_own_state_and_setting(extended):
 
 def test_the_attention_backend_was_the_one_that_ran(extended):
     folder, _ = extended
-    events = [json.loads(line) for line in (folder / "train/events.jsonl").read_text().splitlines()]
-    assert events[0]["attention"] == "ours"
+    assert json.loads((folder / "train/events.jsonl").read_text().splitlines()[0])["attention"] == "ours"
 
 
 def test_the_sink_kept_the_lowest_loss(extended):

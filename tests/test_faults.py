@@ -1,7 +1,5 @@
 """What crosses the stages: kill -9 anywhere in the chain, and a disk that fills up in any stage that writes data."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource
@@ -17,7 +15,7 @@ import yaml
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_attempts
-from tests.conftest import REPOSITORY, environment, start_stage, write_config
+from tests.conftest import REPOSITORY, environment, run_python, start_stage, write_config
 from tests.cut_off import cut_off_stage
 from tests.faulty import HOOKS
 from tests.stages.training import curve, kill
@@ -124,10 +122,8 @@ def test_kill_9_anywhere_in_the_chain_changes_nothing(tmp_path, corpus, undistur
 
 def test_a_killed_rank_on_one_box_is_started_again_and_changes_nothing(before, undisturbed):
     config = before("train")
-    ended = subprocess.run([sys.executable, "launch/submit.py", "--stage", "train", "--config", str(config),
-                            "--cluster", "local", f"train.hooks={HOOKS}"],
-                           env={**environment(), "DROVER_FAULTS": "kill:rank=1,step=7"},
-                           cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=HANG_S)
+    ended = run_python("launch/submit.py", "--stage", "train", "--config", config, "--cluster", "local",
+                       f"train.hooks={HOOKS}", check=False, DROVER_FAULTS="kill:rank=1,step=7")
     assert ended.returncode == 0 and "killed by SIGKILL; starting again" in ended.stderr, ended.stderr
     assert_same(config, undisturbed, "train")
     events = [event for event in read_attempts(config.parent / "runs/mini") if event["event"] in ("attempt", "ended")]

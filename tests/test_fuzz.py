@@ -1,16 +1,11 @@
 """What somebody else may have made, damaged in many ways: each reader gives a result or one sentence. Nothing else is
 raised, written or started, nothing hangs, and nothing takes gigabytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import tarfile
-from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +59,7 @@ TEXT = "def größer(x):\n    return x\0 <s> 漢字 </s>\n"
 RUN = "runs/small"
 
 
-def _each(*reads: Callable[[], Any]) -> None:
+def _each(*reads):
     """Let all of them read, also after one that refuses."""
     for read in reads:
         try:
@@ -73,7 +68,7 @@ def _each(*reads: Callable[[], Any]) -> None:
             assert str(error)
 
 
-def _config(folder: Path) -> None:
+def _config(folder):
     text = (REPOSITORY / "configs/demo.yaml").read_text()
     (folder / "base.yaml").write_text(text)
     (folder / "c.yaml").write_text("""
@@ -86,7 +81,7 @@ launch: {train: {nodes: 2}, setup: [module load x]}
 """)
 
 
-def _job(folder: Path) -> HandMade:
+def _job(folder):
     run = HandMade(folder / "run")
     run.submitted(*run.whole_chain(), run.job("30", "evaluate", "evaluation", name="demo-step-100"))
     run.done("shard", outputs=[{"path": "train/a.tar", "bytes": 1, "sha256": "0", "split": "train", "source": "a",
@@ -104,7 +99,7 @@ def _job(folder: Path) -> HandMade:
     return run
 
 
-def _records(folder: Path) -> None:
+def _records(folder):
     """What training, its launcher and a hang leave."""
     Recorded(folder).play("""launcher job; launcher preflight seconds=3; start 5; steps 3; look 2;
         roll_back 2 lost_s=1; hang 9; launcher ended next=stop status=hung reason=x; start 5 step=2;
@@ -113,13 +108,13 @@ def _records(folder: Path) -> None:
     write_places(folder / "train", ["n0", "n1"])
 
 
-def _read_records(folder: Path) -> None:
+def _read_records(folder):
     train = folder / "train"
     _each(lambda: read_metrics(train / "metrics.jsonl"), lambda: plan_changes(train), lambda: goodput(folder),
           lambda: first_start(folder), lambda: read_rollbacks(train), lambda: judge_hang(train / "hangs/local.0.0", 2))
 
 
-def _states(folder: Path) -> None:
+def _states(folder):
     write_sealed(folder / "STATE.json", {"status": "running", "step": 3, "units": 1, "job": "15", "at": ago(3)})
     write_json(folder / STARTED, {"fingerprint": {"config": {"a": 1}, "inputs": {}, "files": {}}, "chain": "c1",
                                   "force_id": "x", "files": [], "drift": []})
@@ -127,7 +122,7 @@ def _states(folder: Path) -> None:
     write_json(folder / "launch/encode.lock", {"job": "15", "restart": 0, "host": "n", "pid": 3, "at": 1.8e9})
 
 
-def _read_states(folder: Path) -> None:
+def _read_states(folder):
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
     sound_start(folder), marked_parts(folder, 4, "encode", "ab")
@@ -135,7 +130,7 @@ def _read_states(folder: Path) -> None:
     read_start(folder)
 
 
-def _read_run(folder: Path) -> None:
+def _read_run(folder):
     """As stages and the launcher look at a run: what stands where, what it is made of."""
     run = run_in(folder / RUN)
     for stage in STAGES:
@@ -144,7 +139,7 @@ def _read_run(folder: Path) -> None:
         run.changed(stage, only_settings=True)
 
 
-def _read_token_shards(folder: Path) -> None:
+def _read_token_shards(folder):
     encode = folder / RUN / "encode"
     _each(*(partial(read_batch, path) for path in encode.glob("*/*.arrow")))
     manifest = read_manifest(encode)
@@ -161,14 +156,14 @@ def _read_token_shards(folder: Path) -> None:
                 shard.document_tokens(shard.documents - 1), shard.document_starts(0, shard.token_count)
 
 
-def _header(size: int) -> bytes:
+def _header(size):
     """The beginning of a tar whose first member is said to be so long."""
     member = tarfile.TarInfo("0.json")
     member.size = size
     return member.tobuf(tarfile.GNU_FORMAT) + b"{}"
 
 
-def _read_text_shards(folder: Path) -> None:
+def _read_text_shards(folder):
     shards = folder / RUN / "shard"
     manifest = read_manifest(shards)
     for record in shard_records(manifest, "train") if manifest else ():
@@ -176,44 +171,44 @@ def _read_text_shards(folder: Path) -> None:
               lambda record=record: [batch.texts for batch in read_texts(shards, record, 1000)])
 
 
-def _read_weights(folder: Path) -> None:
+def _read_weights(folder):
     with open_weights(folder) as weights:
         for name in weights.shapes:
             weights.read(name)
 
 
-def _checkpoint(folder: Path) -> None:
+def _checkpoint(folder):
     write_run(folder / "run", {3: for_tokenizer(TOKENIZER_OF_BYTES, dim=12, ffn_dim=8, layers=1)}, TOKENIZER_OF_BYTES)
 
 
-def _read_checkpoint(folder: Path) -> None:
+def _read_checkpoint(folder):
     for checkpoint in complete_checkpoints(folder / "run/train"):
         read_marker(checkpoint)
         shape_in(checkpoint)
     _read_weights(folder / "run")
 
 
-def _hugging_face(folder: Path) -> None:
+def _hugging_face(folder):
     model = for_tokenizer(TOKENIZER_OF_BYTES, dim=12, ffn_dim=8, layers=1, qkv_bias=True)
     write_huggingface(folder / "hf", model, TOKENIZER_OF_BYTES)
 
 
-def _read_hugging_face(folder: Path) -> None:
+def _read_hugging_face(folder):
     shape_in(folder / "hf")
     read_settings(folder / "hf/generation_config.json")
     _read_weights(folder / "hf")
 
 
-def _pickled(folder: Path) -> None:
+def _pickled(folder):
     as_pickled(folder / "hf", opinionated(ModelConfig(**{**SHAPE, "vocab_size": 32, "dim": 12, "ffn_dim": 8,
                                                          "layers": 1})))
 
 
-def _meta(folder: Path) -> None:
+def _meta(folder):
     as_meta(folder / "meta", opinionated(LLAMA2.model_copy(update={"layers": 1})), 2)
 
 
-def _vocabulary(path: Path, folder: Path) -> None:
+def _vocabulary(path, folder):
     """A whole vocabulary, of the kind that its folder is named by."""
     shutil.copy(path, folder)
     kind = path.parent.name
@@ -224,8 +219,8 @@ def _vocabulary(path: Path, folder: Path) -> None:
                                                       "model_max_length": 9, "auto_map": {"AutoTokenizer": "x.Y"}})
 
 
-def _read_vocabulary(kind: str, file: str) -> Any:
-    def read(folder: Path) -> None:
+def _read_vocabulary(kind, file):
+    def read(folder):
         beside = folder / "tokenizer_config.json"
         if kind == "huggingface" and beside.exists() and not names_code(beside):
             settings_text(beside, 5)
@@ -235,12 +230,12 @@ def _read_vocabulary(kind: str, file: str) -> Any:
     return read
 
 
-def _read_finished_vocabulary(folder: Path) -> None:
+def _read_finished_vocabulary(folder):
     vocabulary_record(folder)
     load_tokenizer(folder).encode("x")
 
 
-def _items(folder: Path) -> None:
+def _items(folder):
     items = [{"question": f"what is {number}?", "answer": {"text": ["a", "b"]}} for number in range(3)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (folder / "items.json").write_text(json.dumps(items))
@@ -258,32 +253,32 @@ def _items(folder: Path) -> None:
     (folder / "i.jsonl.zst").write_bytes(zstandard.compress((folder / "items.jsonl").read_bytes()))
 
 
-def _offsets_beyond(whole: bytes) -> bytes:
+def _offsets_beyond(whole):
     """The items in Arrow's form, with lists that are said to go on beyond what they hold."""
     there, beyond = (np.array([0, 2, 4, last], np.int32).tobytes() for last in (6, 1 << 30))
     assert there in whole
     return whole.replace(there, beyond)
 
 
-def _read_items(folder: Path) -> None:
-    def read(path: Path) -> None:
+def _read_items(folder):
+    def read(path):
         fields = ["question"] if path.suffix == ".csv" else ["question", "answer.text"]
         sum(len(item.text) for item in items_of(EvaluationSet(path=str(path), fields=fields)))
 
     _each(*(partial(read, path) for path in sorted(folder.iterdir())))
 
 
-def _read_tasks(folder: Path) -> None:
+def _read_tasks(folder):
     _each(*(task.inputs for task in find_tasks([folder]).values()),
           *(lambda path=path: list(items_of(EvaluationSet(path=str(path)))) for path in sorted(folder.glob("*.yaml"))))
 
 
-def _show_status(folder: Path) -> None:
+def _show_status(folder):
     os.environ["PATH"] = ""  # no Slurm to be asked
     assert status(["--run", str(folder / "run")]) in (0, 2)
 
 
-def _read_job(folder: Path) -> None:
+def _read_job(folder):
     run = folder / "run"
     specs = sorted((run / "launch/jobs").glob("*.json"))
     _each(lambda: read_chains(run), lambda: strikes(run), lambda: list(map(JobSpec.load, specs)),

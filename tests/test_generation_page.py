@@ -5,8 +5,6 @@ import ast
 import re
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 
 import pytest
@@ -15,13 +13,14 @@ from drover.__main__ import main
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.model_options import add_sampling_options
 from tests.conftest import REPOSITORY, environment
+from tests.object_store import free_ports, running
+from tests.pages import commands, typed
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_serve import pytestmark as needs_server
 from tests.waiting import wait_for
 
 PAGE = (REPOSITORY / "docs/generation.md").read_text()
-BLOCKS = re.findall(r"(<!-- needs.*? -->\n)?```(bash|python)\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [line for needs, language, text in BLOCKS if language == "bash" and not needs for line in text.splitlines()]
+COMMANDS = commands("generation", needs=[])
 TOKENIZER = ByteTokenizer()
 
 
@@ -37,17 +36,17 @@ def home(tmp_path_factory):
 @pytest.mark.slow
 def test_the_commands_of_the_terminal(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    commands = [shlex.split(command) for command in COMMANDS if command.startswith("drover chat")]
-    assert commands
-    for _, *arguments in commands:
-        assert main(arguments) == 0
+    chats = [command for command in COMMANDS if command.startswith("drover chat")]
+    assert chats
+    for command in chats:
+        assert main(shlex.split(command)[1:]) == 0
         assert capsys.readouterr().out.startswith("def main():")
 
 
 @pytest.mark.slow
 def test_the_python_of_the_page(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    [code] = [text for _, language, text in BLOCKS if language == "python"]
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "docs/generation.md", "exec"), {})  # noqa: S102 - the page's own
     texts = ast.literal_eval(capsys.readouterr().out)
     assert len(texts) == 2 and all(texts)
@@ -58,21 +57,15 @@ def test_the_python_of_the_page(home, monkeypatch, capsys):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
 def test_the_server_and_the_requests_of_the_page(home):
     [[_, *words]] = [shlex.split(command) for command in COMMANDS if command.startswith("drover serve")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    [port] = map(str, free_ports(1))
 
     def asked(command):
-        return subprocess.run(command.replace("8000", port), shell=True, capture_output=True, text=True,
-                              check=True).stdout
+        return typed(command.replace("8000", port), home).stdout
     command = [sys.executable, "-m", "drover", *(word.replace("8000", port) for word in words)]
-    server = subprocess.Popen(command, cwd=home, env=environment(), stdout=subprocess.PIPE, text=True)
-    try:
-        assert "/v1/completions" in wait_for(server.stdout.readline, of=server)
+    with running(command, home, **environment()) as server:
+        wait_for(lambda: "/v1/completions" in (home / "log").read_text(), of=server)
         assert "<textarea" in asked("curl -s http://127.0.0.1:8000/")
         answers = [asked(command) for command in COMMANDS if command.startswith("curl")]
-    finally:
-        server.terminate()
-        server.wait()
     for answer, part in zip(answers, ('"text_completion"', "data: [DONE]\n\n", '"ok"', '"token_logprobs":[null,-'),
                             strict=True):
         assert part in answer and "error" not in answer

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from benchmarks.suite import cases_of
 from drover.pipeline.contract.stages import STAGES
-from tests.conftest import environment
+from tests.conftest import run_python
 from tests.refusal import table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -183,8 +181,7 @@ NEEDED = {"drover.tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "drover.pipeli
 
 def imported_by(*command, cwd):
     """The exit status of a Python command, what it said, and the libraries that it imported."""
-    result = subprocess.run([sys.executable, "-X", "importtime", *command], cwd=cwd, env=environment(), text=True,
-                            capture_output=True, check=False)
+    result = run_python("-X", "importtime", *command, cwd=cwd, check=False)
     lines = result.stderr.splitlines()
     modules = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     said = [line for line in lines if not line.startswith("import time:")]

@@ -1,18 +1,13 @@
 """The package that is installed: one name for all of it, its configurations with it, and nothing taken from where it is
 started."""
 
-from __future__ import annotations
-
-import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import REPOSITORY, run_python
 
 PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE",
          "MANIFEST.in", "constraints.txt")
@@ -22,17 +17,14 @@ PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject
 def site(tmp_path_factory):
     """A folder on Python's path into which a wheel was unpacked that was made of the source archive."""
     folder = tmp_path_factory.mktemp("package")
-    for part in PARTS:
-        copy = shutil.copytree if (REPOSITORY / part).is_dir() else shutil.copy
-        copy(REPOSITORY / part, folder / "source" / part, **({"symlinks": True} if copy is shutil.copytree else {}))
-    subprocess.run([sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')"],
-                   cwd=folder / "source", check=True, capture_output=True)
+    (folder / "source").mkdir()
+    subprocess.run(["cp", "-a", *PARTS, folder / "source"], cwd=REPOSITORY, check=True)  # links as links
+    run_python("-c", "from setuptools import build_meta; build_meta.build_sdist('..')", cwd=folder / "source")
     archive, = folder.glob("drover-*.tar.gz")
     with tarfile.open(archive) as file:
         held = {name.split("/")[1] for name in file.getnames() if "/" in name}
     assert {"drover", "constraints.txt", "LICENSE"} <= held and "tests" not in held
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", str(folder), str(archive)], check=True)
+    run_python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, archive)
     wheel, = folder.glob("drover-*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
@@ -42,9 +34,8 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
-def start(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, text=True, capture_output=True, check=False,
-                          env={**environment(), "PYTHONPATH": str(site)})
+def start(site, cwd, *arguments):
+    return run_python("-m", *arguments, cwd=cwd, check=False, PYTHONPATH=str(site))
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Packages of extras: which one brings what, and what is said where one is absent."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata

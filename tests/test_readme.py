@@ -5,41 +5,29 @@ Commands after `<!-- needs a cluster -->` and `<!-- takes minutes -->` are not r
 where it is installed; those of `make` are checked against the Makefile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-import subprocess
 from importlib.util import find_spec
 
 import pytest
 import yaml
 
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, write_config
-from tests.pages import BLOCK, checkout, typed, warm_stages
+from tests.pages import checkout, commands, typed, warm_stages
 
 README = (REPOSITORY / "README.md").read_text()
-PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))
-                   if path.stem not in ("extending", "weights", "evaluation", "generation", "tutorial-crawl",
-                                         "tutorial-tinystories", "tutorial-export", "data", "tokens",
-                                         "kubernetes"))]  # own tests
-
-
-def commands() -> list[str]:
-    """The pages' shell commands, one string each; multi-line quotes stay together."""
-    found = []
-    for needed, text in (block for page in PAGES for block in BLOCK.findall(page)):
-        if not needed or (needed == "torchao" and find_spec("torchao") is not None):
-            found += [text] if '"\n' in text else text.splitlines()
-    return list(dict.fromkeys(command.split("  #")[0].strip() for command in found))
-
-
+HAVE_TESTS = {"extending", "weights", "evaluation", "generation", "tutorial-crawl", "tutorial-tinystories",
+              "tutorial-export", "data", "tokens", "kubernetes"}
+"""Pages with tests of their own."""
+PAGES = ["../README", *sorted({path.stem for path in (REPOSITORY / "docs").glob("*.md")} - HAVE_TESTS)]
+COMMANDS = dict.fromkeys(commands(*PAGES, needs=["torchao"] if find_spec("torchao") else []))
 INSPECT = " --inspect"
 """TensorBoard then prints what it would show, and serves nothing."""
-WHOLE_CHAIN, *OTHERS = [command + INSPECT * command.startswith("tensorboard") for command in commands()
+WHOLE_CHAIN, *OTHERS = [command + INSPECT * command.startswith("tensorboard") for command in COMMANDS
                         if not command.startswith("make ")]
 
 
@@ -78,7 +66,7 @@ def outcomes(home, demo):
 
 
 def test_the_readme_has_the_promised_commands():
-    text = "\n".join(commands())
+    text = "\n".join(COMMANDS)
     for needed in ("make demo", "make test", "drover run", "--stage train --nodes 4", "torchrun", "tensorboard"):
         assert needed in text
 
@@ -92,13 +80,13 @@ def test_every_command_runs(outcomes, command):
 
 
 def test_make_knows_its_targets():
-    targets = ["setup", "demo", "test", "test-all", "soak", "lint", "matrix", "picture", "docs"]
-    subprocess.run(["make", "-n", *targets], cwd=REPOSITORY, capture_output=True, check=True)
+    targets = "setup demo test test-all soak lint matrix picture docs"
+    assert typed(f"make -n {targets}", REPOSITORY).returncode == 0
 
 
 def test_make_demo_runs_the_first_command_of_the_readme():
-    result = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in result.stdout
+    said = typed("make -n demo", REPOSITORY).stdout
+    assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in said
     assert "drover run --config configs/demo.yaml --cluster local" in README
 
 
@@ -107,7 +95,7 @@ def test_the_first_run_ends_with_a_report(demo):
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stdout + result.stderr
     assert WHOLE_CHAIN == "drover run --config configs/demo.yaml --cluster local"
     assert result.stdout.rstrip().endswith("report: runs/demo/report.html")
-    overall = json.loads((folder / "evaluate/results.json").read_text())["validation"]["overall"]
+    overall = read_json(folder / "evaluate/results.json")["validation"]["overall"]
     assert f"{overall['bits_per_byte']:.3f}" in (folder / "report.html").read_text()
     metrics = read_metrics(folder / "train/metrics.jsonl")
     assert metrics[-1]["loss"] < 0.75 * metrics[0]["loss"]

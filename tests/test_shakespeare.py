@@ -11,7 +11,7 @@ ROWS = 640
 """65 characters, 256 bytes and 256 special ids, padded to a multiple of 128."""
 
 
-def gpt_parameters(layers: int, width: int, vocabulary: int = 65) -> int:
+def gpt_parameters(layers, width, vocabulary=65):
     """As nanoGPT counts: without the positions' embedding and without biases, the output tied to the embedding."""
     return layers * 12 * width**2 + (2 * layers + 1) * width + vocabulary * width
 

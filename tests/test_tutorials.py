@@ -1,12 +1,9 @@
 """The tutorials on TinyStories and on exports do what they say: their commands, in order, on stories of our own."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,23 +14,16 @@ import yaml
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from tests.conftest import MINI, REPOSITORY, environment, merged
-from tests.object_store import free_ports
-from tests.pages import BLOCK, checkout, typed
+from tests.object_store import free_ports, running
+from tests.pages import checkout, commands, typed
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 CONFIG = "configs/tinystories.yaml"
-STORIES, EXPORT = ((REPOSITORY / f"docs/tutorial-{name}.md").read_text() for name in ("tinystories", "export"))
+STORIES, EXPORT = "tutorial-tinystories", "tutorial-export"
 
 
-def commands(page: str, *needs: str) -> list[str]:
-    """The shell commands of a page that need nothing, or one of `needs`; lines of a quoted program stay together."""
-    found = [command.strip() for needed, block in BLOCK.findall(page) if not needed or needed in needs
-             for command in re.findall(r'(?:[^"\n]|"[^"]*")+', block)]
-    return [command for command in found if not command.startswith("pip ")]
-
-
-def stories(count: int) -> list[str]:
+def stories(count):
     """Short texts with enough words for a vocabulary."""
     chance = random.Random(0)
     names = ["".join(chance.choices(("ba", "lo", "mi", "ren", "tu", "ska", "dor", "fi"), k=3)) for _ in range(200)]
@@ -43,7 +33,7 @@ def stories(count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A folder like the checkout in which TinyStories are our stories, and the model is a miniature."""
     import pyarrow
     from pyarrow import parquet
@@ -63,60 +53,53 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(home: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+def outcomes(home):
     """The result of every command of the pages, in their order; the exports' demo is the run of the stories."""
-    found = {command: typed(command, home) for command in commands(STORIES, "the network")}
+    found = {command: typed(command, home) for command in commands(STORIES, needs=["the network"])
+             if not command.startswith("pip ")}
     (home / "runs/demo").symlink_to("tinystories")
-    return found | {command: typed(command, home) for command in commands(EXPORT)}
+    return found | {command: typed(command, home) for command in commands(EXPORT, needs=[])}
 
 
-def test_the_page_shows_the_configuration_that_is_shipped() -> None:
-    [shown] = re.findall(rf"```yaml\n# {CONFIG}\n(.*?)```", STORIES, re.DOTALL)
+def test_the_page_shows_the_configuration_that_is_shipped():
+    [shown] = re.findall(rf"```yaml\n# {CONFIG}\n(.*?)```", (REPOSITORY / f"docs/{STORIES}.md").read_text(), re.DOTALL)
     assert yaml.safe_load(shown) == yaml.safe_load((REPOSITORY / CONFIG).read_text())
 
 
-def test_every_command_runs(outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+def test_every_command_runs(outcomes):
     assert len(outcomes) >= 10
     for command, result in outcomes.items():
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
         assert "Traceback" not in result.stderr
 
 
-def test_the_text_file_has_the_stories_of_the_parquet_file(
-        home: Path, outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+def test_the_text_file_has_the_stories_of_the_parquet_file(home, outcomes):
     taken = []
     for folder in (home / "runs/tinystories/shard", home / "runs/from-files/shard"):
         manifest = read_manifest(folder)
-        assert manifest is not None
         taken.append({document.text.strip() for split in SPLITS for record in shard_records(manifest, split)
                       for document in read_shard(folder, record)})
     assert taken[0] == taken[1] and len(taken[0]) == 400
 
 
-def greedy(outcomes: dict[str, subprocess.CompletedProcess[str]]) -> str:
+def greedy(outcomes):
     """The text that transformers wrote of the export."""
     return next(result.stdout for command, result in outcomes.items() if "model.generate" in command).strip()
 
 
-def test_transformers_and_drover_write_the_same_text(
-        outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+def test_transformers_and_drover_write_the_same_text(outcomes):
     chat = next(result.stdout for command, result in outcomes.items() if "chat --model runs/demo" in command)
     assert greedy(outcomes) == chat.strip() != "def main():"
 
 
 @pytest.mark.skipif(find_spec("fastapi") is None or find_spec("openai") is None,
                     reason="the packages of transformers serve are not installed: pip install 'transformers[serving]'")
-def test_transformers_serve_writes_the_same_text(
-        home: Path, outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+def test_transformers_serve_writes_the_same_text(home, outcomes):
     [port] = free_ports(1)
-    serve, ask = (command.replace("8001", str(port)) for command in commands(EXPORT, "fastapi")
+    serve, ask = (command.replace("8001", str(port)) for command in commands(EXPORT, needs=["fastapi"])
                   if "8001" in command)
     program, *arguments = shlex.split(serve)
-    server = subprocess.Popen([Path(sys.executable).with_name(program), *arguments], cwd=home, env=environment())
-    try:
+    with running([Path(sys.executable).with_name(program), *arguments], home, **environment()) as server:
         wait_for(lambda: typed(f"curl -s http://localhost:{port}/health", home).stdout, of=server)
         answer = json.loads(typed(ask, home).stdout)
-    finally:
-        server.terminate()
-        server.wait()
     assert greedy(outcomes) == f"def main():{answer['choices'][0]['text']}".strip()

@@ -1,16 +1,12 @@
 """A warm process is to the tests what a cold one would be: its words, its status, its end by signals, its ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, environment, stage_command, start_stage
+from tests.conftest import run_python, stage_command, start_stage
 from tests.stages.training import curve, descendants, kill, lines, proven, rank_process, run_train, start
 from tests.waiting import wait_for
 
@@ -19,8 +15,7 @@ LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000"]
 
 @pytest.mark.parametrize("overrides", [["--help"], ["train.lr=x", "train.warmup=3"], ["--colour"]])
 def test_words_and_status_are_those_of_a_cold_process(place, overrides):
-    cold = subprocess.run(stage_command("train", place / "c.yaml", *overrides), cwd=REPOSITORY, env=environment(),
-                          capture_output=True, text=True, check=False)
+    cold = run_python(*stage_command("train", place / "c.yaml", *overrides)[1:], check=False)
     warm = start_stage("train", place / "c.yaml", *overrides)
     said, complaint = warm.communicate()
     assert (said, complaint, warm.returncode) == (cold.stdout, cold.stderr, cold.returncode)
@@ -29,10 +24,8 @@ def test_words_and_status_are_those_of_a_cold_process(place, overrides):
 @pytest.mark.slow
 def test_ranks_train_as_under_torchs_own_agent(fresh):
     """To the last bit, though there each has a hash seed of its own."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    cold = subprocess.run([*agent, *stage_command("train", fresh, "name=cold")[1:]], cwd=REPOSITORY, env=environment(),
-                          capture_output=True, text=True, check=False)
-    assert cold.returncode == 0, cold.stdout + cold.stderr
+    run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               *stage_command("train", fresh, "name=cold")[1:])
     run_train(fresh, ranks=2)
     assert curve(fresh) == curve(fresh, "cold") and proven(fresh, "cold")
 

@@ -1,7 +1,5 @@
 """docs/weights.md does what it says: its commands and its Python, in order, on a miniature run and a miniature 1B."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,14 +1,8 @@
 """The forked workers report what each test did, keep groups together, and survive a test that kills its process."""
 
-from __future__ import annotations
-
-import os
 import re
-import subprocess
-import sys
 
-from tests.conftest import REPOSITORY
-from tests.waiting import HANG_S
+from tests.conftest import run_python
 
 SHARED = """
 import os
@@ -48,10 +42,8 @@ def test_four(broken): pass
 
 def run(folder, workers, *options):
     """The tests in a folder, run to their end."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.workers", "--workers", workers, "-p", "no:cacheprovider",
-         *options], cwd=folder, text=True, capture_output=True, timeout=HANG_S, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    return run_python("-m", "pytest", "-p", "tests.workers", "--workers", workers, "-p", "no:cacheprovider", *options,
+                      cwd=folder, check=False)
 
 
 def test_every_test_is_reported_once_and_a_killed_worker_is_replaced(tmp_path):

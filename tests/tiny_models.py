@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.files import write_json
 from drover.pipeline.tokenization.base import Tokenizer
 from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.kinds import write_record
@@ -44,8 +44,7 @@ def for_tokenizer(tokenizer: Tokenizer, seed: int = 1, **changes: object) -> Lla
 
 def write_run(folder: Path, models: dict[int, Llama], tokenizer: Tokenizer | None, **settings: object) -> Path:
     """A run with a checkpoint of each model, by step, and a tokenizer without a file, unless it is to have none."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(json.dumps({"name": folder.name, **settings}))
+    write_json(folder / "config.yaml", {"name": folder.name, **settings})
     if tokenizer is not None:
         stage = folder / "tokenizer"
         stage.mkdir()
@@ -62,8 +61,8 @@ def as_checkpoint(folder: Path, model: Llama, step: int = 7, kinds: Sequence[str
     records = write_checkpoint(folder, {f"{kind}.{name}": parameter.detach() for name, parameter
                                         in model.named_parameters() for kind in kinds})
     shape = model.config.model_copy(update={"vocab_size": None}).model_dump(mode="json")
-    (folder / "COMPLETE.json").write_text(json.dumps({
-        "format": 2, "progress": {"step": step}, "files": records, "config": {"model": shape}}))
+    write_json(folder / "COMPLETE.json", {
+        "format": 2, "progress": {"step": step}, "files": records, "config": {"model": shape}})
     return folder
 
 

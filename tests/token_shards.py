@@ -1,11 +1,6 @@
 """Token shards made of documents that a test has in hand, and training data over them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import chain, groupby
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,16 +13,14 @@ from drover.pipeline.data.token_shards import write_shard
 SOURCES = ("web", "code")
 
 
-def write_documents(path: Path, documents: Sequence[Any], text_bytes: Sequence[int], keys: Sequence[str], *,
-                    dtype: str, metadata: dict[str, str]) -> dict[str, Any]:
+def write_documents(path, documents, text_bytes, keys, *, dtype, metadata):
     """`write_shard` of documents that are arrays or lists of ids each."""
     offsets = np.cumsum([0, *(len(ids) for ids in documents)], dtype=np.int64)
     tokens = np.concatenate([np.empty(0, dtype), *(np.asarray(ids, dtype) for ids in documents)])
     return write_shard(path, tokens, offsets, text_bytes, keys, metadata=metadata)
 
 
-def write_shards(folder: Path, shards: Sequence[tuple[str, Sequence[Any]]],
-                 dtype: str = "uint16") -> list[dict[str, Any]]:
+def write_shards(folder, shards, dtype="uint16"):
     """Write shards, each given by a path such as `train/web-00000` and its documents; their output records.
 
     A document's text had ten bytes a token; its key has the shard's number and its own, 16 digits each.
@@ -43,13 +36,13 @@ def write_shards(folder: Path, shards: Sequence[tuple[str, Sequence[Any]]],
     return records
 
 
-def shards_in(folder: Path, records: Sequence[Any] | ShardTable, split: str, source: str | None = None) -> Shards:
+def shards_in(folder, records, split, source=None):
     """The shards of a split (and source) that are files in a folder, in the order of their paths."""
     table = records if isinstance(records, ShardTable) else ShardTable.of(records)
     return Shards(OpenShards(table, files_in(folder)), table.rows(split, source))
 
 
-def write_numbered(folder: Path, lengths: Sequence[Sequence[int]]) -> ShardTable:
+def write_numbered(folder, lengths):
     """Training shards of the sources in turn, with documents of these lengths, whose ids number a shard's tokens from
     1. They are in an order that is not that of their paths."""
     return ShardTable.of(write_shards(folder, [
@@ -57,15 +50,14 @@ def write_numbered(folder: Path, lengths: Sequence[Sequence[int]]) -> ShardTable
          np.split(np.arange(1, sum(own) + 1), np.cumsum(own)[:-1])) for number, own in enumerate(lengths)]))
 
 
-def plan_of(phases: Sequence[Any] = (), **train: Any) -> PhasePlan:
+def plan_of(phases=(), **train):
     """The plan of these settings of train."""
     return PhasePlan.of(TrainConfig.model_validate({"sequence_length": 16, "batch_tokens": 64, "phases": list(phases),
                                                     **train}))
 
 
-def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: dict[str, float] | None = None,
-                  packed: bool = False, *, plan: PhasePlan | None = None, opened: OpenShards | None = None,
-                  planner: Any = None, said: list[str] | None = None) -> Any:
+def training_data(folder, table, length=16, mixture=None, packed=False, *, plan=None, opened=None, planner=None,
+                  said=None):
     """`TrainingData` over the shards of both sources; without a plan in one phase that no configuration speaks of.
     Packings are planned by one process alone unless `planner` does it."""
     from drover.pipeline.data.sampling.loader import TrainingData
@@ -77,7 +69,7 @@ def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: di
                         table.content("train"), 60_000, (folder / "packing", planner) if packed else None)
 
 
-def assert_same_batches(one: Any, other: Any) -> None:
+def assert_same_batches(one, other):
     """Equal to the last bit, in types too."""
     for name in ("tokens", "labels", "documents", "positions"):
         ours, theirs = getattr(one, name), getattr(other, name)
@@ -85,7 +77,7 @@ def assert_same_batches(one: Any, other: Any) -> None:
     assert (one.targets, one.lengths, one.padding) == (other.targets, other.lengths, other.padding)
 
 
-def assert_batch(batch: Any, own: Sequence[Any], packed: bool, again: bool) -> None:
+def assert_batch(batch, own, packed, again):
     """A batch of one sequence is what its pieces of documents say. A label is the next token of a document; where
     documents are packed, a piece that was cut and does not fill its sequence has none for its last token. Packed again
     it may have lost that label, too. Documents are packed in pieces as long as the sequence, and what is left."""
@@ -111,11 +103,11 @@ def assert_batch(batch: Any, own: Sequence[Any], packed: bool, again: bool) -> N
         length - labels.count(IGNORED), (tuple(sizes),), (padding,))
 
 
-def assert_readings(data: Any, below: int) -> None:
+def assert_readings(data, below):
     """Batches are made of the pieces of their samples, and a document's readings are the pieces that name it."""
     from drover.pipeline.data.provenance import pieces, readings
     from drover.pipeline.data.sampling.order import PHASE_EPOCHS, lengths_of
-    seen, packed, located = dict[Any, list[Any]](), bool(data.packings), data.order.locate(np.arange(below))
+    seen, packed, located = {}, bool(data.packings), data.order.locate(np.arange(below))
     for sample, group in groupby(pieces(data, np.arange(below)), key=lambda piece: piece.sample):
         own, again = list(group), located.space[sample] >= len(lengths_of(data.order.plan))
         assert_batch(data.batch_of(np.array([sample])), own, packed, packed and again)

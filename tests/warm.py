@@ -56,14 +56,11 @@ PR_SET_NAME = 15
 class WarmProcess:
     """A running child of the server, used like `subprocess.Popen`; its output is kept in files."""
 
-    def __init__(self, server: WarmServer, arguments: Sequence[str], environment: dict[str, str], *, ranks: int,
-                 limits: dict[int, int], limited: Sequence[int]) -> None:
-        self.args, self.returncode = list(arguments), None
+    def __init__(self, address: str, arguments: list[str], environment: dict[str, str], **options: Any) -> None:
+        self.args, self.returncode = arguments, None
         self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with self
-        self._connection = server.connect()
-        request = {"arguments": self.args, "environment": environment, "directory": str(REPOSITORY), "ranks": ranks,
-                   "limits": limits, "limited": list(limited)}
-        socket.send_fds(self._connection, [json.dumps(request).encode()], [file.fileno() for file in self._files])
+        self._connection = _ask(address, arguments, environment, REPOSITORY, [file.fileno() for file in self._files],
+                                **options)
         self.pid = int(self._answer(None))
 
     def poll(self) -> int | None:
@@ -107,15 +104,22 @@ class WarmProcess:
         return answer
 
 
+def _ask(address: str, arguments: list[str], environment: dict[str, str], directory: Path, files: list[int],
+         **options: Any) -> socket.socket:
+    """Ask the server for a process; a connection that tells its pid and then its exit status."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(address)
+    request = {"arguments": arguments, "environment": environment, "directory": str(directory), "ranks": 1,
+               "limits": {}, **options}
+    socket.send_fds(connection, [json.dumps(request).encode()], files)
+    return connection
+
+
 def stand_in(address: str, arguments: list[str]) -> int:
     """Be `python -m <module>` for whoever started this process, by a warm one: its streams, its end, its requests to
     stop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is somebody to pass it on to
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(address)
-    request = {"arguments": arguments, "environment": dict(os.environ), "directory": str(Path.cwd()), "ranks": 1,
-               "limits": {}, "limited": []}
-    socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])
+    connection = _ask(address, arguments, dict(os.environ), Path.cwd(), [1, 2])
     pid = int(connection.recv(64))
 
     def pass_on(number: int, _: object) -> None:
@@ -132,21 +136,15 @@ class WarmServer:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        address = f"{self._folder.name}/socket"
+        self.address = f"{self._folder.name}/socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(address)
+        self._listener.bind(self.address)
         self._listener.listen(64)
         held, self._held = os.pipe()  # whose other end closes with this process, however it ends
-        self.address = address
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", str(self._listener.fileno()), str(held)], cwd=REPOSITORY,
             env=environment, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(), held))
         os.close(held)
-
-    def connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(self.address)
-        return connection
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], *, ranks: int = 1,
               limits: dict[int, int] | None = None, limited: Sequence[int] | None = None) -> WarmProcess:
@@ -154,8 +152,8 @@ class WarmServer:
 
         limits: soft limits, by their number in the module `resource`; limited: the ranks that have them, all if None.
         """
-        return WarmProcess(self, arguments, environment, ranks=ranks, limits=limits or {},
-                           limited=range(ranks) if limited is None else limited)
+        return WarmProcess(self.address, list(arguments), environment, ranks=ranks, limits=limits or {},
+                           limited=list(range(ranks) if limited is None else limited))
 
     def close(self) -> None:
         os.close(self._held)

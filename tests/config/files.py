@@ -1,19 +1,9 @@
-"""Configuration files that the tests write, and what is said where one is refused."""
+"""What is said of a configuration that is refused."""
 
 import pytest
-import yaml
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.errors import UserError
-
-
-def write(path, content):
-    """Write a file: text, bytes, or anything else as YAML."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not isinstance(content, str | bytes):
-        content = yaml.safe_dump(content)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
 
 
 def refusal(path, *overrides, check=True):

@@ -1,5 +1,7 @@
 """Wrong keys, wrong types and impossible combinations come in one report; names of other libraries are understood."""
 
+import re
+
 import pytest
 import yaml
 
@@ -10,13 +12,13 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.config.files import refusal, write
-from tests.refusal import refused
+from tests.config.files import refusal
+from tests.refusal import refused, table
 
 
-def test_keys_types_and_combinations_come_together(tmp_path):
-    base = write(tmp_path / "base.yaml", "seed: 1\nshard:\n  nmae: 1\n")
-    path = write(tmp_path / "c.yaml", """
+def test_keys_types_and_combinations_come_together(written):
+    base = written("seed: 1\nshard:\n  nmae: 1\n", "base.yaml")
+    path = written("""
 nmae: x
 base: base.yaml
 model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
@@ -36,21 +38,25 @@ encode: {dtype: uint16}
         assert expected in said, said
 
 
-@pytest.mark.parametrize(("wrong", "silent"), [
-    ("train.sequence_length=many", ["is longer than", "train.batch_tokens"]),
-    ("train.seq_len=8192", ["is longer than", "train.batch_tokens"]),  # it is what was meant
-    ("model.context_length=big", ["is longer than", "no room"]), ("model.heads=x", ["divisible by kv_heads"]),
-    ("train={lr: x}", ["train.batch_tokens", "warmup_steps"]), ("train=5", ["train.batch_tokens", "warmup_steps"]),
-    ("shard.sources.0.paths=5", ["train.mixture"]), ("shard.sources=[{kind: files, paths: [a]}]", ["train.mixture"])])
-def test_what_depends_on_a_wrong_value_is_not_judged(tmp_path, wrong, silent):
-    path = write(tmp_path / "c.yaml", """
+@pytest.mark.parametrize(("wrong", "silent"), table("""
+    train.sequence_length=many -> is longer than|train.batch_tokens
+    train.seq_len=8192 -> is longer than|train.batch_tokens
+    model.context_length=big -> is longer than|no room
+    model.heads=x -> divisible by kv_heads
+    train={lr: x} -> train.batch_tokens|warmup_steps
+    train=5 -> train.batch_tokens|warmup_steps
+    shard.sources.0.paths=5 -> train.mixture
+    shard.sources=[{kind: files, paths: [a]}] -> train.mixture"""))
+def test_what_depends_on_a_wrong_value_is_not_judged(written, wrong, silent):
+    """Nor what depends on a value that has another name."""
+    path = written("""
 model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
 train: {steps: 50, warmup_steps: 60, batch_tokens: 1000, sequence_length: 300, sample_tokens: 200, mixture: {web: 1}}
 shard: {sources: [{kind: files, name: notes, paths: [x.txt]}]}
 tokenizer: {vocab_size: 700}
 """)
     said = refusal(path, wrong, check=False)
-    assert not [text for text in silent if text in said], said
+    assert not re.search(silent, said), said
     assert "tokenizer.vocab_size 700 is not a multiple of 128" in said
 
 
@@ -71,10 +77,9 @@ evaluate: {sequence_length: 120, prompt_tokens: 100}
 """)
 
 
-@pytest.mark.parametrize("whole", [
-    WHOLE, {"train": WHOLE["train"], "shard": WHOLE["shard"]},
-    {"parallel": {"engine": "deepspeed", "offload": "params", "zero_stage": 3}, "train": {"compile": False}},
-    {"tokenizer": {"kind": "bpe", "vocab_size": 70016}, "encode": {"dtype": "uint32"}, "model": {"vocab_size": 70016}}])
+@pytest.mark.parametrize("whole", [WHOLE, {name: WHOLE[name] for name in ("train", "shard")}, *map(yaml.safe_load, (
+    "{parallel: {engine: deepspeed, offload: params, zero_stage: 3}, train: {compile: false}}",
+    "{tokenizer: {kind: bpe, vocab_size: 70016}, encode: {dtype: uint32}, model: {vocab_size: 70016}}"))])
 def test_a_sentence_names_all_that_it_follows_from(whole):
     """With a default in place of any of its settings, what is wrong then depends on that setting."""
     before = set(problems(Config.model_validate(whole)))
@@ -85,9 +90,13 @@ def test_a_sentence_names_all_that_it_follows_from(whole):
             assert set(problems(config, [f"{section}.{name}"])) <= before, (section, name)
 
 
-@pytest.mark.parametrize(("value", "steps"), [("1e6", 1_000_000), ("2.0", 2), ("1_000", 1000), ("2.5E1", 25)])
-def test_whole_numbers_may_be_written_with_an_exponent(tmp_path, value, steps):
-    path = write(tmp_path / "a.yaml", f"train: {{steps: {value}}}\nlaunch: {{processes: 2e0}}\n")
+@pytest.mark.parametrize(("value", "steps"), table("""
+    1e6 -> 1000000
+    2.0 -> 2
+    1_000 -> 1000
+    2.5E1 -> 25""", str, int))
+def test_whole_numbers_may_be_written_with_an_exponent(written, value, steps):
+    path = written(f"train: {{steps: {value}}}\nlaunch: {{processes: 2e0}}\n")
     for overrides in (["name=1e3"], [f"train.steps={value}", "name=1e3"]):
         config = load_config(path, overrides, check=False)
         assert config.train.steps == steps and type(config.train.steps) is int

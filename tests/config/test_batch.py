@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from drover.launch.describe import training_facts
 from drover.launch.forecast import shape_of, state_bytes_per_rank
@@ -23,6 +24,7 @@ from drover.pipeline.training.data.step_batches import StepBatches
 from drover.pipeline.training.loop import Loop
 from drover.pipeline.training.summary import summary_lines
 from tests.conftest import REPOSITORY
+from tests.refusal import table
 
 MODEL = ModelConfig(dim=64, layers=2, heads=8, kv_heads=8, vocab_size=512, context_length=64)
 LENGTH, SEQUENCES = 32, 48
@@ -71,9 +73,16 @@ def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_ba
     assert whole == list(range(1000 + 2 * SEQUENCES, 1000 + 3 * SEQUENCES)), "every sample once, in order"
 
 
-@pytest.mark.parametrize("parallel", [
-    {}, {"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2}, {"pp": 2}, {"pp": 3, "cp": 2}, {"pp": 2, "tp": 2},
-    {"pp": 2, "pp_schedule": "interleaved"}, {"pp": 4, "pp_schedule": "interleaved"}], ids=str)
+@pytest.mark.parametrize(("parallel",), table("""
+    {}
+    {tp: 2}
+    {cp: 2, tp: 2}
+    {dp_replicate: 2}
+    {pp: 2}
+    {pp: 3, cp: 2}
+    {pp: 2, tp: 2}
+    {pp: 2, pp_schedule: interleaved}
+    {pp: 4, pp_schedule: interleaved}""", yaml.safe_load), ids=str)
 def test_the_largest_micro_batch_that_fits_is_taken_in_each_phase(parallel):
     """By trying each number of sequences at once, each number of times, without BatchPlan."""
     pp, interleaved = parallel.get("pp", 1), "pp_schedule" in parallel
@@ -102,13 +111,20 @@ def test_the_largest_micro_batch_that_fits_is_taken_in_each_phase(parallel):
     assert None in seen and len(seen) > 4
 
 
-@pytest.mark.parametrize(("name", "ranks", "overrides"), [
-    ("demo", 2, []), ("phases_demo", 2, []), ("shakespeare_char", 1, []), ("shakespeare_char_gpu", 1, []),
-    ("tinystories", 8, []), ("llama3.2_1b", 8, []), ("llama3_8b", 8, []), ("llama3_8b_128k", 8, []),
-    ("llama3_70b", 1024, []), ("llama3_405b", 16384, []),
-    ("llama3_405b", 16384, ["train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16"])])
-def test_shipped_recipes_take_the_micro_batch_that_they_name(name, ranks, overrides):
-    settings = load_config(REPOSITORY / f"configs/{name}.yaml", overrides)
+@pytest.mark.parametrize(("given", "ranks"), table("""
+    demo -> 2
+    phases_demo -> 2
+    shakespeare_char -> 1
+    shakespeare_char_gpu -> 1
+    tinystories -> 8
+    llama3.2_1b -> 8
+    llama3_8b -> 8
+    llama3_8b_128k -> 8
+    llama3_70b -> 1024
+    llama3_405b -> 16384
+    llama3_405b train.sequence_length=131072 model.context_length=131072 parallel.cp=16 -> 16384""", str.split, int))
+def test_shipped_recipes_take_the_micro_batch_that_they_name(given, ranks):
+    settings = load_config(REPOSITORY / f"configs/{given[0]}.yaml", given[1:])
     for _, within in in_phases(settings):
         assert BatchPlan.of(within.train, within.parallel, ranks).micro_batch == within.train.micro_batch
     assert rank_problems(settings, ranks) == []

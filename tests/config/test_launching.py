@@ -6,7 +6,7 @@ import yaml
 from drover.launch.plan import asked_of
 from drover.pipeline.config.launching import minutes
 from drover.pipeline.config.loading import load_config
-from tests.config.files import refusal, write
+from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.refusal import table
 
@@ -24,10 +24,10 @@ def test_every_notation_of_a_time_limit(time, expected):
 
 
 @pytest.mark.parametrize("time", ["soon", "", "1-", "12:30:00:00", "-5", 0, "0:00"])
-def test_what_is_no_time_limit_is_refused_with_its_place(tmp_path, time):
-    path = write(tmp_path / "a.yaml", {"launch": {"train": {"time": time}}})
+def test_what_is_no_time_limit_is_refused_with_its_place(written, time):
+    path = written({"launch": {"train": {"time": time}}})
     said = refusal(path)
-    assert "a.yaml:3: 'launch.train.time'" in said
+    assert "c.yaml:3: 'launch.train.time'" in said
 
 
 PROFILE = """
@@ -39,9 +39,9 @@ train: {nodes: 8, partition: big}
 """
 
 
-def test_a_profile_is_laid_under_the_runs_own_settings(tmp_path):
-    write(tmp_path / "clusters/ours.yaml", PROFILE)
-    path = write(tmp_path / "a.yaml", {"launch": {"cluster": "ours", "time": 60, "environment": {"A": "run"}}})
+def test_a_profile_is_laid_under_the_runs_own_settings(written):
+    written(PROFILE, "clusters/ours.yaml")
+    path = written({"launch": {"cluster": "ours", "time": 60, "environment": {"A": "run"}}})
     launch = load_config(path, ["launch.train.nodes=4"]).launch
     assert (launch.partition, launch.time, launch.setup) == ("gpu", 60, ["module load cuda"])
     assert launch.environment == {"NCCL_DEBUG": "WARN", "A": "run"}
@@ -54,9 +54,9 @@ def test_a_profile_is_laid_under_the_runs_own_settings(tmp_path):
     {launch: {partition: gpu}} -> ours -> no `launch:`
     {} -> theirs -> no cluster profile 'theirs'
     {} -> theirs -> example, lab, ours""", yaml.safe_load))
-def test_mistakes_in_a_profile_are_named_with_its_line(tmp_path, profile, name, said):
-    write(tmp_path / "clusters/ours.yaml", profile)
-    assert said in refusal(write(tmp_path / "a.yaml", {}), f"launch.cluster={name}")
+def test_mistakes_in_a_profile_are_named_with_its_line(written, profile, name, said):
+    written(profile, "clusters/ours.yaml")
+    assert said in refusal(written({}), f"launch.cluster={name}")
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/clusters").glob("*.yaml")), ids=lambda path: path.stem)
@@ -65,8 +65,8 @@ def test_the_shipped_profiles_load(path):
     assert asked_of(config.launch, "train").partition == yaml.safe_load(path.read_text())["partition"]
 
 
-def test_a_stage_wishes_over_all(tmp_path):
-    launch = load_config(write(tmp_path / "a.yaml", """
+def test_a_stage_wishes_over_all(written):
+    launch = load_config(written("""
 launch:
   {partition: gpu, mem: "0", time: 240, cpus: 12, gpus_per_node: 8, extra: {comment: x, a: "1"},
    encode: {partition: cpu, mem: 64G, extra: {a: "2"}, array: 3, at_once: 2},

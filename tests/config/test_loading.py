@@ -9,7 +9,7 @@ from drover.pipeline.config.loading import config_hash, dump_config, load_config
 from drover.pipeline.config.section import flatten, identity, sections_in
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from tests.config.files import refusal, write
+from tests.config.files import refusal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
@@ -28,16 +28,15 @@ def test_resolved_config_loads_back_equal(tmp_path):
     assert config_hash(config) != config_hash(load_config(REPOSITORY / "configs/demo.yaml"))
 
 
-def test_base_is_relative_to_its_file_and_own_values_win(tmp_path):
+def test_base_is_relative_to_its_file_and_own_values_win(written):
     """Lists are replaced, not joined."""
-    write(tmp_path / "shared/base.yaml", "train: {lr: 0.5, steps: 77, prompts: [a, b]}\nmodel: {dim: 128}\n")
-    write(tmp_path / "shared/other.yaml", "train: {lr: 0.25}\n")
-    path = write(tmp_path / "runs/mine.yaml",
-                 "base: [../shared/base.yaml, ../shared/other.yaml]\nmodel: {layers: 3}\ntrain: {prompts: [c]}\n")
+    written("train: {lr: 0.5, steps: 77, prompts: [a, b]}\nmodel: {dim: 128}\n", "shared/base.yaml")
+    written("train: {lr: 0.25}\n", "shared/other.yaml")
+    path = written("base: [shared/base.yaml, shared/other.yaml]\nmodel: {layers: 3}\ntrain: {prompts: [c]}\n")
     config = load_config(path)
     assert (config.train.lr, config.train.steps, config.model.dim, config.model.layers) == (0.25, 77, 128, 3)
     assert config.train.prompts == ["c"]
-    write(tmp_path / "shared/other.yaml", "base: ../runs/mine.yaml\n")
+    written("base: ../c.yaml\n", "shared/other.yaml")
     assert "its own base" in refusal(path)
 
 
@@ -64,33 +63,33 @@ launch:
   python: HOME/python
   runner_python: HOME/python
 """
-    write(tmp_path / "base.yaml", "seed: 5")
-    write(tmp_path / "site.yaml", "partition: ours")
-    write(tmp_path / "tilde_plugin.py", "")
-    write(tmp_path / "weights/weights.json", '{"model": {"layers": 3}}')
-    found, expected = (load_config(write(tmp_path / "c.yaml", text.replace("HOME", home)), check=False)
+    written("seed: 5", "base.yaml")
+    written("partition: ours", "site.yaml")
+    written("", "tilde_plugin.py")
+    written('{"model": {"layers": 3}}', "weights/weights.json")
+    found, expected = (load_config(written(text.replace("HOME", home)), check=False)
                        for home in ("~", str(tmp_path)))
     assert found == expected and (found.seed, found.model.layers, found.launch.partition) == (5, 3, "ours")
     assert dump_config(found).count("~") == 1 and found.train.prompts == ["~/x"]
 
 
 @pytest.mark.parametrize("name", ["20261101", "1e3", "1.5", "null", "true", "on"])
-def test_a_name_may_look_like_a_number(tmp_path, name):
-    config = load_config(write(tmp_path / "c.yaml", "seed: 0\n"), [f"name={name}"])
+def test_a_name_may_look_like_a_number(written, tmp_path, name):
+    config = load_config(written("seed: 0\n"), [f"name={name}"])
     assert config.name == name
     save_config(config, tmp_path / "again.yaml")
 
 
-def test_overrides_reach_into_lists(tmp_path):
-    path = write(tmp_path / "c.yaml", "shard:\n  sources:\n  - {kind: files, name: a, paths: [x.txt]}\n")
+def test_overrides_reach_into_lists(written):
+    path = written("shard:\n  sources:\n  - {kind: files, name: a, paths: [x.txt]}\n")
     config = load_config(path, ["shard.sources.0.name=b", "train.lr=2e-4", "launch.processes=null"])
     assert config.shard.sources[0].name == "b" and config.train.lr == 2e-4
 
 
-def test_broken_files_are_refused_in_one_sentence(tmp_path):
-    assert "not valid YAML" in refusal(write(tmp_path / "broken.yaml", "train: [1\n"))
-    assert "written twice" in refusal(write(tmp_path / "twice.yaml", "name: a\ntrain: {}\nname: b\n"))
-    assert "mapping" in refusal(write(tmp_path / "list.yaml", "- 1\n"))
+def test_broken_files_are_refused_in_one_sentence(written):
+    assert "not valid YAML" in refusal(written("train: [1\n"))
+    assert "written twice" in refusal(written("name: a\ntrain: {}\nname: b\n"))
+    assert "mapping" in refusal(written("- 1\n"))
 
 
 def test_execution_fields_are_no_identity():

@@ -12,7 +12,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.resume import plan_changes
-from tests.config.files import refusal, write
+from tests.config.files import refusal
 from tests.refusal import table
 
 SOURCES = {"sources": [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]}
@@ -22,12 +22,10 @@ PHASES = [{"until": "10k", "batch_tokens": 2048}, {"until": "40k", "sequence_len
 SHORT = {"sequence_length": 64, "warmup_steps": 0}
 
 
-def written(folder, train, **sections):
-    return write(folder / "c.yaml", {"shard": SOURCES, "model": {"context_length": 256}, "train": train, **sections})
-
-
-def load(folder, train, **sections):
-    return load_config(written(folder, train, **sections))
+@pytest.fixture
+def load(written):
+    """Function: the configuration with these settings of train."""
+    return lambda train: load_config(written({"shard": SOURCES, "model": {"context_length": 256}, "train": train}))
 
 
 def plan(phases, **train):
@@ -60,8 +58,8 @@ def test_tokens_for_a_person():
     assert said == ["999", "1k", "12.29k", "1.5B", "15T"]
 
 
-def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(tmp_path):
-    config = load(tmp_path, {**SHORT, "phases": PHASES})
+def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(load, tmp_path):
+    config = load({**SHORT, "phases": PHASES})
     first, second, third = PhasePlan.of(config.train).phases
     assert (first.steps, first.tokens) == (5, 10_240), "rounded up to whole steps"
     assert (second.first_step, second.first_token, second.steps) == (5, 10_240, 8)
@@ -70,7 +68,7 @@ def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(tmp_path
     assert third.train.mixture == {"web": 1e9, "code": 3e9} and third.train.phases == []
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
-    assert load(tmp_path, {"steps": None, **SHORT, "phases": PHASES}) == config
+    assert load({"steps": None, **SHORT, "phases": PHASES}) == config
     assert str(first) == "phase 1: steps 1 to 5, 10.24k tokens, 32 sequences of 64 a step"
 
 
@@ -81,8 +79,8 @@ def test_without_phases_nothing_is_new():
     assert [one.phase_of(step).number for step in (1, 9, 10)] == [0, 0, 0] and one.sequences_between(3, 12) == 9 * 64
 
 
-def test_all_problems_of_all_phases_come_at_once(tmp_path):
-    said = refusal(write(tmp_path / "c.yaml", """
+def test_all_problems_of_all_phases_come_at_once(written):
+    said = refusal(written("""
 shard:
   sources: [{kind: files, name: web, paths: [x.txt]}, {kind: files, name: code, paths: [x.txt]}]
   filters: [{kind: c4, sources: [web]}, {kind: repetition, sources: [books]}]
@@ -120,8 +118,8 @@ shard.filters: the filter repetition names books, but shard.sources are web, cod
     assert said.count("model.heads") == 1, "what phases share is said once"
 
 
-def test_ranks_are_checked_against_every_phase(tmp_path):
-    config = load(tmp_path, {**SHORT, "batch_tokens": 1024, "micro_batch": 2, "phases": [
+def test_ranks_are_checked_against_every_phase(load):
+    config = load({**SHORT, "batch_tokens": 1024, "micro_batch": 2, "phases": [
         {"until": "10k"}, {"until": "20k", "sequence_length": 256, "batch_tokens": 1536}]})
     assert rank_problems(config, 1) == [] and not problems(config)
     [said] = rank_problems(config, 4)
@@ -154,28 +152,29 @@ def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
 
 
 def test_which_changes_are_to_the_past():
-    before = plan([{"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}])
+    first, second, third = {"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}
+    before, larger = plan([first, second, third]), {"until": 40_960, "batch_tokens": 2048}
+    longer = {"until": 90_000, "sequence_length": 256}
+
     def changes(step, *phases, **train):
         return [text for begun, text in plan_changes(before, plan(list(phases), **train), step) if begun]
-    first, second, third = {"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}
     assert changes(15, first, second, third) == [] and changes(15, first, {"until": 40_960}) == []
-    assert changes(10, first, {"until": 40_960, "batch_tokens": 2048}) == [], "the second has not begun"
-    assert changes(11, first, {"until": 40_960, "batch_tokens": 2048}) == ["train.phases[1].batch_tokens: 1024 -> 2048"]
+    assert changes(10, first, larger) == [], "the second has not begun"
+    assert changes(11, first, larger) == ["train.phases[1].batch_tokens: 1024 -> 2048"]
     assert changes(15, {**first, "mixture": {"web": 2}}, second)[0].startswith("train.phases[0].mixture: {'web': 1.0}")
     assert changes(15, first) == ["train.phases[1] has begun and is gone"]
     assert "step 15 of it is done" in changes(15, first, {"until": 13_000})[0]
     assert changes(25, first, second, {**third, "lr_end": 0.1}) == ["train.phases[2].lr_end: 0.0 -> 0.1"]
     assert changes(15, first, second, third, lr=0.5) == ["train.lr: 0.003 -> 0.5"]
-    assert "train.grain_tokens to 64" in changes(15, first, second, {"until": 90_000, "sequence_length": 256})[0]
-    assert changes(15, first, second, {"until": 90_000, "sequence_length": 256}, grain_tokens=64) == []
+    assert "train.grain_tokens to 64" in changes(15, first, second, longer)[0]
+    assert changes(15, first, second, longer, grain_tokens=64) == []
 
 
-def test_other_phases_alone_need_no_force(tmp_path):
-    def train_of(phases, **more):
-        return Run(load(tmp_path, {**SHORT, "phases": phases, **more}))._settings("train")
-    old = {"config": train_of(PHASES), "inputs": {"encode": "a"}}
-    assert only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
-    assert not only_phases_differ(old, {"config": train_of(PHASES, lr=0.1), "inputs": {"encode": "a"}})
-    assert not only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "b"}})
-    assert not only_phases_differ(old, {"config": train_of([]), "inputs": {"encode": "a"}})
-    assert STAGES["train"].may_renew(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
+def test_other_phases_alone_need_no_force(load):
+    def train_of(phases, encoded="a", **more):
+        config = Run(load({**SHORT, "phases": phases, **more}))._settings("train")
+        return {"config": config, "inputs": {"encode": encoded}}
+    old, shorter = train_of(PHASES), train_of(PHASES[:2])
+    assert only_phases_differ(old, shorter) and STAGES["train"].may_renew(old, shorter)
+    for other in (train_of(PHASES, lr=0.1), train_of(PHASES[:2], "b"), train_of([])):
+        assert not only_phases_differ(old, other)

@@ -1,7 +1,6 @@
 """`plugins:` imports code from outside the package, in every process that is given the configuration."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ from drover.pipeline.config.plugins import loaded_plugins, plugin_files, plugin_
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, register_stage
 from drover.pipeline.core.errors import UserError
-from tests.conftest import environment
+from tests.conftest import run_python
 from tests.refusal import refused
 
 
@@ -104,8 +103,7 @@ def test_settings_of_an_own_filter_may_be_called_path_and_files(tmp_path):
     code = ("from drover.pipeline.config.checks import problems\n"
             "from drover.pipeline.config.loading import load_config\n"
             "print(problems(load_config('c.yaml', check=False)))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True,
-                          check=False)
+    done = run_python("-c", code, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "ours_of_paths" not in done.stdout, done.stderr
 
 

@@ -175,20 +175,20 @@ def test_what_can_be_is_not(written, overrides):
     load_config(written(BASE), overrides.split("; "))
 
 
-@pytest.mark.parametrize(("overrides", "ranks", "words"), [
-    ("dp_replicate=-1 dp_shard=4 tp=2", 12, "12 ranks are not divisible by 8 (parallel: dp_shard 4 x tp 2, "
-                                            "dp_replicate -1 for the rest)"),
-    ("tp=2", 3, "3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)"),
-    ("dp_replicate=2 dp_shard=2 tp=2", 4, "dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks"),
-    ("", 3, "8 sequences"),
-    ("pp=2 cp=2", 6, "6 ranks are not divisible by 4 (parallel: pp 2 x dp_replicate 1 x cp 2 x tp 1, dp_shard"),
-    ("pp=2", 16, "at least parallel.pp (2) micro-batches in a step; each of 8 data-parallel groups has 1 of 8 "
-                 "sequences (train.batch_tokens 2048"),
-    ("pp=2 pp_schedule=interleaved", 16, "interleaved a multiple of it; each of 8"),
-    ("", 128, "the global batch of 8 sequences (train.batch_tokens 2048 / train.sequence_length 256) is not divisible "
-              "by 128 data-parallel ranks, even one sequence at a time. Take fewer nodes (at most 8 data-parallel "
-              "ranks), a multiple of 32768 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, "
-              "whose ranks share sequences.")])
+@pytest.mark.parametrize(("overrides", "ranks", "words"), table("""
+dp_replicate=-1 dp_shard=4 tp=2 -> 12 -> 12 ranks are not divisible by 8 (parallel: dp_shard 4 x tp 2, dp_replicate -1 \
+for the rest)
+tp=2 -> 3 -> 3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)
+dp_replicate=2 dp_shard=2 tp=2 -> 4 -> dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks
+tp=1 -> 3 -> 8 sequences
+pp=2 cp=2 -> 6 -> 6 ranks are not divisible by 4 (parallel: pp 2 x dp_replicate 1 x cp 2 x tp 1, dp_shard
+pp=2 -> 16 -> at least parallel.pp (2) micro-batches in a step; each of 8 data-parallel groups has 1 of 8 sequences \
+(train.batch_tokens 2048
+pp=2 pp_schedule=interleaved -> 16 -> interleaved a multiple of it; each of 8
+tp=1 -> 128 -> the global batch of 8 sequences (train.batch_tokens 2048 / train.sequence_length 256) is not divisible \
+by 128 data-parallel ranks, even one sequence at a time. Take fewer nodes (at most 8 data-parallel ranks), a multiple \
+of 32768 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, whose ranks share sequences.
+""", str, int))
 def test_ranks_that_cannot_be_laid_out(written, overrides, ranks, words):
     given = ["train.sequence_length=256", "train.batch_tokens=2048", *(f"parallel.{one}" for one in overrides.split())]
     [said] = rank_problems(load_config(written(BASE), given), ranks)

@@ -3,7 +3,7 @@
 import pytest
 
 from drover.pipeline.config.loading import load_config
-from tests.config.files import refusal, write
+from tests.config.files import refusal
 
 
 def test_merge_keys(written):
@@ -44,12 +44,12 @@ def test_an_alias_may_be_used_often(written):
     assert load_config(written(text)).evaluate.prompts == ["a", "b"]
 
 
-def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path, written, monkeypatch):
+def test_aliases_of_aliases_are_counted_before_they_are_written_out(written, monkeypatch):
     """2^40 values in 42 lines; of an override, too."""
     doubled = ", ".join(f"&a{number} [*a{number - 1}, *a{number - 1}]" for number in range(1, 41))
     said = refusal(written(f"train: {{prompts: [&a0 x, {doubled}]}}\n"))
     assert "c.yaml has 4,398,0" in said and "at most 100,000 are allowed" in said
-    path = write(tmp_path / "d.yaml", "name: x\n")
+    path = written("name: x\n", "d.yaml")
     assert "The override train.prompts has 4,398,0" in refusal(path, f"train.prompts=[&a0 x, {doubled}]")
     monkeypatch.setattr("drover.pipeline.config.yaml_source.MOST_VALUES", 100)
     many = f"train.prompts=[{', '.join(['x'] * 101)}]"  # written out

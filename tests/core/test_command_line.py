@@ -1,7 +1,5 @@
 """One parser, one meaning of RUN, one way to say what is wrong."""
 
-from __future__ import annotations
-
 import io
 import shlex
 from pathlib import Path
@@ -9,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.core.command_line import (
-    Parser,
     Program,
     add_run,
     complain,
@@ -21,12 +18,12 @@ from tests.refusal import refused, table
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 def program(work=lambda options: 0, **about):
-    def options(parser: Parser) -> None:
+    def options(parser):
         parser.add_argument("words", nargs="*")
         parser.add_argument("--steps", type=int)
         parser.add_argument("--stage")

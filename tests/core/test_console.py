@@ -1,12 +1,12 @@
 """What a person sees while a stage works: times, numbers in short, progress on a terminal and in a log."""
 
-import io
 import sys
 
 import pytest
 
 from drover.pipeline.core import console
 from drover.pipeline.core.console import ProgressBar, duration, say, spelled
+from tests.core.test_command_line import Terminal
 from tests.refusal import table
 
 
@@ -47,9 +47,6 @@ def test_in_a_log_progress_is_a_line_now_and_then(clock, capsys):
 
 
 def test_on_a_terminal_one_line_is_drawn_again_and_cleared(clock, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
     with ProgressBar("encode", "shards", 4, "units") as bar:
         clock[0] += 1

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import write_json
+from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.records.generation_settings import FILE, keep_settings, read_settings, settings_file
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 
 
@@ -18,21 +18,25 @@ def model():
 
 def kept(weights, folder, bos=1, eos=2):
     keep_settings(weights, folder, bos, eos)
-    return json.loads((folder / FILE).read_text())
+    return read_json(folder / FILE)
 
 
-@pytest.mark.parametrize(("said", "expected"), [
-    ([5, 2, 6], [5, 2, 6]), (2, 2), (7, [7, 2]), ([7], [7, 2]), (None, 2)])
+@pytest.mark.parametrize(("said", "expected"), table("""
+    [5, 2, 6] -> [5, 2, 6]
+    2 -> 2
+    7 -> [7, 2]
+    [7] -> [7, 2]
+    null -> 2""", json.loads, json.loads))
 def test_every_id_that_ends_a_text_is_kept_and_eos_is_one(tmp_path, model, said, expected):
     folder = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
     for name in (FILE, "config.json"):
-        write_json(folder / name, json.loads((folder / name).read_text()) | {"eos_token_id": said})
+        write_json(folder / name, read_json(folder / name) | {"eos_token_id": said})
     assert kept(folder, tmp_path)["eos_token_id"] == expected
 
 
 def test_what_only_config_json_says_counts_and_whose_file_it_was_does_not(tmp_path, model):
     folder = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
-    write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | {"pad_token_id": 4})
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"pad_token_id": 4})
     write_json(folder / FILE, {"_from_model_config": True, "transformers_version": "4", "top_p": 0.5})
     eos = TOKENIZER_OF_BYTES.eos_id
     assert kept(folder, tmp_path, 1, eos) == {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 4, "top_p": 0.5}

@@ -1,7 +1,5 @@
 """Where the time went: planted figures are found again, every part in its place, and the parts are the whole."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Who is late, from what the ranks wrote; and a watchdog that bites."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 

@@ -5,20 +5,7 @@ import pytest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.weight_files import input_files, weight_files, weights_folder
-from tests.refusal import refused
-
-FORMS = {
-    "a training checkpoint": (["COMPLETE.json", "index.json", "rank-00000.safetensors"], ["COMPLETE.json"]),
-    "weights alone": (["index.json", "rank-00000.safetensors", "weights.json", "tokenizer.json"],
-                      ["index.json", "rank-00000.safetensors"]),
-    "Hugging Face": (["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-                      "model.safetensors.index.json", "tokenizer.json", "README.md"],
-                     ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-                      "model.safetensors.index.json"]),
-    "Hugging Face, pickled": (["config.json", "pytorch_model.bin"], ["config.json", "pytorch_model.bin"]),
-    "Meta": (["params.json", "consolidated.00.pth", "consolidated.01.pth", "tokenizer.model", "checklist.chk"],
-             ["consolidated.00.pth", "consolidated.01.pth", "params.json"]),
-}
+from tests.refusal import refused, table
 
 
 def write(folder, names):
@@ -28,10 +15,16 @@ def write(folder, names):
     return folder
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_decides_the_weights_is_named_and_nothing_else(form, tmp_path):
-    there, expected = FORMS[form]
-    assert [path.name for path in weight_files(write(tmp_path / "x", there))] == expected
+@pytest.mark.parametrize(("decide", "others"), table("""
+    COMPLETE.json -> index.json rank-00000.safetensors
+    index.json rank-00000.safetensors -> weights.json tokenizer.json
+    config.json model-00001-of-00002.safetensors model-00002-of-00002.safetensors model.safetensors.index.json -> \
+tokenizer.json README.md
+    config.json pytorch_model.bin -> README.md
+    consolidated.00.pth consolidated.01.pth params.json -> tokenizer.model checklist.chk""", str.split, str.split))
+def test_what_decides_the_weights_is_named_and_nothing_else(decide, others, tmp_path):
+    """Of a checkpoint, of weights alone, in Hugging Face's form, pickled there, in Meta's form."""
+    assert [path.name for path in weight_files(write(tmp_path / "x", decide + others))] == decide
 
 
 def test_of_a_run_it_is_the_newest_whole_checkpoint(tmp_path):

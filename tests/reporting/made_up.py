@@ -1,6 +1,5 @@
 """A run that never ran, complete or sparse, to make reports of."""
 
-import json
 from pathlib import Path
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
@@ -10,24 +9,25 @@ from drover.pipeline.contract.external_inputs import hashed_now
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import write_json
+from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.results import DEFINITIONS
+from tests.data.source_files import write_jsonl
 
 EVIL = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)> ``` & | done"
 SOURCES = ("stdlib", "prose")
 
 
-def config(folder: Path) -> Config:
+def config(folder):
     text = folder / "input.txt"
     text.write_text("some text\n")
     sources = [FilesSource(kind="files", name=name, paths=[str(text)]) for name in SOURCES]
     return Config(name="made-up", runs_dir=str(folder / "runs"), shard=ShardConfig(sources=sources, keep_dropped=True))
 
 
-def recorded() -> dict:
+def recorded():
     """What the stages of the run recorded: `made_by` and `counts` of their manifests, evaluate's `results`, the
     `tokenizer`'s report, `events` of training."""
-    found = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    found = read_json(Path(__file__).with_suffix(".json"))
     cards = found["counts"]["shard"]["cards"].values()
     for example in (card["examples"]["length"]["fewer than 20 words"][0] for card in cards):
         example["text"] = f"too\nshort {EVIL}"
@@ -35,12 +35,12 @@ def recorded() -> dict:
     return found
 
 
-def results() -> dict:
+def results():
     return recorded()["results"]
 
 
-def metrics(steps: int = 600) -> list[dict]:
-    found: list[dict] = [{
+def metrics(steps=600):
+    found = [{
         "step": step, "loss": 2.9 + 6 / step, "lr": 3e-3 * min(1, step / 50), "grad_norm": 0.6 + 4 / step,
         "samples": [step * 32 - 32, step * 32], "tokens": step * 8192, "tokens_per_s": 28000, "data_wait_s": 0.0004,
         "step_s": 0.29, "memory_mb": 912.5, "mfu": None} for step in range(1, steps + 1)]
@@ -55,12 +55,7 @@ def block(document, title):
                 if getattr(block, "title", "") == title)
 
 
-def lines(path: Path, records: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def write_run(folder: Path, *, sparse: bool = False, drift: bool = False) -> tuple[Run, Config]:
+def write_run(folder, *, sparse=False, drift=False):
     """Manifests of every stage before the report, and the files beside them; `sparse` has the manifests alone."""
     folder.mkdir(exist_ok=True)
     settings, made = config(folder), recorded()
@@ -86,11 +81,11 @@ def write_run(folder: Path, *, sparse: bool = False, drift: bool = False) -> tup
         # Steps 1 to 9 were done twice: the first attempt's values must not be shown.
         skipped = [{**metrics()[299], "step": step, "loss": loss, "grad_norm": "inf", "skipped": why}
                    for step, loss, why in ((350, "nan", "nonfinite"), (420, 4e9, "spike"))]
-        lines(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics() + skipped)
-        lines(train / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {EVIL}"}
-                                        for step in (200, 400, 600) for prompt in ("class ", "import ")])
+        write_jsonl(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics() + skipped)
+        write_jsonl(train / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {EVIL}"}
+                                              for step in (200, 400, 600) for prompt in ("class ", "import ")])
         spikes = [{"event": "spike", "step": step, "time": "2026-03-01T10:02:30.000+00:00"} for step in range(500, 560)]
-        lines(train / "events.jsonl", made["events"][:-1] + spikes + made["events"][-1:])
+        write_jsonl(train / "events.jsonl", made["events"][:-1] + spikes + made["events"][-1:])
         made["results"]["continuations"][0]["text"] = EVIL
         write_json(run.stage_folder("evaluate") / "results.json", made["results"])
         write_json(run.stage_folder("tokenizer") / "report.json", made["tokenizer"])

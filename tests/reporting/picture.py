@@ -23,7 +23,7 @@ PICTURE, RECORD = (REPOSITORY / "docs" / name for name in ("report.png", "report
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def expected() -> dict[str, object]:
+def expected():
     """What a picture of today's demo shows, by its configuration and the report's templates."""
     config = load_config(REPOSITORY / "configs/demo.yaml")
     model = ModelConfig(**{**config.model.model_dump(), "vocab_size": config.tokenizer.vocab_size})
@@ -34,7 +34,7 @@ def expected() -> dict[str, object]:
             "picture": sha256(PICTURE.read_bytes()).hexdigest()}
 
 
-def main() -> int:
+def main():
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None or not (REPOSITORY / "runs/demo/evaluate/manifest.json").is_file():
         print("The picture needs Chromium and a finished demo: install the one, and run `make demo`.", file=sys.stderr)

@@ -1,5 +1,6 @@
 """What the report reads of a run, apart from its records' own readers."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,34 +13,35 @@ MANIFEST = Manifest("encode", {}, [], {}, {}, wall_s=20.0, finished="2026-03-01T
 """Its last start began at 9:59:40."""
 
 
-def attempt(began, ended, *, job="local", start=0, status="crashed", stage="encode"):
-    """What the launcher logs of a start: minutes and seconds after nine o'clock."""
-    names = {"stage": stage, "job": job, "start": start, "chain": "a"}
-    found = [{**names, "event": "attempt", "at": f"2026-03-01T09:{began}+00:00"}]
-    end = {**names, "event": "ended", "status": status, "at": f"2026-03-01T09:{ended}+00:00"}
-    return [*found, *([end] if ended else [])]
+def attempts(starts, stage="encode"):
+    """What the launcher logs of starts, each told by minutes and seconds after nine o'clock, `-` for an end that nobody
+    saw; last of the one that finished."""
+    found = []
+    for began, ended, *more in map(str.split, [*starts.split("; "), "59:39 59:59 start=9 status=done"]):
+        given = {"stage": stage, "job": "local", "start": "0", "chain": "a", **dict(word.split("=") for word in more)}
+        status = {"status": given.pop("status", "crashed")}
+        found += [{**given, **about, "event": event, "at": f"2026-03-01T09:{at}+00:00"}
+                  for event, at, about in (("attempt", began, {}), ("ended", ended, status)) if at != "-"]
+    return sorted(found, key=lambda record: record["at"])
 
 
-LAST = attempt("59:39", "59:59", start=9, status="done")
-
-
-@pytest.mark.parametrize(("attempts", "seconds"), [
-    (LAST, []),
-    (attempt("10:00", "10:30") + attempt("11:00", "12:00", start=1) + LAST, [30.0, 60.0]),
-    (attempt("10:00", "10:30", stage="shard") + attempt("10:00", None, start=1) + LAST, []),  # another; ended unseen
-    (attempt("10:00", "10:30", status="done") + attempt("20:00", "20:05", start=1) + LAST, [5.0]),  # rebuilt since
-    (attempt("10:00", "10:30", job="7_0", status="done") + attempt("10:10", "10:40", job="7_1", status="done") + LAST,
-     [30.0, 10.0]),  # shares of an array, which ran at once
-])
-def test_earlier_starts_count(attempts, seconds):
-    assert earlier("encode", MANIFEST, sorted(attempts, key=lambda record: record["at"]), None) == seconds
+@pytest.mark.parametrize(("starts", "seconds"), table("""
+    59:00 - -> []
+    10:00 10:30; 11:00 12:00 start=1 -> [30, 60]
+    10:00 10:30 stage=shard; 10:00 - start=1 -> []
+    10:00 10:30 status=done; 20:00 20:05 start=1 -> [5]
+    10:00 10:30 job=7_0 status=done; 10:10 10:40 job=7_1 status=done -> [30, 10]""", str, json.loads))
+def test_earlier_starts_count(starts, seconds):
+    """Not those of another stage, nor those before it was done once and then made again; shares of an array, which run
+    at once, as the time that they took together."""
+    assert earlier("encode", MANIFEST, attempts(starts), None) == seconds
 
 
 def test_training_itself_says_when_it_ran():
     last = 1772359200.0 - 20
     spent = SimpleNamespace(starts=[SimpleNamespace(began=last - 100, end=last - 40),
                                     SimpleNamespace(began=last, end=last + 20)])
-    assert earlier("train", MANIFEST, attempt("10:00", "10:30", stage="train"), spent) == [60.0]
+    assert earlier("train", MANIFEST, attempts("10:00 10:30", "train"), spent) == [60.0]
 
 
 @pytest.mark.parametrize(("text", "told"), [("runs_dir: /home/me/runs\n", "runs_dir: …/runs\n"), *table("""

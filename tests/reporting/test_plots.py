@@ -1,3 +1,4 @@
+import json
 import math
 import re
 from xml.etree import ElementTree
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.reporting.document import Lines, Series
 from drover.pipeline.reporting.plots import LEFT, RIGHT, TOP, Axis, draw
+from tests.refusal import table
 
 STEPS = [1, 2, 3]
 CHARTS = {
@@ -60,8 +62,10 @@ def test_linear_ticks_are_few_even_and_within(low, span, most):
     assert all(LEFT - 0.1 <= axis.at(tick) <= RIGHT + 0.1 for tick in ticks)
 
 
-@pytest.mark.parametrize(("low", "high", "ticks"), [
-    (0.5, 8.0, [0.5, 1, 2, 5]), (1e-3, 1e2, [1e-3, 1e-2, 0.1, 1, 10, 100]), (0.4, 0.9, [0.5])])
+@pytest.mark.parametrize(("low", "high", "ticks"), table("""
+    0.5 -> 8 -> [0.5, 1, 2, 5]
+    0.001 -> 100 -> [0.001, 0.01, 0.1, 1, 10, 100]
+    0.4 -> 0.9 -> [0.5]""", float, float, json.loads))
 def test_logarithmic_ticks(low, high, ticks):
     found = Axis(math.log10(low), math.log10(high), LEFT, RIGHT).decades()
     assert [10 ** tick for tick in found] == pytest.approx(ticks)

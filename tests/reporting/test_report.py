@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import math
 import re
 from itertools import chain
@@ -10,6 +9,7 @@ import pytest
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import append_line
 from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html, markdown, of_results
@@ -132,8 +132,7 @@ def test_what_a_former_longer_plan_left_is_not_shown(tmp_path):
                          ("samples", {"step": 601, "prompt": "class ", "text": "of no model"}),
                          ("events", {"event": "plan_changed", "step": 598, "number": 1, "changes": ["shorter"],
                                      "time": "2026-03-01T10:02:00.000+00:00"})):
-        with open(run.stage_folder("train") / f"{name}.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(run.stage_folder("train") / f"{name}.jsonl", record)
     facts = collect(run)
     assert facts.metrics[-1]["step"] == 598 and len(facts.samples) == 6
 

@@ -1,7 +1,5 @@
 """The chapters on time and on checkpoints: told where there is something to tell, and then with its figures."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

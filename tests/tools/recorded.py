@@ -1,9 +1,5 @@
 """A run's records without the run: what training with rollbacks leaves behind, for the tools that read it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.run import Run
@@ -25,9 +21,7 @@ class Recorded:
     `settings` are overrides of the configuration.
     """
 
-    def __init__(self, folder, encoded, unsound=(8,),
-                 spikes=(192, 368), kills=(18,), stop_after=STEPS,
-                 settings=()):
+    def __init__(self, folder, encoded, unsound=(8,), spikes=(192, 368), kills=(18,), stop_after=STEPS, settings=()):
         self.folder, self.train = folder, folder / "train"
         config = load_config(encoded, [f"runs_dir={folder.parent}", f"reuse={encoded.parent / 'runs/mini'}",
                                        *settings])
@@ -39,9 +33,7 @@ class Recorded:
         table = read_shard_table(work)
         data = open_training_data(work, table, planner=lambda planning: make(planning, Alone(), print))
         self.plan = data.order.plan_sha256
-        self.lines: list[dict[str, Any]] = []
-        self.events, self.checkpoints = ["start"], {0: (0, 0)}
-        self.place: dict[str, Any] = {"ranks": 1}
+        self.lines, self.events, self.checkpoints, self.place = [], ["start"], {0: (0, 0)}, {"ranks": 1}
         self.unsound, self.spikes, self.kills = unsound, list(spikes), list(kills)
         while not self.attempt(stop_after):
             pass

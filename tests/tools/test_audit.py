@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.files import append_line
 from drover.pipeline.records.rollbacks import Rollback, add_rollback
 from drover.pipeline.training.data.token_check import DAMAGED
 from drover.tools.audit import _tolerance, audit, main
@@ -22,8 +23,8 @@ def recorded(tmp_path, encoded):
 def written(recorded, *events):
     """Write the records, and these events after the others."""
     recorded.write()
-    with open(recorded.train / "events.jsonl", "a") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
+    for event in events:
+        append_line(recorded.train / "events.jsonl", event)
     return recorded.folder
 
 

@@ -1,7 +1,6 @@
 """The tool that writes text: what it prints is what the model writes, from every kind of path."""
 
 import builtins
-import json
 import re
 import shutil
 
@@ -9,6 +8,7 @@ import pytest
 
 from drover.model.generate import generate
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.prompts import ChatTemplate
 from drover.pipeline.tokenization.base import BOS
 from drover.pipeline.tokenization.export import write_hugging_face
@@ -136,7 +136,7 @@ def test_a_run_has_the_template_of_its_tokenizer_and_ends_where_it_says(model, t
     run = write_run(tmp_path / "chatty", {3: model}, TOKENIZER)
     write_hugging_face(TOKENIZER, run / "tokenizer/hf")
     settings = run / "tokenizer/hf/tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    write_json(settings, {**read_json(settings), "chat_template": TEMPLATE})
     assert printed(capsys, main, "--model", run, *CHAT,
                    "Hello") == f"{greedy(model, spelled([('user', 'Hello')]), 12)}\n"
 
@@ -152,7 +152,7 @@ def test_what_controls_a_terminal_is_not_sent_to_one(capsys, monkeypatch):
 def test_code_beside_a_tokenizer_is_not_run(places, tmp_path):
     folder = shutil.copytree(places["hf"], tmp_path / "coded")
     settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    write_json(settings, {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
     refused(UserError, "needs its own Python code, which Drover does not run", ChatTemplate, folder)
     assert not (tmp_path / "executed").exists()

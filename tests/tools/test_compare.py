@@ -1,14 +1,12 @@
 """Models and a run's checkpoints on the same items: the table, what differs, the plot, going on after a kill."""
 
-import json
 import re
 import shlex
 from itertools import combinations
 
 import pytest
-import torch
 
-from drover.pipeline.core.files import Ledger
+from drover.pipeline.core.files import Ledger, read_json, write_json
 from drover.pipeline.evaluation import running
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.compare import main
@@ -27,9 +25,9 @@ def write_trained(folder, models, held=TEXTS):
     run = write_run(folder, models, TOKENIZER)
     for step in models:
         marker = run / f"train/checkpoints/step-{step:08d}/COMPLETE.json"
-        content = json.loads(marker.read_text())
+        content = read_json(marker)
         content["progress"]["tokens"] = 1000 * step
-        marker.write_text(json.dumps(content))
+        write_json(marker, content)
     stage, manifest = corpus(run / "shard", [[text_of("train", 20)]], held=held)
     manifest.write(stage)
 
@@ -50,14 +48,9 @@ def home(tmp_path_factory):
 
 
 def compared(home, to, *arguments, expect=0):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert main([*arguments, "--to", str(to), "--task-folders", str(home / "tasks"), "--bootstrap-iters", "20",
-                     "--batch", "4"]) == expect
-    finally:
-        torch.set_num_threads(threads)
-    return json.loads((to / "comparison.json").read_text()) if not expect else None
+    assert main([*arguments, "--to", str(to), "--task-folders", str(home / "tasks"), "--bootstrap-iters", "20",
+                 "--batch", "4"]) == expect
+    return read_json(to / "comparison.json") if not expect else None
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Token shards in other programs' layouts: every document read back in order, by a reader of the published layout."""
 
-import json
 import shutil
 import signal
 import struct
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import read_json, sha256_file
 from drover.tools.export_tokens.__main__ import main
 from drover.tools.export_tokens.exporting import MANIFEST
 from tests.conftest import run_python
@@ -50,25 +49,20 @@ def documents_of(run, split, source):
             for shard in shards for number in range(shard.documents)]
 
 
-@pytest.fixture(scope="module", params=["uint16", "uint32"])
-def wide(request, tmp_path_factory):
-    """A run, its tokens of two bytes each or of four."""
-    folder = tmp_path_factory.mktemp("exported")
-    return request.param, make_traced(folder, encode={"dtype": request.param}).parent / "runs/mini"
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return make_traced(tmp_path_factory.mktemp("exported")).parent / "runs/mini"
+def run(request, tmp_path_factory):
+    """Its tokens are of two bytes each, where a test does not want four."""
+    dtype = getattr(request, "param", "uint16")
+    return make_traced(tmp_path_factory.mktemp("exported"), encode={"dtype": dtype}).parent / "runs/mini"
 
 
-def test_megatron_reads_every_document_in_order(wide, tmp_path, exported):
-    (width, run), out = wide, tmp_path / "out"
-    split, without_bos = ("train", False) if width == "uint16" else ("validation", True)
+@pytest.mark.parametrize(("run", "split"), [("uint16", "train"), ("uint32", "validation")], indirect=["run"])
+def test_megatron_reads_every_document_in_order(run, split, tmp_path, exported):
+    out, without_bos = tmp_path / "out", split == "validation"
     exported(run, "megatron", out, "--split", split, *["--without-bos"] * without_bos)
-    told = json.loads((out / MANIFEST).read_text())
+    told = read_json(out / MANIFEST)
     assert told["bos"] == (not without_bos) and told["eos"]
-    assert (told["dtype"], told["dtype_code"]) == (("uint16", 8) if width == "uint16" else ("int32", 4))
+    assert (told["dtype"], told["dtype_code"]) == (("uint16", 8) if split == "train" else ("int32", 4))
     for source in ("web", "notes"):
         (kind, found, bounds), wanted = indexed(out / source), documents_of(run, split, source)
         assert kind == TYPES[told["dtype_code"]] and len(wanted) > 5 and bounds == list(range(len(wanted) + 1))

@@ -1,7 +1,6 @@
 """The configuration that is proposed for a folder of one's own text."""
 
-from __future__ import annotations
-
+import json
 import shlex
 
 import pytest
@@ -37,9 +36,10 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
     assert (counts["documents_in"], counts["rejected"]) == (6, 0)
 
 
-@pytest.mark.parametrize(("flops", "minutes", "params", "limit", "depth"), [
-    (1e11, 10, None, "epochs of your text", 2), (1e8, 0.1, None, "% of your text", 2),
-    (1e11, 10, 30_000_000, "epochs of your text", 8)])
+@pytest.mark.parametrize(("flops", "minutes", "params", "limit", "depth"), table("""
+    1e11 -> 10 -> null -> epochs of your text -> 2
+    1e8 -> 0.1 -> null -> % of your text -> 2
+    1e11 -> 10 -> 30000000 -> epochs of your text -> 8""", float, float, json.loads, str, int))
 def test_what_the_text_or_the_time_allows(notes, flops, minutes, params, limit, depth):
     found = propose(look(notes), flops, minutes, params)
     assert limit in found.limit and found.shape.layers == depth and not found.shape.problems()

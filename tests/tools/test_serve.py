@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import re
+import shlex
 import socket
 import threading
 from contextlib import closing, contextmanager
@@ -21,7 +22,7 @@ from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import serve
 from drover.tools.serving.asked import Reader
 from drover.tools.serving.worker import Worker
-from tests.refusal import printed
+from tests.refusal import printed, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_chat import TEMPLATE, continued, greedy, spelled
 from tests.waiting import wait_for
@@ -183,38 +184,49 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "stop": ["x"] * 200_000}, 400, "stop: Value should have at most 16 items"),
     ({"prompt": "x", "stop": "x" * 257}, 400, "stop.0: String should have at most 256 characters"),
     ({"prompt": "x" * (32 * CONTEXT + 10_001)}, 400, "prompt has a text of more than 9610000 characters"),
-    ({"prompt": "x", "max_tokens": CONTEXT}, 400, f"exceeds the model's context of {CONTEXT}"),
-    (b"{", 400, "is not JSON"), ([1], 400, "JSON object"), ({}, 400, "prompt is missing"),
-    ({"prompt": "x", "model": "gpt-4"}, 404, "The model 'gpt-4' is not here; this server has 'demo'"),
-    ({"prompt": "x", "top_p": 0, "min_p": 2}, 400, "top_p must be above 0 and at most 1, not 0.0. min_p must be"),
-    ({"prompt": "x", "max_tokens": "9", "logprobs": 6}, 400, "max_tokens: Input should be a valid integer. logprobs"),
-    ({"prompt": "x", "presence_penalty": 1.0}, 400, "presence_penalty is not supported: take repetition_penalty"),
-    ({"prompt": "x", "temprature": 1}, 400, "temprature is not a known field"),
-    ({"prompt": "x", "n": 6}, 400, "asks for 6 texts; this server takes 5 at once"),
-    ({"prompt": ["x", []]}, 400, "at least 1 item"), ({"prompt": [512]}, 400, "outside 0 .. 511"),
-    ({"prompt": ["x", [-1]]}, 400, "outside 0 .. 511"), ({"prompt": "x\ud800"}, 400, "half of a character")])
+    (b"{", 400, "is not JSON"), *table("""
+    {"prompt": "x", "max_tokens": 300000} -> 400 -> exceeds the model's context of 300000
+    [1] -> 400 -> JSON object
+    {} -> 400 -> prompt is missing
+    {"prompt": "x", "model": "gpt-4"} -> 404 -> The model 'gpt-4' is not here; this server has 'demo'
+    {"prompt": "x", "top_p": 0, "min_p": 2} -> 400 -> top_p must be above 0 and at most 1, not 0.0. min_p must be
+    {"prompt": "x", "max_tokens": "9", "logprobs": 6} -> 400 -> max_tokens: Input should be a valid integer. logprobs
+    {"prompt": "x", "presence_penalty": 1.0} -> 400 -> presence_penalty is not supported: take repetition_penalty
+    {"prompt": "x", "temprature": 1} -> 400 -> temprature is not a known field
+    {"prompt": "x", "n": 6} -> 400 -> asks for 6 texts; this server takes 5 at once
+    {"prompt": ["x", []]} -> 400 -> at least 1 item
+    {"prompt": [512]} -> 400 -> outside 0 .. 511
+    {"prompt": ["x", [-1]]} -> 400 -> outside 0 .. 511
+    {"prompt": "x\\ud800"} -> 400 -> half of a character""", json.loads, int)])
 def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, status, said):
     error = ask(run_port, "/v1/completions", body, expect=status)["error"]
     assert said in error["message"] and error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize(("path", "body", "status"), [
-    ("/v1/engines", None, 404), ("/v1/completions", None, 405),
-    ("/v1/chat/completions", {"messages": []}, 404)])  # there is no chat template
+@pytest.mark.parametrize(("path", "body", "status"), table("""
+    /v1/engines -> null -> 404
+    /v1/completions -> null -> 405
+    /v1/chat/completions -> {"messages": []} -> 404""", str, json.loads, int))
 def test_places_that_are_not_there_are_errors_too(run_port, path, body, status):
+    """As chats are, where there is no template for them."""
     assert "There are GET /v1/models" in ask(run_port, path, body, expect=status)["error"]["message"]
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({"Host": "elsewhere.example"}, 400),  # a page from elsewhere whose name was made to point here
-    ({"Host": "["}, 400), ({"Host": "192.0.2.7:8000"}, 200), ({"Host": "[::1]:8000"}, 200),
-    ({"Host": "LOCALHOST"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
-    ({"Host": "127.0.0.1:1", "Origin": "https://our.example"}, 200),  # behind a proxy
-    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "http://[bad"}, 403),
-    ({"Origin": "null"}, 403),  # a page in a frame without rights
-    ({"Host": "127.0.0.1:1", "Origin": "http://localhost:9"}, 403)])
+@pytest.mark.parametrize(("headers", "status"), table("""
+    {"Host": "elsewhere.example"} -> 400
+    {"Host": "["} -> 400
+    {"Host": "192.0.2.7:8000"} -> 200
+    {"Host": "[::1]:8000"} -> 200
+    {"Host": "LOCALHOST"} -> 200
+    {"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"} -> 200
+    {"Host": "127.0.0.1:1", "Origin": "https://our.example"} -> 200
+    {"Origin": "https://elsewhere.example"} -> 403
+    {"Origin": "http://[bad"} -> 403
+    {"Origin": "null"} -> 403
+    {"Host": "127.0.0.1:1", "Origin": "http://localhost:9"} -> 403""", json.loads, int))
 def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
+    """Not one whose name was made to point here, nor one in a frame without rights (null); our.example is a proxy."""
     response, content = send(run_port, "GET", "/v1/models", **headers)
     assert response.status == status and ("error" in json.loads(content)) == (status != 200)
 
@@ -317,8 +329,10 @@ def test_chats_go_through_the_template(model, tmp_path):
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--batch", "0"], "--batch must be at least 1"), (["--port", "70000"], "cannot be listened on"),
-    (["--host", "203.0.113.7"], "cannot be listened on"), ([], "is no folder")])
+@pytest.mark.parametrize(("arguments", "said"), table("""
+    --batch 0 -> --batch must be at least 1
+    --port 70000 -> cannot be listened on
+    --host 203.0.113.7 -> cannot be listened on
+    --batch 1 -> is no folder""", shlex.split))
 def test_what_cannot_be_served_is_said_in_a_sentence(arguments, said, capsys, tmp_path):
     assert said in printed(capsys, serve.main, "--model", tmp_path / "none", "--port", "0", *arguments, expect=2)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_json, write_sealed
 from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify.__main__ import main, share_of, verify
 from drover.tools.verify.checks import WENT, Findings
@@ -17,7 +18,6 @@ from tests.conftest import run_stage, write_config
 from tests.refusal import printed
 
 pytestmark = pytest.mark.slow
-STAGES = ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
 PLACES = (0.0, 0.4, 1.0)
 """How far into a file a bit is flipped."""
 
@@ -153,9 +153,9 @@ def listed(run):
 
 def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
     manifest, config = copied / "encode/manifest.json", copied / "config.yaml"
-    content = json.loads(manifest.read_text())
+    content = read_json(manifest)
     del content["seal"]
-    manifest.write_text(json.dumps(content))
+    write_json(manifest, content)
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
     names = ("rollbacks.json", "copying.json", "started.json", "tokens-compared.json")
     for name in names:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.tokenization.export import write_hugging_face
@@ -73,8 +73,8 @@ def contents(folder):
 
 def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tmp_path, capsys):
     settings = source / "tokenizer_config.json"
-    plain = json.loads(settings.read_text())
-    settings.write_text(json.dumps({**plain, "auto_map": {"AutoTokenizer": ["evil.E", None]}}))
+    plain = read_json(settings)
+    write_json(settings, {**plain, "auto_map": {"AutoTokenizer": ["evil.E", None]}})
     said = carry(capsys, source, tmp_path / "drover", "drover")
     assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in said
     assert "tokenizer_config.json named code (auto_map), which is left out" in said
@@ -140,7 +140,7 @@ def test_a_sentencepiece_model_of_a_run_is_put_where_llama_cpp_reads_it_right(
     shutil.copy(files[algorithm], run / "tokenizer")
     _, path = write_hugging_face(vocabularies[algorithm], run / "tokenizer/hf")
     new = read_json(path)
-    path.write_text(json.dumps({name: value for name, value in new.items() if name != "add_prefix_space"}))
+    write_json(path, {name: value for name, value in new.items() if name != "add_prefix_space"})
     assert place in carry(capsys, run, tmp_path / "hf", "hf")
     assert (tmp_path / "hf" / place).read_bytes() == files[algorithm].read_bytes()
     assert read_json(tmp_path / "hf" / path.name) == new and new["add_prefix_space"] is False
@@ -307,8 +307,8 @@ def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
     (tmp_path / "small").mkdir()
     write_model(tmp_path / "small", model, dtype=torch.float32, bos_id=1, eos_id=2)
     write_checkpoint(tmp_path / "large", {f"model.{name}": torch.ones(shape) for name, shape in shapes.items()}, 2, 2)
-    (tmp_path / "large/COMPLETE.json").write_text(json.dumps({
-        "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}}))
+    write_json(tmp_path / "large/COMPLETE.json", {
+        "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}})
     done = run_python("-c", CARRY, tmp_path / "large", tmp_path, check=False, **LARGE_TENSORS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the limit is felt" in done.stdout
