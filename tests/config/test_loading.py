@@ -40,7 +40,7 @@ def test_base_is_relative_to_its_file_and_own_values_win(written):
     assert "its own base" in refusal(path)
 
 
-def test_a_tilde_is_the_home_in_every_setting_that_names_a_path(tmp_path, no_plugins, monkeypatch):
+def test_a_tilde_is_the_home_in_every_setting_that_names_a_path(tmp_path, written, no_plugins, monkeypatch):
     """The whole path is what is saved: jobs may have another home. Other texts stay as they are."""
     monkeypatch.setenv("HOME", str(tmp_path))
     text = """
