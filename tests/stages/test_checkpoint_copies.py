@@ -9,7 +9,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training.uploads import CopiedCheckpoints
-from tests.stages.training import assert_equal_to_the_bit, events, reusing, run_train, train_folder
+from tests.stages.training import assert_equal_to_the_bit, events, manifest_of, reusing, run_train, train_folder
 
 SETTINGS = ["train.steps=16", "train.checkpoint.keep=2"]
 
@@ -78,7 +78,7 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
     assert "step-00000004 could not be copied" in result.stdout and "Training continues" in result.stdout
     assert "The last checkpoint could not be copied" in result.stderr and url in result.stderr
     assert events(fresh, "checkpoint_copy_failed")[0]["step"] == 4
-    assert read_manifest(train_folder(fresh)) is None and not copies(url).whole
+    assert manifest_of(fresh) is None and not copies(url).whole
 
     moto_server.server.faults.clear()
     run_train(fresh, *copying)

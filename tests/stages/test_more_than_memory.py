@@ -14,6 +14,7 @@ from tests.conftest import REPOSITORY, environment, write_config
 from tests.stages.here import prepare_here
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
+from tests.stages.training import manifest_of
 from tests.waiting import HANG_S
 
 LAYERS = 72
@@ -37,7 +38,7 @@ def run(tmp_path_factory):
         evaluate={"prompts": ["def ", "return x"], "prompt_tokens": 3, "batch": 1, "validation_tokens": 500})
     prepare_here(config)
     fake_training(Run(load_config(config)), kinds=("model",))
-    assert read_manifest(config.parent / "runs/mini/train").counts["parameters"] * 4 > 350e6
+    assert manifest_of(config, "train").counts["parameters"] * 4 > 350e6
     return config
 
 

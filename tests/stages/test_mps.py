@@ -15,6 +15,7 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel import ranks
 from drover.pipeline.training.engines.fsdp import FsdpEngine
 from drover.pipeline.training.optimizers import adamw
+from tests.refusal import refused
 from tests.stages.here import run_here
 from tests.stages.training import curve, events, train_folder
 
@@ -81,5 +82,4 @@ def test_all_tensors_of_a_pass_lie_on_the_device(monkeypatch):
     with AsOnMps():
         model(tokens, tokens, **where).backward()
     assert {weight.grad.device for weight in model.parameters()} == {device}
-    with pytest.raises(RuntimeError, match="device"):
-        model(tokens, torch.zeros(2, 16, dtype=torch.int64), **where)
+    refused(RuntimeError, "device", model, tokens, torch.zeros(2, 16, dtype=torch.int64), **where)
