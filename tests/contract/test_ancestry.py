@@ -4,14 +4,12 @@ import pytest
 
 from drover.launch.checks import refuse_unsound, say_absent
 from drover.launch.plan import Options, plan
-from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.core.errors import UserError
 from tests import refusal
-from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
+from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never, run_of
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def made(place):
 
 def ask(place, stages, *overrides, **options):
     """As the launcher does before it starts anything; returns the jobs."""
-    run = Run(load_config(place / "c.yaml", overrides))
+    run = run_of(place, *overrides)
     request = Options("local", str(place / "c.yaml"), tuple(overrides), **options)
     jobs = plan(run.config, run, parse_stages(stages), request)
     refuse_unsound(run, jobs, request)
@@ -134,7 +132,7 @@ def test_a_stage_before_that_was_deleted_has_not_changed(made):
     assert call(made, "encode", count_bytes_again) == 0
     for path in (made / "runs/a/shard").iterdir():
         path.unlink()
-    assert Run(load_config(made / "c.yaml")).changed("tokenizer") == []
+    assert run_of(made).changed("tokenizer") == []
     ask(made, "train")
 
 

@@ -29,7 +29,7 @@ def spread(tmp_path, encoded):
     """Function: config of a run whose checkpoint holds random weights in pieces of three ranks."""
     def make(**model):
         config = reusing(encoded, tmp_path, model=model)
-        fake_training(Run(load_config(config)))
+        fake_training(config)
         return config
     return make
 
@@ -118,7 +118,7 @@ def converted(tmp_path_factory, encoded):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "PREFIX", "unknown")
         prepare_here(config)
-    fake_training(Run(load_config(config)))
+    fake_training(config)
     assert run_here("convert", config, "convert.max_shard_mb=0.05") == 0
     return config
 
@@ -149,7 +149,7 @@ def test_llama_cpp_finds_no_file_that_it_would_misread(encoded, tmp_path, settin
     """It would take a unigram model's scores for those of merges, and ranks in base64 for a sentencepiece model."""
     config = changed(encoded, tmp_path, {"tokenizer": settings})
     prepare_here(config)
-    fake_training(Run(load_config(config)))
+    fake_training(config)
     assert run_here("convert", config) == 0
     stages = config.parent / "runs/mini"
     assert (stages / "tokenizer/tokenizer.model").is_file() and not (stages / "convert/hf/tokenizer.model").exists()
