@@ -73,7 +73,7 @@ def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place):
     (place / "corpus.txt").write_text("mended\n")
     assert call(place, "shard", copy_corpus) == 0
     assert (place / "runs/a/shard/text.txt").read_text() == "MENDED\n"
-    assert call(place, "tokenizer", lambda work: refuse(work)) == 2
+    assert call(place, "tokenizer", refuse) == 2
     assert call(place, "tokenizer", count_bytes, "tokenizer.vocab_size=1024") == 0
 
 

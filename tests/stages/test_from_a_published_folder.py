@@ -6,14 +6,16 @@ import re
 
 import pytest
 import torch
+import yaml
 from tokenizers import processors
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json
 from tests.conftest import run_stage, write_config
-from tests.stages.training import curve, manifest_of
+from tests.stages.training import curve
 from tests.token_shards import shards_in
 from tests.tokenization.conftest import byte_level, texts, with_special  # noqa: F401
 from tests.tokenization.test_ready_folders import TEMPLATE
@@ -61,10 +63,11 @@ def further(tmp_path_factory, source, corpus):
     config = write_config(tmp_path_factory.mktemp("further"), corpus, shard={"shard_mb": 4}, evaluate={"tasks": []},
                           launch={"processes": 1}, tokenizer={"kind": "huggingface", "path": str(source)},
                           train={"init_from": str(source), "sequence_length": 512})
-    model = f"model={{preset: {source}, context_length: 512, rope_theta: 1.0e+6}}"
+    settings = yaml.safe_load(config.read_text())
+    settings["model"] = {"preset": str(source), "context_length": 512, "rope_theta": 1e6}
+    config.write_text(yaml.safe_dump(settings))
     # One shard and one window of validation text for two ranks.
-    return config, {stage: run_stage(stage, config, model, *FAST, ranks=2 if stage == "train" else 1)
-                    for stage in STAGES}
+    return config, {stage: run_stage(stage, config, *FAST, ranks=2 if stage == "train" else 1) for stage in STAGES}
 
 
 def own_loss(folder, config, shard, samples):
@@ -89,7 +92,7 @@ def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
         r"document (\d+) .* (\d+)\.\.(\d+)$", capsys.readouterr().out, re.MULTILINE)]
     longer = AutoConfig.from_pretrained(source)
     longer.rope_parameters = {**longer.rope_parameters, "rope_theta": 1e6}
-    [shard] = shards_in(folder / "encode", manifest_of(config, "encode").outputs, "train", "code")
+    [shard] = shards_in(folder / "encode", read_manifest(folder / "encode").outputs, "train", "code")
     assert curve(config)[0]["loss"] == pytest.approx(own_loss(source, longer, shard, samples), rel=1e-6)
 
 
