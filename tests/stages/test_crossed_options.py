@@ -7,6 +7,8 @@ import shutil
 import pytest
 
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.opening import used
 from drover.pipeline.records.metrics import read_metrics
@@ -18,8 +20,6 @@ from tests.stages.test_damaged_inputs import flipped
 from tests.stages.training import (
     copy_run,
     events,
-    lines,
-    manifest_of,
     proven,
     reusing,
     run_train,
@@ -50,16 +50,24 @@ def short_documents(tmp_path_factory, two_sources):
     return config
 
 
-def train_plainly(config, option):
-    """Train with an option from the files, nothing else being set, unless that was done; the run has its name."""
-    if manifest_of(config, name=option) is not None:
-        return
-    settings, faults = OPTIONS[option]
-    run_with_faults(config, faults, f"name={option}", f"reuse={config.parent}/runs/mini", *settings, ranks=2)
-    assert proven(config, option) and events(config, "rollback", option) and events(config, "skip", option)
-    if option == "phases":  # rolled back in the last step of each: no token is lost or comes twice
-        assert [(sum(phase["left_out"].values()), sum(phase["tokens"].values()))
-                for phase in manifest_of(config, name=option).counts["phases"]] == [(1024, 6144), (2048, 12288)]
+@pytest.fixture(scope="module")
+def plain(short_documents):
+    """Trains with an option from the files, nothing else being set, once; its run's folder."""
+    done = {}
+
+    def train(option):
+        if option not in done:
+            settings, faults = OPTIONS[option]
+            run_with_faults(short_documents, faults, f"name={option}", f"reuse={short_documents.parent}/runs/mini",
+                            *settings, ranks=2)
+            assert proven(short_documents, option)
+            assert events(short_documents, "rollback", option) and events(short_documents, "skip", option)
+            if option == "phases":  # rolled back in the last step of each: no token is lost or comes twice
+                assert [(sum(phase["left_out"].values()), sum(phase["tokens"].values())) for phase in read_manifest(
+                    train_folder(short_documents, option)).counts["phases"]] == [(1024, 6144), (2048, 12288)]
+            done[option] = short_documents.parent / "runs" / option
+        return done[option]
+    return train
 
 
 @pytest.fixture
@@ -72,8 +80,8 @@ def fresh(tmp_path, short_documents):
 @pytest.mark.parametrize(("option", "read", "lost"), [
     ("none", "shards", True), ("phases", "shards", True), ("packed-phases", "shards", True),
     ("packing", "parts", True), ("packed-phases", "parts", False)])
-def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_documents, tmp_path, seaweed, option,
-                                                                   read, lost):
+def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_documents, plain, tmp_path, seaweed,
+                                                                   option, read, lost):
     """Killed on the way, its folder lost or not, and with rollbacks after which the reading ahead begins again."""
     settings, faults = OPTIONS[option]
     url, run = seaweed.url_of("checkpoints"), fresh.parent / "runs/mini"
@@ -90,15 +98,14 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
         ".json", ".jsonl", ".yaml"))
     found = CopiedCheckpoints(Store(url)).found()
     assert len(found.whole) > 1 and not found.unfinished
-    train_plainly(short_documents, option)
-    assert metrics(fresh) == metrics(short_documents, option)
+    assert metrics(run) == metrics(plain(option))
     assert weights(fresh) == weights(short_documents, option) != [] and proven(fresh)
-    took = [event["store"] for event in lines(fresh, log="events") if "store" in event][-1]
+    took = ending(run)
     assert took["hits"] > 0 if read == "shards" else took["ranges"] > 0 and not (tmp_path / "cache").exists()
 
 
 def test_what_a_later_phase_trains_on_counts_as_used(fresh, short_documents):
-    table = ShardTable.of(manifest_of(short_documents, "encode").outputs)
+    table = ShardTable.of(read_manifest(short_documents.parent / "runs/mini/encode").outputs)
 
     def shards(*overrides):
         return used(load_config(fresh, ["train.warmup_steps=1", *overrides]), table).tolist()
@@ -113,21 +120,27 @@ def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_docum
     """Where documents begin is read for the plan before the first step has anything compared."""
     settings, _ = OPTIONS["packed-phases"]
     run_train(fresh, "name=whole", *settings)
-    [record, *_] = [record for record in manifest_of(short_documents, "encode").outputs
-                    if record["path"].startswith("train/code")]
-    at = record["offsets_offset"] + 8 * (record["docs"] // 2)
-    with flipped(short_documents.parent / "runs/mini/encode" / record["path"], at) as path:
+    encode = short_documents.parent / "runs/mini/encode"
+    [record, *_] = [record for record in read_manifest(encode).outputs if record["path"].startswith("train/code")]
+    with flipped(encode / record["path"], record["offsets_offset"] + 8 * (record["docs"] // 2)) as path:
         told = run_train(fresh, *settings, expect=2).stderr
     assert told.count("stops here") == 1 and str(path) in told and "was read by" in told
     run_train(fresh, *settings)
-    assert metrics(fresh) == metrics(fresh, "whole") and weights(fresh) == weights(fresh, "whole")
+    run = train_folder(fresh).parent
+    assert metrics(run) == metrics(run.with_name("whole")) and weights(fresh) == weights(fresh, "whole")
 
 
 TIMES = {"tokens_per_s", "step_s", "data_wait_s", "memory_mb", "time", "train_s", "goodput", "look_s", "mfu",
          "shards_checked"}
 
 
-def metrics(config, name="mini"):
+def metrics(run):
     """What a run measured, but for times, how far the comparing was, and what only reading from a store has."""
+    lines = read_metrics(run / "train/metrics.jsonl")
     return [{name: value for name, value in line.items() if name not in TIMES and not name.startswith("store_")}
-            for line in read_metrics(train_folder(config, name) / "metrics.jsonl")]
+            for line in lines]
+
+
+def ending(run):
+    """What the last start's reading took."""
+    return [event["store"] for event in read_lines(run / "train/events.jsonl") if "store" in event][-1]

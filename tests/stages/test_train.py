@@ -25,6 +25,7 @@ from tests.stages.training import (
     manifest_of,
     proven,
     rank_process,
+    reusing,
     run_train,
     run_with_faults,
     start,
@@ -195,10 +196,12 @@ def test_torn_token_shards_and_ranks_that_do_not_fit_the_batch_are_refused(tmp_p
     assert shard.name in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.fixture
-def first(begun_once):
-    """The run whose weights are taken."""
-    return begun_once.parent / "runs/whole"
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, encoded):
+    """The run whose weights are taken; it has done 8 steps."""
+    path = reusing(encoded, tmp_path_factory.mktemp("first"))
+    run_train(path, "name=first", "train.precision=fp64", "train.steps=8")
+    return train_folder(path, "first").parent
 
 
 @pytest.mark.slow
@@ -244,10 +247,10 @@ def test_other_weights_make_it_stale_wherever_they_lie(fresh, first, tmp_path):
     copy, moved, short = tmp_path / "copy", tmp_path / "moved", ["train.steps=2", "train.warmup_steps=0"]
     shutil.copytree(first, copy)
     run_train(fresh, f"train.init_from={copy}", *short)
-    (copy / "train/checkpoints/step-00000016").rename(moved)
+    (copy / "train/checkpoints/step-00000008").rename(moved)
     again = run_train(fresh, f"train.init_from={moved}", *short)
     assert "up to date" in again.stdout or "nothing to do" in again.stdout
-    refused = run_train(fresh, *short, f"train.init_from={copy}", expect=2).stderr  # now of step 12
+    refused = run_train(fresh, *short, f"train.init_from={copy}", expect=2).stderr  # now of step 4
     assert "init_from/COMPLETE.json" in refused and "Traceback" not in refused
 
 
