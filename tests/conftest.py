@@ -162,12 +162,8 @@ def fresh(tmp_path, encoded):
 
     One process accumulates over two micro-batches, two ranks have one each.
     """
-    config = yaml.safe_load(encoded.read_text())
-    config["train"]["micro_batch"] = 8
-    config.update(runs_dir=str(tmp_path / "runs"), reuse=str(encoded.parent / "runs/mini"))
-    path = tmp_path / "mini.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    from tests.stages.training import reusing
+    return reusing(encoded, tmp_path, train={"micro_batch": 8})
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.files import output_record, write_text
 
@@ -34,6 +36,11 @@ def never(work):
 
 def call(place, stage, body, *arguments):
     return stage_main(stage, body, ["--config", str(place / "c.yaml"), *arguments])
+
+
+def run_of(place, *overrides):
+    """The run of a place, as its configuration is now."""
+    return Run(load_config(place / "c.yaml", overrides))
 
 
 def state(place, stage="shard"):

@@ -4,13 +4,12 @@ import pytest
 
 from drover.launch.checks import refuse_unsound, say_absent
 from drover.launch.plan import Options, plan
-from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.core.errors import UserError
-from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
+from tests import refusal
+from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never, run_of
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def made(place):
 
 def ask(place, stages, *overrides, **options):
     """As the launcher does before it starts anything; returns the jobs."""
-    run = Run(load_config(place / "c.yaml", overrides))
+    run = run_of(place, *overrides)
     request = Options("local", str(place / "c.yaml"), tuple(overrides), **options)
     jobs = plan(run.config, run, parse_stages(stages), request)
     refuse_unsound(run, jobs, request)
@@ -39,13 +38,12 @@ def ask(place, stages, *overrides, **options):
 
 def refused(capsys, place, stages, *overrides, **options):
     """What the launcher says, and that the stage itself says so too."""
-    with pytest.raises(UserError) as found:
-        ask(place, stages, *overrides, **options)
+    text = refusal.refused(UserError, "stage", ask, place, stages, *overrides, **options)
     asked = [f"--{name.replace('_', '-')}" for name in options]
     assert stage_main(parse_stages(stages)[0], never, ["--config", str(place / "c.yaml"), *asked, *overrides]) == 2
     said = capsys.readouterr().err
-    assert str(found.value).split("Ways to continue")[0] in said
-    return str(found.value)
+    assert text.split("Ways to continue")[0] in said
+    return text
 
 
 def test_a_source_that_grew_is_refused_whatever_stage_is_asked_for(made, capsys):
@@ -56,8 +54,7 @@ def test_a_source_that_grew_is_refused_whatever_stage_is_asked_for(made, capsys)
         assert "stage shard" in text and "input file t/corpus.txt has other content: " in text and " -> " in text
         assert f"--stage shard,{stage}" in text
     assert "has other content" in refused(capsys, made, "encode", force=True)
-    with pytest.raises(UserError, match="has other content"):
-        ask(made, "encode", "name=b", f"reuse={made}/runs/a")
+    refusal.refused(UserError, "has other content", ask, made, "encode", "name=b", f"reuse={made}/runs/a")
     # Accepted where it is asked for, it is accepted for all that follows, and leaves its trace.
     assert call(made, "shard", never, "--accept-drift") == 0
     assert call(made, "tokenizer", never) == call(made, "encode", count_bytes_again) == 0
@@ -135,7 +132,7 @@ def test_a_stage_before_that_was_deleted_has_not_changed(made):
     assert call(made, "encode", count_bytes_again) == 0
     for path in (made / "runs/a/shard").iterdir():
         path.unlink()
-    assert Run(load_config(made / "c.yaml")).changed("tokenizer") == []
+    assert run_of(made).changed("tokenizer") == []
     ask(made, "train")
 
 

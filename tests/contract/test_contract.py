@@ -13,12 +13,11 @@ import drover.pipeline.contract.stage_work
 from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record, read_json, write_text
 from tests.conftest import run_python
-from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
+from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never, run_of
 
 
 def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_of(place, capsys):
@@ -74,7 +73,7 @@ def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place):
     (place / "corpus.txt").write_text("mended\n")
     assert call(place, "shard", copy_corpus) == 0
     assert (place / "runs/a/shard/text.txt").read_text() == "MENDED\n"
-    assert call(place, "tokenizer", lambda work: refuse(work)) == 2
+    assert call(place, "tokenizer", refuse) == 2
     assert call(place, "tokenizer", count_bytes, "tokenizer.vocab_size=1024") == 0
 
 
@@ -110,13 +109,13 @@ def test_a_stage_that_is_being_read_is_not_rebuilt(place, refusal):
 
 def test_why_and_changed_code(place):
     call(place, "shard", copy_corpus)
-    run = Run(load_config(place / "c.yaml"))
+    run = run_of(place)
     assert run.why("shard") == "shard: done"
     manifest = read_manifest(place / "runs/a/shard")
     manifest.code["pipeline/shard.py"] = "other"
     manifest.write(place / "runs/a/shard")
     assert "code has changed since: pipeline/shard.py" in run.why("shard")
-    stale = Run(load_config(place / "c.yaml", ["shard.shard_mb=1"]))
+    stale = run_of(place, "shard.shard_mb=1")
     assert "shard.shard_mb: 64.0 -> 1.0" in stale.why("shard")
 
 
@@ -168,7 +167,7 @@ def test_an_atomic_file_appears_whole_and_one_that_others_may_have_mapped_only_w
 
 def test_a_manifest_is_parsed_again_only_when_it_is_another_file(place):
     call(place, "shard", copy_corpus)
-    run, path = Run(load_config(place / "c.yaml")), place / "runs/a/shard/manifest.json"
+    run, path = run_of(place), place / "runs/a/shard/manifest.json"
     first = run.finished("shard")
     assert run.finished("shard") is first
     first.write(path.parent)

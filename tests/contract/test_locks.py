@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from drover.pipeline.contract import locks
 from drover.pipeline.contract.locks import lock
@@ -11,6 +10,7 @@ from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.errors import UserError
 from tests.conftest import REPOSITORY, environment
 from tests.refusal import refused
+from tests.stages.training import is_running
 from tests.waiting import wait_for
 
 HOLD = """
@@ -30,7 +30,7 @@ def test_a_process_on_its_end_is_waited_for(tmp_path, capsys, monkeypatch):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=REPOSITORY, env=environment(), text=True,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == "held\n"  # and it is not waited for: a zombie
-    wait_for(lambda: Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    wait_for(lambda: not is_running(holder.pid))
     monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", lambda seconds: holder.stdin.close())
     with lock(tmp_path, "train"):
         assert "train     waits for the end of process" in capsys.readouterr().out

@@ -6,17 +6,17 @@ from collections import Counter
 
 import pytest
 
-from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract import locks
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import Run, done_parts
+from drover.pipeline.contract.run import done_parts
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.files import read_json
 from drover.pipeline.shard import shard
 from tests.contract.conftest import ended
 from tests.refusal import table
+from tests.stand_ins import run_of
 from tests.waiting import wait_for
 
 
@@ -106,7 +106,7 @@ def test_parts_of_other_settings_are_not_done(twelve):
     assert list(twelve.records()) == [11]
 
     def done(*overrides, parts=13):
-        return done_parts(Run(load_config(twelve.place / "c.yaml", list(overrides))), "shard", parts, "read")
+        return done_parts(run_of(twelve.place, *overrides), "shard", parts, "read")
     assert done() == done("launch.processes=2") == {11, 12}
     assert done(parts=2) == done("shard.validation_share=0.5") == done("name=b") == set()
     (twelve.place / "corpus.txt").write_text("other text\n")

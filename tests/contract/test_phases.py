@@ -8,10 +8,9 @@ import signal
 
 import pytest
 
-from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import Run, done_parts
+from drover.pipeline.contract.run import done_parts
 from drover.pipeline.contract.stage_work import Unit
 from drover.pipeline.contract.tasks import PARTS, Ledger
 from drover.pipeline.core.errors import UnusableInputError, UserError
@@ -19,6 +18,7 @@ from drover.pipeline.core.files import output_record, read_json, write_text
 from tests.contract.conftest import OwnStage
 from tests.cut_off import cut_off
 from tests.refusal import table
+from tests.stand_ins import run_of
 
 PHASES = ("read", "sort", "sum")
 
@@ -71,7 +71,7 @@ def test_phases_in_parts_each_once_the_one_before_is_done_make_what_one_run_make
     for number, (phase, left) in enumerate(zip(PHASES, (
             "13 of 40 units are not done (n-00001, n-00004, n-00007 and 10 more)", "in the phase sort, 1 of 4 units",
             None), strict=True)):
-        run = Run(load_config(count.place / "c.yaml", ["name=b"]))
+        run = run_of(count.place, "name=b")
         assert [done_parts(run, "count", 3, other) for other in PHASES] == [{0, 1, 2}] * number + [set()] * (3 - number)
         for index in (2, 0):
             assert count("--part", f"{index}/3", "--phase", phase, name="b") == 0

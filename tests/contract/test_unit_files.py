@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 import drover.pipeline.contract.external_inputs
-from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, content_hash
 from drover.pipeline.contract.external_inputs import HASHES, gathered
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.tasks import PARTS, Ledger, Unit
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
 from tests.block_digests import block_digests
 from tests.contract.conftest import OwnStage
 from tests.refusal import refused
+from tests.stand_ins import run_of
 
 LARGE = BLOCK_BYTES + 100
 """Bytes of the file that two units read."""
@@ -53,7 +52,7 @@ class Upper(OwnStage):
 
     @property
     def state(self):
-        return Run(load_config(self.place / "c.yaml")).state("upper")
+        return run_of(self.place).state("upper")
 
 
 @pytest.fixture

@@ -61,12 +61,14 @@ def make_trained_run(folder):
     config = folder / "small.yaml"
     config.write_text(yaml.safe_dump(settings(folder)))
     prepare_here(config)
-    fake_training(Run(load_config(config)))
+    fake_training(config)
     return config
 
 
-def fake_training(run, kinds=("model", "exp_avg")):
-    """A finished stage train: weights and one moment, unless `kinds` says otherwise, cut at random over three ranks."""
+def fake_training(config, kinds=("model", "exp_avg")):
+    """A finished stage train of a configuration's run: weights and one moment, unless `kinds` says otherwise, cut at
+    random over three ranks."""
+    run = Run(load_config(config))
     shape = run.config.model.model_copy(update={"vocab_size": run.finished("tokenizer").counts["vocab_size"]})
     model = Llama(shape)
     initialise(model, shape, seed=5)

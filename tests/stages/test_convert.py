@@ -1,26 +1,26 @@
 """Conversion: what transformers loads computes what was trained, in both export types, and nothing half counts."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from drover.model import names
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import output_record, read_json, write_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.formats.weights import HuggingFaceWeights, load_model, open_weights
 from drover.pipeline.storage.__main__ import main
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store, preflight
+from drover.pipeline.tokenization import export
 from drover.pipeline.tokenization.kinds import load_tokenizer
+from tests.refusal import printed, refused
 from tests.stages.here import prepare_here, run_here
 from tests.stages.small_run import fake_training
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import changed, copy_run, reusing, run_train, run_with_faults, train_folder
+from tests.stages.training import changed, manifest_of, reusing, run_train, run_with_faults, train_folder
 from tests.tokenization.conftest import ODD_TEXTS, texts  # noqa: F401 - a fixture
 
 
@@ -29,7 +29,7 @@ def spread(tmp_path, encoded):
     """Function: config of a run whose checkpoint holds random weights in pieces of three ranks."""
     def make(**model):
         config = reusing(encoded, tmp_path, model=model)
-        fake_training(Run(load_config(config)))
+        fake_training(config)
         return config
     return make
 
@@ -47,43 +47,38 @@ def logits(model, vocab_size):
         "kind": "yarn", "factor": 4, "original_context_length": 32}}, marks=pytest.mark.slow),
     ("float32", 4 * 9 + 3, {"layers": 4, "no_rope_layer_interval": 3, "sliding_window": 16})],
     ids=["tied", "biases, wide heads, YaRN", "SmolLM3"])
-def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, tensors, changes, capsys):
+def test_any_pieces_are_exported_and_compute_what_was_trained(spread, run, dtype, tensors, changes):
     """All layers are compared, block by block."""
     from transformers import AutoModelForCausalLM
     config = spread(**changes)
-    assert run_here("convert", config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}") == 0
+    said = run("convert", config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}").out
     folder, out = config.parent / "runs/mini", config.parent / "runs/mini/convert/hf"
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with open_weights(folder / "train/checkpoints/step-00000003") as weights:
         trained = load_model(weights, torch.device("cpu"), torch.float32)
     ours, theirs = (logits(model, exported.config.vocab_size) for model in (trained, exported))
     assert ours.std() > 0.01 and (ours - theirs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
-    counts, layers = read_manifest(folder / "convert").counts, changes.get("layers", 2)
+    counts, layers = manifest_of(config, "convert").counts, changes.get("layers", 2)
     assert counts["largest_logit_difference"] < 1e-5
     assert (counts["layers_compared"], counts["tensors_compared"]) == (layers, tensors)
-    said = capsys.readouterr().out
     assert f"transformers computes it block by block ({layers} layers)" in said
     assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} validation tokens" in said
 
 
-def test_what_cannot_be_exported_is_refused(spread, capsys):
-    """A network that transformers has no name for, and a damaged checkpoint."""
-    assert run_here("convert", spread(qk_norm=True, no_rope_layer_interval=2)) == 2
-    assert "no class of transformers computes such a network" in capsys.readouterr().err
+def test_what_cannot_be_exported_is_refused(spread, run, monkeypatch):
+    """A network that transformers has no name for, and a damaged checkpoint. A layout mistake is found by the stage
+    itself."""
+    nameless = spread(qk_norm=True, no_rope_layer_interval=2)
+    assert "no class of transformers computes such a network" in run("convert", nameless, expect=2).err
     config = spread(layers=3)
-    victim = next((config.parent / "runs/mini/train/checkpoints/step-00000003").glob("*.safetensors"))
-    victim.write_bytes(victim.read_bytes()[:-4])
-    assert run_here("convert", config) == 2
-    assert victim.name in capsys.readouterr().err and read_manifest(config.parent / "runs/mini/convert") is None
-
-
-def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys):
-    """A layout mistake must be found by the stage itself."""
-    config = spread()
+    victim = next((train_folder(config) / "checkpoints/step-00000003").glob("*.safetensors"))
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:-4])
+    assert victim.name in run("convert", config, expect=2).err
+    victim.write_bytes(whole)
     monkeypatch.setattr(names, "half_rows", lambda weight, heads: weight)
-    assert run_here("convert", config) == 2
-    assert "layers.0.attention.wq.weight in the exported model" in capsys.readouterr().err
-    assert read_manifest(config.parent / "runs/mini/convert") is None
+    assert "layers.0.attention.wq.weight in the exported model" in run("convert", config, expect=2).err
+    assert manifest_of(config, "convert") is None
 
 
 AVERAGE = ["convert.average=[5, 8, 12]", "train.checkpoint.keep=1"]
@@ -102,7 +97,7 @@ def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(run, fresh):
         assert f"{part} is not what training saved" in run("convert", fresh, *AVERAGE, expect=2).err
     assert "the mean of step-00000005, step-00000008, step-00000012: " in run("convert", fresh, *AVERAGE).out
     out = train_folder(fresh).parent / "convert"
-    assert read_manifest(out).counts["averaged"] == [path.name for path in saved]
+    assert manifest_of(fresh, "convert").counts["averaged"] == [path.name for path in saved]
     with HuggingFaceWeights(out / "hf") as exported:
         assert len(exported.shapes) > 10
         for name, shape in exported.shapes.items():
@@ -117,9 +112,13 @@ def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(run, fresh):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory, encoded):
-    """Config of a miniature run with random weights whose stage convert is done."""
-    config = reusing(encoded, tmp_path_factory.mktemp("converted"))
-    fake_training(Run(load_config(config)))
+    """Config of a miniature run with random weights whose stage convert is done. Its tokenizer was made before PREFIX
+    was written."""
+    config = changed(encoded, tmp_path_factory.mktemp("converted"), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "PREFIX", "unknown")
+        prepare_here(config)
+    fake_training(config)
     assert run_here("convert", config, "convert.max_shard_mb=0.05") == 0
     return config
 
@@ -129,13 +128,13 @@ def test_llama_cpp_finds_the_scores_of_sentencepiece_merges(converted, texts):  
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     from transformers import AutoTokenizer
     stages = converted.parent / "runs/mini"
-    tokenizer = load_tokenizer(Run(load_config(converted)).stage_folder("tokenizer"))
-    copy = stages / "convert/hf/tokenizer.model"
-    assert "hf/tokenizer.model" in [record["path"] for record in read_manifest(stages / "convert").outputs]
+    tokenizer, copy = load_tokenizer(stages / "tokenizer"), stages / "convert/hf/tokenizer.model"
+    assert "hf/tokenizer.model" in [record["path"] for record in manifest_of(converted, "convert").outputs]
     pieces = sentencepiece_model_pb2.ModelProto.FromString(copy.read_bytes()).pieces
     scores = [piece.score for piece in pieces if piece.type == piece.NORMAL]
     assert len(set(scores)) == len(scores) > 200 and scores == sorted(scores, reverse=True)
-    assert read_json(copy.with_name("tokenizer_config.json"))["add_prefix_space"] is False
+    before, after = (read_json(stages / folder / "hf/tokenizer_config.json") for folder in ("tokenizer", "convert"))
+    assert "add_prefix_space" not in before and after == {**before, "add_prefix_space": False}
     processor = SentencePieceProcessor(model_file=str(copy))
     for exported in (AutoTokenizer.from_pretrained(copy.parent, use_fast=fast) for fast in (True, False)):
         assert exported.encode("x")[0] == tokenizer.bos_id
@@ -150,32 +149,12 @@ def test_llama_cpp_finds_no_file_that_it_would_misread(encoded, tmp_path, settin
     """It would take a unigram model's scores for those of merges, and ranks in base64 for a sentencepiece model."""
     config = changed(encoded, tmp_path, {"tokenizer": settings})
     prepare_here(config)
-    fake_training(Run(load_config(config)))
+    fake_training(config)
     assert run_here("convert", config) == 0
     stages = config.parent / "runs/mini"
     assert (stages / "tokenizer/tokenizer.model").is_file() and not (stages / "convert/hf/tokenizer.model").exists()
 
 
-@pytest.mark.slow
-def test_a_tokenizer_made_before_the_rule_was_written_is_exported_with_it(encoded, tmp_path):
-    config = copy_run(encoded, tmp_path)
-    stage = config.parent / "runs/mini/tokenizer"
-    path = stage / "hf/tokenizer_config.json"
-    settings = read_json(path)
-    assert settings.pop("add_prefix_space") is False
-    write_json(path, settings)
-    manifest = read_manifest(stage)
-    records = [output_record(stage, stage / record["path"]) for record in manifest.outputs]
-    replace(manifest, outputs=records).write(stage)
-    assert run_here("encode", config, "launch.processes=1", "--force") == 0
-    fake_training(Run(load_config(config)))
-    assert run_here("convert", config) == 0
-    assert read_json(config.parent / "runs/mini/convert/hf/tokenizer_config.json") == {
-        **settings, "add_prefix_space": False}
-
-
-def copying(config, url):
-    return run_here("convert", config, "convert.max_shard_mb=0.05", f"convert.copy_to={url}")
 
 
 def state(config, url=None):
@@ -183,37 +162,40 @@ def state(config, url=None):
     return Run(load_config(config, ["convert.max_shard_mb=0.05", *given])).state("convert")
 
 
-def test_an_export_that_is_done_is_copied_later_without_being_made_again(converted, seaweed, capsys, tmp_path):
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_export_that_is_done_is_copied_later_without_being_made_again(converted, run, seaweed, capsys, tmp_path):
     url, folder = seaweed.url_of("models/mini"), converted.parent / "runs/mini/convert"
-    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()}
+    before, made, fetched = contents(folder / "hf"), (folder / "hf").stat().st_mtime_ns, tmp_path / "fetched"
     assert state(converted).kind == "done" and state(converted, url).kind == "partial"
     assert f"upload to {url} is pending" in str(state(converted, url))
     for said in (f", 0 were there already in {url}", "up to date"):
-        assert copying(converted, url) == 0 and said in capsys.readouterr().out
-    assert state(converted, url).kind == "done" and read_json(folder / "STATE.json")["status"] == "done"
-    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()} == before
+        assert said in run("convert", converted, "convert.max_shard_mb=0.05", f"convert.copy_to={url}").out
+    assert state(converted, url).kind == "done" and read_state(folder).status == "done"
+    assert contents(folder / "hf") == before and (folder / "hf").stat().st_mtime_ns == made
     assert {entry.path for entry in Store(url).list()} == {*before, COPY, OWNER}
 
     (tmp_path / "fetched.tmp").mkdir()  # the user's
-    assert main([url, str(tmp_path / "fetched")]) == 0 and (tmp_path / "fetched.tmp").is_dir()
-    assert {path.name: path.read_bytes() for path in (tmp_path / "fetched").iterdir()} == {
-        name: content for name, (_, content) in before.items()}
-    assert main([url, str(tmp_path / "fetched")]) == 2 and "exists already" in capsys.readouterr().err
+    printed(capsys, main, url, fetched)
+    assert (tmp_path / "fetched.tmp").is_dir() and contents(fetched) == before
+    assert "exists already" in printed(capsys, main, url, fetched, expect=2)
 
 
-def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_server, capsys, tmp_path, monkeypatch):
+def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, run, moto_server, capsys, tmp_path,
+                                                              monkeypatch):
     """And what a killed preflight left does not take the place from the run."""
-    url, fetched = moto_server.url_of("models/mini"), str(tmp_path / "fetched")
+    url, fetched = moto_server.url_of("models/mini"), tmp_path / "fetched"
+    copying = "convert", converted, "convert.max_shard_mb=0.05", f"convert.copy_to={url}"
     with monkeypatch.context() as patch:
         patch.setattr(Store, "delete", lambda store, paths: None)
-        with pytest.raises(UserError, match="still exists"):
-            preflight(Store(url))
+        refused(UserError, "still exists", preflight, Store(url))
     moto_server.fail("refuse", 1000, method="PUT", path=r"config\.json")
-    assert copying(converted, url) == 2 and "AccessDenied" not in capsys.readouterr().out
-    assert read_json(converted.parent / "runs/mini/convert/STATE.json")["status"] == "failed"
+    assert "AccessDenied" not in run(*copying, expect=2).out
+    assert read_state(converted.parent / "runs/mini/convert").status == "failed"
     moto_server.server.faults.clear()
-    assert copying(converted, url) == 0
+    run(*copying)
     Store(url).put("model.safetensors.index.json", b"{}")
-    assert main([url, fetched]) == 2
-    assert "model.safetensors.index.json has other content" in capsys.readouterr().err
-    assert not (tmp_path / "fetched").exists()
+    assert "model.safetensors.index.json has other content" in printed(capsys, main, url, fetched, expect=2)
+    assert not fetched.exists()

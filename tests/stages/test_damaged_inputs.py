@@ -8,7 +8,6 @@ import pytest
 
 import drover.pipeline.contract.input_check
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.files import read_json
@@ -17,7 +16,7 @@ from drover.pipeline.training.data.token_check import COMPARED
 from drover.pipeline.training.uploads import CopiedCheckpoints
 from tests.stages.here import run_here
 from tests.stages.small_run import item, write_task
-from tests.stages.training import copy_run, curve, run_train, weights
+from tests.stages.training import copy_run, curve, manifest_of, run_train, train_folder, weights
 from tests.waiting import wait_for
 
 
@@ -47,19 +46,16 @@ def flipped(path, at=None):
         write(whole)
 
 
-def refused(capsys, config, stage, path, *arguments):
-    """That the stage stops and names the file, in one sentence on the console and in its record."""
-    capsys.readouterr()
-    assert run_here(stage, config, *arguments) == 2
-    said = capsys.readouterr().err
-    assert said.count("stops here") == 1 and "Traceback" not in said
-    assert str(path) in said and " -> " in said and "continues" in said
-    state = read_state(load_config(config, [text for text in arguments if "=" in text]).folder / stage)
-    assert state.status == "failed" and str(path) in state.reason
-
-
-def digest(config, stage, name="mini"):
-    return read_manifest(config.parent / "runs" / name / stage).digest
+@pytest.fixture
+def refused(run):
+    """Function: that a stage stops and names the file, in one sentence on the console and in its record."""
+    def told(config, stage, path, *arguments):
+        said = run(stage, config, *arguments, expect=2).err
+        assert said.count("stops here") == 1
+        assert str(path) in said and " -> " in said and "continues" in said
+        state = read_state(load_config(config, [text for text in arguments if "=" in text]).folder / stage)
+        assert state.status == "failed" and str(path) in state.reason
+    return told
 
 
 def reusing(config, name):
@@ -69,14 +65,14 @@ def reusing(config, name):
 @pytest.mark.parametrize(("stage", "reads"), [
     ("tokenizer", [("shard/train/*.tar", 3), ("shard/validation/*.tar", 700), ("shard/train/*.tar", -1)]),
     ("encode", [("shard/train/*.tar", -1), ("tokenizer/report.json", None)])])
-def test_text_shards_and_a_vocabulary(chain, capsys, stage, reads):
+def test_text_shards_and_a_vocabulary(chain, refused, stage, reads):
     """Wherever in it: the name of a member, text, padding, and a file of the vocabulary's that encode does not need."""
     here = reusing(chain, f"{stage}-again")
     for pattern, at in reads:
         with flipped(min((chain.parent / "runs/mini").glob(pattern)), at) as path:
-            refused(capsys, chain, stage, path, "--force", *here)
+            refused(chain, stage, path, "--force", *here)
     assert run_here(stage, chain, *here) == 0
-    assert digest(chain, stage, f"{stage}-again") == digest(chain, stage)
+    assert manifest_of(chain, stage, f"{stage}-again").digest == manifest_of(chain, stage).digest
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +82,22 @@ def trained(chain):
     return chain
 
 
-def test_a_token_shard_and_training_continues_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path):
+def test_a_token_shard_and_training_continues_as_if_nothing_had_been(trained, refused, monkeypatch, tmp_path):
     """Found once the first checkpoint is there, and in a store, which it then leaves: for the second one training
     waits."""
     path = max((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     store, name = Store(f"file://{tmp_path}/store"), "copied"
     here = *reusing(trained, name), f"train.checkpoint.copy_to={store.url}"
-    checkpoints = trained.parent / "runs" / name / "train/checkpoints"
+    checkpoints = train_folder(trained, name) / "checkpoints"
 
     def copies():
         return CopiedCheckpoints(store).found().whole
     with monkeypatch.context() as patch, flipped(path):
         hold_back(patch, copies)
-        refused(capsys, trained, "train", path, *here)
+        refused(trained, "train", path, *here)
     assert copies() == [] and not list(checkpoints.glob("step-????????"))
-    aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
-    assert max(aside) == 2
-    assert read_manifest(checkpoints.parent) is None and read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
+    assert max(folder.name[-8:] for folder in checkpoints.glob("set-aside-*")) == "00000002"
+    assert manifest_of(trained, name=name) is None and read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
     assert run_here("train", trained, *here) == 0
     assert curve(trained, name) == curve(trained) and weights(trained, name) == weights(trained)
     assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12 and copies()[-1:] == [12]
@@ -119,46 +114,45 @@ def hold_back(patch, ready):
 
 
 @pytest.mark.slow
-def test_what_was_saved_before_a_later_start_stays(trained, capsys):
+def test_what_was_saved_before_a_later_start_stays(trained, refused):
     """A start that compared all shards vouches for its checkpoints; where none did, it is said."""
-    here, folder = reusing(trained, "again"), trained.parent / "runs/again/train"
+    here, folder = reusing(trained, "again"), train_folder(trained, "again")
     assert run_here("train", trained, *here, "train.steps=6") == 0
     path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     with flipped(path):
-        refused(capsys, trained, "train", path, *here, "--accept-drift")
+        refused(trained, "train", path, *here, "--accept-drift")
         assert "free of damage" not in read_state(folder).reason
         assert (folder / "checkpoints/step-00000006").is_dir() and not list((folder / "checkpoints").glob("step-*12"))
         (folder / COMPARED).unlink()
-        refused(capsys, trained, "train", path, *here, "--accept-drift")
+        refused(trained, "train", path, *here, "--accept-drift")
         assert "only the steps up to 0 are certainly free of damage" in read_state(folder).reason
     assert run_here("train", trained, *here, "--accept-drift") == 0
 
 
 def test_all_ranks_leave_together_with_one_sentence(trained):
-    """The rank that finds it is not the one that speaks."""
-    encode_folder = trained.parent / "runs/mini/encode"
-    train_shards = [record["path"] for record in read_manifest(encode_folder).outputs if record["split"] == "train"]
-    with flipped(encode_folder / train_shards[1]) as path:  # the first rank hashes every other one, from the first on
+    """The rank that finds it is not the one that speaks: the first one hashes every other shard, from the first on."""
+    shards = [record["path"] for record in manifest_of(trained, "encode").outputs if record["split"] == "train"]
+    with flipped(trained.parent / "runs/mini/encode" / shards[1]) as path:
         told = run_train(trained, *reusing(trained, "two"), "launch.processes=2", ranks=2, expect=2).stderr
     assert told.count("stops here") == 1 and str(path) in told
-    assert str(path) in read_state(trained.parent / "runs/two/train").reason
+    assert str(path) in read_state(train_folder(trained, "two")).reason
 
 
 @pytest.mark.slow
-def test_what_convert_and_evaluate_read(trained, capsys):
+def test_what_convert_and_evaluate_read(trained, refused):
     """A checkpoint, vocabulary and validation tokens; then the export, validation text and tokens, vocabulary."""
     run = trained.parent / "runs/mini"
-    before = digest(trained, "convert")
+    before = manifest_of(trained, "convert").digest
     for name in ("train/checkpoints/step-00000012/rank-00000.safetensors", "tokenizer/hf/tokenizer.json",
                  "encode/validation/more-00000.arrow"):
         with flipped(run / name) as path:
-            refused(capsys, trained, "convert", path, "--force")
+            refused(trained, "convert", path, "--force")
     assert run_here("convert", trained) == 0
-    assert digest(trained, "convert") == before
+    assert manifest_of(trained, "convert").digest == before
     assert run_here("evaluate", trained, body=lambda work: None) == 130
     for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/validation/code-00000.tar",
                  "encode/validation/more-00000.arrow", "tokenizer/vocabulary.json"):
         with flipped(run / name) as path:
-            refused(capsys, trained, "evaluate", path)
+            refused(trained, "evaluate", path)
         assert not list(Ledger(run / "evaluate/units/measured").lines()), "what was measured of damaged inputs counts"
     assert run_here("evaluate", trained) == 0

@@ -6,60 +6,47 @@ from itertools import pairwise
 
 import pytest
 
-from drover.pipeline.contract.manifest import read_manifest
 from tests.conftest import slow
 from tests.stages.training import (
     curve,
     difference,
     events,
     lines,
+    manifest_of,
     proven,
     run_train,
     run_with_faults,
     texts,
     train_and_kill,
-    train_folder,
 )
 
 SEQUENCES = 12
 """Of a batch: 1, 2, 3 and 4 groups of ranks divide it."""
-ONE = (1, {})
-"""A layout: ranks, and what `parallel` says of them."""
-TWO = (2, {})
-FOUR = (4, {"tp": 2})
-PIPELINE = (2, {"pp": 2})
-INTERLEAVED = (2, {"pp": 2, "pp_schedule": "interleaved"})
-GRID = (4, {"pp": 2, "cp": 2})
-CONTEXT = (2, {"cp": 2})
-THREE = (3, {"pp": 3})
-ZERO_1, ZERO_2, ZERO_3 = ((2, {"engine": "deepspeed", "zero_stage": f"{stage}"}) for stage in (1, 2, 3))
-LAYOUTS = (ONE, TWO, (3, {}), (4, {}), (2, {"tp": 2}), FOUR, PIPELINE, GRID, CONTEXT, (4, {"pp": 2, "tp": 2}),
-           (4, {"cp": 2, "tp": 2}), (4, {"pp": 2}), THREE, INTERLEAVED)
-"""Of which many are chosen at random."""
+LAYOUTS = ("1", "2", "3", "4", "2 tp=2", "4 tp=2", "2 pp=2", "4 pp=2 cp=2", "2 cp=2", "4 pp=2 tp=2", "4 cp=2 tp=2",
+           "4 pp=2", "3 pp=3", "2 pp=2 pp_schedule=interleaved")
+"""Ranks, and what `parallel` says of them: of these many are chosen at random."""
+ZERO = "2 engine=deepspeed zero_stage"
 TIED = ["model.tied_embeddings=true", "train.guards.replica_hash_every=2"]
 """The first and the last stage of a pipeline hold copies of one weight."""
-ACROSS = ["train.across_documents=true", "model.sliding_window=9"]
-MUON = ["train.optimizer=muon"]
-FP32 = ["train.precision=fp32"]
-"""As DeepSpeed needs it. Moments that got lost where the engine changes would show: the losses after it differ by
-percents, not by rounding."""
 
 
 def many(kills):
     """Layouts at random, in a quarter of the cases the one before."""
-    chance, found = random.Random(3), [TWO]
+    chance, found = random.Random(3), ["2"]
     while len(found) < kills:
         found.append(found[-1] if chance.random() < 0.25 else chance.choice(LAYOUTS))
     return tuple(found)
 
 
 CASES = {
-    "3": ((TWO, TWO, GRID), [], 1e-12),
-    "tied": ((PIPELINE, PIPELINE, INTERLEAVED, THREE), TIED, 1e-11),
-    "across": ((CONTEXT, CONTEXT, (4, {"cp": 2, "tp": 2})), ACROSS, 1e-12),
-    "muon": ((TWO, TWO, FOUR), MUON, 1e-10),
-    "zero": ((TWO, TWO, ZERO_3, FOUR, PIPELINE, ZERO_1, ZERO_2), FP32, 1e-4),
-    "9": ((TWO, TWO, PIPELINE, (3, {}), GRID, GRID, FOUR, ONE, ONE), [], 1e-12),
+    "3": (("2", "2", "4 pp=2 cp=2"), [], 1e-12),
+    "tied": (("2 pp=2", "2 pp=2", "2 pp=2 pp_schedule=interleaved", "3 pp=3"), TIED, 1e-11),
+    "across": (("2 cp=2", "2 cp=2", "4 cp=2 tp=2"), ["train.across_documents=true", "model.sliding_window=9"], 1e-12),
+    "muon": (("2", "2", "4 tp=2"), ["train.optimizer=muon"], 1e-10),
+    # DeepSpeed needs float32. Moments that got lost where the engine changes would show: the losses after it differ by
+    # percents, not by rounding.
+    "zero": (("2", "2", f"{ZERO}=3", "4 tp=2", "2 pp=2", f"{ZERO}=1", f"{ZERO}=2"), ["train.precision=fp32"], 1e-4),
+    "9": (("2", "2", "2 pp=2", "3", "4 pp=2 cp=2", "4 pp=2 cp=2", "4 tp=2", "1", "1"), [], 1e-12),
     "20": (many(20), [], 1e-12)}
 """Layouts, options, and how far from the undisturbed run."""
 
@@ -75,18 +62,18 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
                 f"train.batch_tokens={64 * SEQUENCES}", f"train.micro_batch={SEQUENCES}",
                 "train.checkpoint.every_steps=3", "train.checkpoint.keep=1",
                 f"train.validation_every={steps // 4}", f"train.sample_every={steps // 2}", *options]
-    for number, (ranks, parallel) in enumerate(layouts):
-        before = lines(fresh)
+    for number, layout in enumerate(layouts):
+        before, (ranks, *parallel) = lines(fresh), layout.split()
         done = max((record["step"] for record in before), default=0)
-        train_and_kill(fresh, *settings, *(f"parallel.{key}={value}" for key, value in parallel.items()), ranks=ranks,
+        train_and_kill(fresh, *settings, *(f"parallel.{setting}" for setting in parallel), ranks=int(ranks),
                        how=signal.SIGTERM if number % 3 == 2 else signal.SIGKILL,
                        after_step=min(done + chance.randrange(4), steps - 2))
-        attempts.append(((ranks, parallel), {record["step"]: record for record in lines(fresh)[len(before):]}))
+        attempts.append((layout, {record["step"]: record for record in lines(fresh)[len(before):]}))
     for name in ("mini", "whole"):
         run_train(fresh, f"name={name}", *settings)
     assert proven(fresh)
     assert len(events(fresh, "start") + events(fresh, "resume")) == len(layouts) + 1
-    counts = read_manifest(train_folder(fresh)).counts
+    counts = manifest_of(fresh).counts
     assert 0 < counts["restarts"] <= len(layouts) and (steps == 16 or counts["epochs"]["all sources"] > 1)
     whole = {record["step"]: record for record in curve(fresh, "whole")}
     assert {record["step"] for record in lines(fresh)} == set(whole)
@@ -115,7 +102,7 @@ def test_guards_judge_for_all_stages_of_a_pipeline(fresh):
     assert "pipeline parallel 2 (" in told
     assert [event["step"] for event in events(fresh, "skip")] == [3, 5]
     assert [event["step"] for event in events(fresh, "rollback")] == [11]
-    assert proven(fresh) and read_manifest(train_folder(fresh)).counts["rollbacks"] == 1
+    assert proven(fresh) and manifest_of(fresh).counts["rollbacks"] == 1
 
 
 @pytest.mark.slow

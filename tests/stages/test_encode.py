@@ -1,18 +1,15 @@
 """The encode stage as users run it: documents come back, counts agree, kills and process counts leave no trace."""
 
 import numpy as np
-import pyarrow.ipc
 import pytest
 from tokenizers import models
 
 import drover.pipeline.encode as encode_stage
 from drover.pipeline.config.data import EncodeConfig
 from drover.pipeline.contract import stage_work
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
-from drover.pipeline.data.text_shards import read_shard, shard_records
-from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
 from drover.pipeline.tokenization import fast
 from drover.pipeline.tokenization.base import joined, reads_back
@@ -23,7 +20,8 @@ from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from drover.tools.verify.__main__ import verify
 from drover.tools.verify.checks import token_problems
 from tests.conftest import run_stage
-from tests.stages.training import copy_run
+from tests.refusal import refused
+from tests.stages.training import copy_run, manifest_of
 from tests.token_shards import shards_in
 
 
@@ -41,14 +39,12 @@ def test_every_document_comes_back_from_its_tokens_and_counts_are_those_of_the_t
     run = run_folder(encoded)
     vocabulary = load_tokenizer(run / "tokenizer")
     bounds = vocabulary.bos_id, vocabulary.eos_id
-    text, tokens = read_manifest(run / "shard"), read_manifest(run / "encode")
-    for split in ("train", "validation"):
+    text, tokens = manifest_of(encoded, "shard"), manifest_of(encoded, "encode")
+    for split in SPLITS:
         records = sorted(shard_records(text, split), key=lambda record: record["path"])
         for source, token_shard in zip(records, shards_in(run / "encode", tokens.outputs, split), strict=True):
             [record] = [record for record in tokens.outputs if record["path"] == token_shard.record["path"]]
             assert (record["input"], record["input_sha256"]) == (source["path"], source["sha256"])
-            said = pyarrow.ipc.open_file(run / "encode" / record["path"]).schema.metadata
-            assert tuple(int(said[key]) for key in (b"bos_id", b"eos_id")) == bounds
             for number, document in enumerate(read_shard(run / "shard", source)):
                 first, *ids, last = token_shard.document_tokens(number).tolist()
                 assert (first, last) == bounds and ids == vocabulary.encode(document.text)
@@ -61,14 +57,14 @@ def test_every_document_comes_back_from_its_tokens_and_counts_are_those_of_the_t
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_processes_and_the_ids_not_on_their_type(run, copy, encoded):
-    before = read_manifest(run_folder(copy) / "encode").digest
+    before = manifest_of(copy, "encode").digest
     for again in (run, run_stage):
         again("encode", copy, "--force")
-        assert read_manifest(run_folder(copy) / "encode").digest == before
+        assert manifest_of(copy, "encode").digest == before
     assert "up to date" in run("encode", copy).out
     run("encode", copy, "--force", "encode.dtype=uint32")
-    wide, narrow = ([TokenShard(run_folder(config) / "encode" / record["path"], record)
-                     for record in read_manifest(run_folder(config) / "encode").outputs] for config in (copy, encoded))
+    wide, narrow = (shards_in(run_folder(config) / "encode", manifest_of(config, "encode").outputs, "train")
+                    for config in (copy, encoded))
     for two, one in zip(wide, narrow, strict=True):
         assert two.dtype == np.uint32 and (two.tokens(0, two.token_count) == one.tokens(0, one.token_count)).all()
 
@@ -76,8 +72,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes_and_the_ids_not_on_t
 def test_too_narrow_a_type_is_refused_with_the_numbers():
     assert chosen_dtype(EncodeConfig(), 65536) == chosen_dtype(EncodeConfig(dtype="uint16"), 512) == "uint16"
     assert chosen_dtype(EncodeConfig(), 65664) == chosen_dtype(EncodeConfig(dtype="uint32"), 512) == "uint32"
-    with pytest.raises(UserError, match=r"up to 65535, but the vocabulary has 128256"):
-        chosen_dtype(EncodeConfig(dtype="uint16"), 128256)
+    refused(UserError, "up to 65535, but the vocabulary has 128256", chosen_dtype, EncodeConfig(dtype="uint16"), 128256)
 
 
 @pytest.mark.parametrize(("position", "value", "problem"), [
@@ -85,14 +80,13 @@ def test_too_narrow_a_type_is_refused_with_the_numbers():
     (3, 60000, "the id 60000 is outside the vocabulary of 768"), (4, 600, "does not decode to its text")])
 def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value, problem):
     run = run_folder(copy)
-    vocabulary, record = load_tokenizer(run / "tokenizer"), read_manifest(run / "encode").outputs[0]
-    source = shard_records(read_manifest(run / "shard"), "train")[0]
+    vocabulary, record = load_tokenizer(run / "tokenizer"), manifest_of(copy, "encode").outputs[0]
+    source = shard_records(manifest_of(copy, "shard"), "train")[0]
     path, proved = run / "encode" / record["path"], {0: (next(read_shard(run / "shard", source)).text, np.empty(0))}
     prove(path, record, source, vocabulary, proved)
     tokens = np.memmap(path, "uint16", "r+", record["data_offset"], record["tokens"])
     tokens[position] = vocabulary.bos_id if value == "bos" else value
-    with pytest.raises(UserError, match=problem):
-        prove(path, record, source, vocabulary, proved)
+    refused(UserError, problem, prove, path, record, source, vocabulary, proved)
 
 
 def test_counts_that_do_not_agree_stop_the_stage():
@@ -101,8 +95,8 @@ def test_counts_that_do_not_agree_stop_the_stage():
                         for split, docs, size in rows])
     texts = counts(("train", 3, 30), ("validation", 1, 10))
     reconcile(texts, counts(("train", 2, 10), ("train", 1, 20), ("validation", 1, 10)))
-    with pytest.raises(UserError, match=r"train web: 3 docs in the text shards, 2 in the token shards"):
-        reconcile(texts, counts(("train", 2, 30)))
+    refused(UserError, "train web: 3 docs in the text shards, 2 in the token shards", reconcile, texts,
+            counts(("train", 2, 30)))
 
 
 def arrows(config):
@@ -111,7 +105,7 @@ def arrows(config):
 
 
 def encoders(config):
-    return read_manifest(run_folder(config) / "encode").counts["encoders"]
+    return manifest_of(config, "encode").counts["encoders"]
 
 
 def other_ids(text, vocabulary):
@@ -123,7 +117,7 @@ def other_ids(text, vocabulary):
 def test_both_encoders_make_the_same_bytes_and_one_ends_what_the_other_began(run, copy):
     pytest.importorskip("fastokens")
     told, folder = run("encode", copy, "--force", "encode.encoder=fastokens").out, run_folder(copy) / "encode"
-    whole, right = read_manifest(folder), arrows(copy)
+    whole, right = manifest_of(copy, "encode"), arrows(copy)
     assert "encodes: equal ids to sentencepiece on" in told
     assert "up to date" in run("encode", copy, "encode.encoder=reference").out  # it decides nothing
     told = run("encode", copy, "--force", "encode.encoder=reference").out
@@ -133,7 +127,7 @@ def test_both_encoders_make_the_same_bytes_and_one_ends_what_the_other_began(run
     first, *_ = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(first)
     run("encode", copy)
-    assert read_manifest(folder).digest == whole.digest
+    assert manifest_of(copy, "encode").digest == whole.digest
     assert (encoders(copy)["fast_shards"], encoders(copy)["reference_shards"]) == (len(right) - 1, 1)
 
 
@@ -141,7 +135,7 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
     """In the documents of one shard it gives ids that decode to the text: no round trip would tell. Then it fails."""
     pytest.importorskip("fastokens")
     right, shards, honest = arrows(copy), run_folder(copy) / "shard", FastEncoder.encode_flat
-    record = shard_records(read_manifest(shards), "train")[1]
+    record = shard_records(manifest_of(copy, "shard"), "train")[1]
     bad, name = {document.text for document in read_shard(shards, record)}, record["path"].replace(".tar", ".arrow")
 
     def wrong(self, texts):
@@ -179,7 +173,7 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
 
 def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
     shards, tokenizer = run_folder(copy) / "shard", load_tokenizer(run_folder(copy) / "tokenizer")
-    record = max(shard_records(read_manifest(shards), "train"), key=lambda record: record["docs"])
+    record = max(shard_records(manifest_of(copy, "shard"), "train"), key=lambda record: record["docs"])
 
     def encoded():
         return encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
@@ -200,7 +194,7 @@ def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):
     run("tokenizer", copy, *settings)
     folder = run_folder(copy)
     assert "unknown ids" not in run("encode", copy, *settings).out and not verify(folder).problems
-    record = read_manifest(folder / "encode").outputs[0]
+    record = manifest_of(copy, "encode").outputs[0]
     vocabulary, file = read_json(folder / "tokenizer/vocabulary.json"), folder / "encode" / record["path"]
     assert vocabulary["bos_id"] == vocabulary["eos_id"] == len(letters) and record["unknown_tokens"] == 0
     tokens = np.memmap(file, record["dtype"], "r+", record["data_offset"], record["tokens"])

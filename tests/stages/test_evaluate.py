@@ -12,29 +12,28 @@ from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
-from drover.pipeline.data.text_shards import read_shard, shard_records
-from tests.conftest import slow, start_stage
+from tests.conftest import run_stage, slow
 from tests.stages.here import run_here
 from tests.stages.small_run import item, told_of, write_task
+from tests.stages.test_shard import documents
+from tests.stages.training import manifest_of
 from tests.token_shards import shards_in
-from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
 def evaluated(small_run):
     """Results of a single process: (folder, results)."""
     assert run_here("evaluate", small_run) == 0
-    folder = Run(load_config(small_run)).own_folder("evaluate")
+    folder = small_run.parent / "runs/small/evaluate"
     return folder, read_json(folder / "results.json")
 
 
 def test_what_is_measured(small_run, evaluated):
     folder, results = evaluated
-    run = Run(load_config(small_run))
     held = results["validation"]
     for source in ("code", "prose"):
-        texts = [document.text.encode() for record in shard_records(run.finished("shard"), "validation", source)
-                 for document in read_shard(run.stage_folder("shard"), record)]
+        texts = [document.text.encode() for document in documents(small_run, "validation", "small")
+                 if document.source == source]
         entry = held["sources"][source]
         assert (entry["documents"], entry["bytes"]) == (len(texts), sum(map(len, texts)))
         assert entry["baselines"]["gzip -9"] == pytest.approx(
@@ -84,11 +83,10 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = {name: (folder / name).read_bytes() for name in ("results.json", "results.md")}
-    process = start_stage("evaluate", small_run, "--force", f"evaluate.memory_gb={1 if shards == 1 else 1e-6}", ranks=2)
-    said, complaint = process.communicate(HANG_S)
-    assert process.wait() == 0, complaint
+    said = run_stage("evaluate", small_run, "--force", f"evaluate.memory_gb={1 if shards == 1 else 1e-6}",
+                     ranks=2).stdout
     assert {name: (folder / name).read_bytes() for name in alone} == alone
-    counts = read_manifest(folder).counts
+    counts = manifest_of(small_run, "evaluate", "small").counts
     assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
     assert ("weights sharded over 2 ranks (FSDP2" in said) == (shards == 2)
 
@@ -122,9 +120,7 @@ def results(tmp_path):
 
 def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_path):
     """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
-    run = Run(load_config(copied[0], copied[1:]))
-    texts = [document.text for record in shard_records(run.finished("shard"), "train")
-             for document in read_shard(run.stage_folder("shard"), record) if document.source == "prose"]
+    texts = [document.text for document in documents(copied[0], "train", "small") if document.source == "prose"]
     items = [{"query": " ".join(text.split()[:10]).upper() if number % 2 else f"Nobody wrote item {number} so far:",
               "choices": ["So it goes.", "no"], "gold": 0} for number, text in enumerate(texts[:6])]
     write_task(tmp_path, "one", *items)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.training.monitor import fp8_curves
-from tests.stages.training import curve, events, lines, run_train, train_folder
+from tests.stages.training import curve, events, lines, manifest_of, run_train
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
@@ -28,4 +27,4 @@ def test_measuring_the_layers_changes_nothing_and_is_logged(fresh):
     assert "fp8, as the run started" in said and "fp8 (rowwise) in 12 linear layers" in said
     run_train(fresh, *often, "train.precision=bf16", "train.steps=14", "--accept-drift", ranks=2)
     starts = [event["precision"] for kind in ("start", "resume") for event in events(fresh, kind)]
-    assert starts == ["fp8", "fp8", "bf16"] and read_manifest(train_folder(fresh)).counts["precision"] == "bf16"
+    assert starts == ["fp8", "fp8", "bf16"] and manifest_of(fresh).counts["precision"] == "bf16"

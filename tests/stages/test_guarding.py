@@ -6,12 +6,21 @@ import time
 
 import pytest
 
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_attempts
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 from tests.conftest import run_python
 from tests.faulty import HOOKS
-from tests.stages.training import curve, difference, events, lines, proven, run_train, run_with_faults, train_folder
+from tests.stages.training import (
+    curve,
+    difference,
+    events,
+    lines,
+    manifest_of,
+    proven,
+    run_train,
+    run_with_faults,
+    train_folder,
+)
 
 ROLLBACK = ["train.steps=24", "train.validation_every=100", "train.sample_every=100", "train.guards.spike=rollback",
             "train.guards.spike_min_history=8"]
@@ -25,10 +34,10 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     run_with_faults(fresh, faults, *ROLLBACK, ranks=2, expect=1)
     said = run_with_faults(fresh, faults, *ROLLBACK, ranks=2).stdout
     assert proven(fresh)
-    counts = read_manifest(train_folder(fresh)).counts
+    counts = manifest_of(fresh).counts
     assert (counts["skipped"], counts["rollbacks"], counts["restarts"], counts["samples"]) == (1, 2, 1, 26 * 16)
     assert [phase["left_out"] for phase in counts["phases"]] == [{"all sources": 2 * 16 * 64}]
-    tokens = read_manifest(encoded.parent / "runs/mini/encode").counts["splits"]["train"]["code"]["tokens"]
+    tokens = manifest_of(encoded, "encode").counts["splits"]["train"]["code"]["tokens"]
     assert counts["epochs"]["all sources"] == pytest.approx(24 * 16 * 64 / tokens)
     skip, = events(fresh, "skip")
     assert skip["step"] == 3 and skip["samples"] == [[32, 48]] and skip["documents"][0]["key"]
@@ -46,7 +55,7 @@ def test_training_whose_every_update_was_skipped_is_not_done(fresh):
     assert "All 3 updates were skipped, so nothing was learned" in run_with_faults(
         fresh, faults, *settings, ranks=1, expect=2).stderr
     assert "All 3 updates were skipped" in run_train(fresh, *settings, expect=2).stderr
-    assert read_manifest(train_folder(fresh)) is None
+    assert manifest_of(fresh) is None
 
 
 @pytest.mark.slow

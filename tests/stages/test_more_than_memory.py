@@ -6,14 +6,12 @@ import sys
 
 import pytest
 
-from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
 from tests.conftest import REPOSITORY, environment, write_config
 from tests.stages.here import prepare_here
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
+from tests.stages.training import manifest_of
 from tests.waiting import HANG_S
 
 LAYERS = 72
@@ -36,8 +34,8 @@ def run(tmp_path_factory):
         convert={"max_shard_mb": 8}, train={"sequence_length": 64},
         evaluate={"prompts": ["def ", "return x"], "prompt_tokens": 3, "batch": 1, "validation_tokens": 500})
     prepare_here(config)
-    fake_training(Run(load_config(config)), kinds=("model",))
-    assert read_manifest(config.parent / "runs/mini/train").counts["parameters"] * 4 > 350e6
+    fake_training(config, kinds=("model",))
+    assert manifest_of(config, "train").counts["parameters"] * 4 > 350e6
     return config
 
 
@@ -62,8 +60,7 @@ def exported(run):
 
 @pytest.mark.slow
 def test_an_export_is_proven_in_the_memory_of_a_block(exported):
-    folder = exported.parent / "runs/mini/convert"
-    counts = read_manifest(folder).counts
+    counts = manifest_of(exported, "convert").counts
     assert counts["layers_compared"] == LAYERS and counts["tensors_compared"] == LAYERS * 9 + 3
     assert 0 < counts["transformers_logit_error"] <= 10 * counts["single_precision_logit_error"]
 
@@ -77,6 +74,6 @@ def test_two_ranks_evaluate_what_neither_could_hold(exported):
     ended = limited("evaluate", EVALUATE_MB, exported, ranks=2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "weights sharded over 2 ranks (FSDP2, all-gathered block by block)" in ended.stdout
-    folder = exported.parent / "runs/mini/evaluate"
-    assert read_manifest(folder).counts["dp_shard"] == 2
-    assert [entry["tokens"] for entry in read_json(folder / "results.json")["continuations"]] == [3, 3]
+    assert manifest_of(exported, "evaluate").counts["dp_shard"] == 2
+    results = read_json(exported.parent / "runs/mini/evaluate/results.json")
+    assert [entry["tokens"] for entry in results["continuations"]] == [3, 3]

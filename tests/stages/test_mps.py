@@ -9,14 +9,15 @@ from torch.utils._pytree import tree_leaves
 from drover.model import devices, rope
 from drover.model.attention.backend import Where
 from drover.model.attention.choosing import choose
-from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel import ranks
 from drover.pipeline.training.engines.fsdp import FsdpEngine
 from drover.pipeline.training.optimizers import adamw
+from tests.refusal import refused
 from tests.stages.here import run_here
 from tests.stages.training import curve, events, train_folder
+from tests.training.engines.kit import MODEL
 
 CANNOT = {torch.float64, torch.complex64, torch.complex128}
 
@@ -70,10 +71,9 @@ def test_all_tensors_of_a_pass_lie_on_the_device(monkeypatch):
     """Here tensors without contents stand in: torch mixes them with those of a CPU no more than those of a GPU."""
     for module in (devices, rope):
         monkeypatch.setattr(module, "is_mps", lambda device: device.type == "meta")
-    device, shape = torch.device("meta"), ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64,
-                                                      context_length=16)
+    device = torch.device("meta")
     with device:
-        model = Llama(shape)
+        model = Llama(MODEL)
     model.backend = choose("auto", Where(torch.device("mps"), torch.float32, compiled=False, head_dim=16)).backend
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=device)
     where = {"documents": tokens, "positions": tokens, "document_lengths": [16, 16]}
@@ -81,5 +81,4 @@ def test_all_tensors_of_a_pass_lie_on_the_device(monkeypatch):
     with AsOnMps():
         model(tokens, tokens, **where).backward()
     assert {weight.grad.device for weight in model.parameters()} == {device}
-    with pytest.raises(RuntimeError, match="device"):
-        model(tokens, torch.zeros(2, 16, dtype=torch.int64), **where)
+    refused(RuntimeError, "device", model, tokens, torch.zeros(2, 16, dtype=torch.int64), **where)

@@ -4,7 +4,6 @@ what came of it; and what of a plan may change."""
 import pytest
 import yaml
 
-from drover.pipeline.contract.manifest import read_manifest
 from drover.tools.audit import audit
 from drover.tools.verify import __main__ as verify
 from tests.stages.training import (
@@ -13,6 +12,7 @@ from tests.stages.training import (
     difference,
     events,
     lines,
+    manifest_of,
     proven,
     reusing,
     run_train,
@@ -56,7 +56,7 @@ def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, ki
         assert all(record[key] == whole[record["step"]][key] for key in ("samples", "targets", "lr"))
     assert [record["phase"] for record in lines(phased, "whole")] == [1] * 4 + [2] * 4 + [3] * 4
     assert whole[12]["lr"] == 0
-    counts, whole_counts = (read_manifest(train_folder(phased, name)).counts for name in ("mini", "whole"))
+    counts, whole_counts = (manifest_of(phased, name=name).counts for name in ("mini", "whole"))
     for key in ("phases", "plan_sha256", "packing", "planned", "tokens", "steps"):
         assert counts.get(key) == whole_counts.get(key)
     if packing == "concatenate":
@@ -99,7 +99,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert "plan changed: train.phases[1].until: 12.29k -> 16k" in longer
     assert "plan changed: train.phases[2].batch_tokens: 2048 -> 1024" in longer
     assert curve(phased)[:6] == seen and len(curve(phased)) == 14
-    logged, counts = lines(phased), read_manifest(train_folder(phased)).counts
+    logged, counts = lines(phased), manifest_of(phased).counts
     undone = logged.pop(6)
     assert (undone["step"], [record["phase"] for record in logged[6:]]) == (7, [2] * 4 + [3] * 4)
     assert counts["tokens"] == 20480 and counts["phases"][2]["tokens"] == {"code": 0, "more": 4096}
@@ -112,7 +112,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     more = run_train(with_phases(phased, [*config["train"]["phases"], {
         "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))
     assert "train.phases[3] was added" in more.stdout
-    assert read_manifest(train_folder(phased)).counts["steps"] == 16 and proven(phased)
+    assert manifest_of(phased).counts["steps"] == 16 and proven(phased)
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
     said = run_train(with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
                      *settings).stdout
     assert "plan changed: samples [544, 576), left out by the rollback from step 18, were in a phase" in said
-    [change], counts = events(phased, "plan_changed"), read_manifest(train_folder(phased)).counts
+    [change], counts = events(phased, "plan_changed"), manifest_of(phased).counts
     assert "no longer left out" in change["changes"][-1]
     assert counts["samples"] == 640 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [0, 0]
     assert {record["step"]: record["samples"] for record in curve(phased)}[18] == [544, 576] and proven(phased)

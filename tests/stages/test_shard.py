@@ -3,13 +3,9 @@
 import gzip
 import hashlib
 import itertools
-import json
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 
@@ -18,16 +14,16 @@ import yaml
 from pyarrow import parquet
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.data.text_shards import read_shard, shard_records
-from tests.conftest import REPOSITORY, run_stage
+from drover.pipeline.core.files import read_lines
+from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
+from tests.conftest import run_stage
 from tests.cut_off import cut_off_stage
 from tests.data.planning.test_near_duplicates import planted
 from tests.data.source_files import lines
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.stages.here import run_here
-from tests.waiting import HANG_S
+from tests.stages.training import manifest_of
 
 
 def text(rng, source):
@@ -78,35 +74,23 @@ def hashes(folder):
 def finished(config, *overrides, name="a"):
     """Run the stage to its end; its manifest."""
     assert run(config, f"name={name}", *overrides) == 0
-    return read_manifest(folder_of(config, name))
+    return manifest_of(config, "shard", name)
 
 
 def documents(config, split, name="a"):
-    manifest = read_manifest(folder_of(config, name))
+    manifest = manifest_of(config, "shard", name)
     return [document for record in shard_records(manifest, split)
             for document in read_shard(folder_of(config, name), record)]
 
 
-def start(config, *overrides):
-    """The stage as a script in a process of its own."""
-    return subprocess.Popen([sys.executable, str(REPOSITORY / "pipeline" / "shard.py"), "--config", str(config),
-                             *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
 
 def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(tmp_path):
-    (tmp_path / "one").mkdir()
-    once = corpus_config(tmp_path / "one")
+    once, config = (corpus_config(tmp_path / name) for name in ("one", "deeper/other"))
     assert run(once) == 0
-    shutil.copytree(once.parent / "in", tmp_path / "deeper/in")
-    moved = tmp_path / "deeper/in"
-    config = write_config(tmp_path, [files_source(name, moved / name / "*.jsonl") for name in ("web", "books")],
-                          shard_mb=0.04, validation_share=0.1)
-    process = start(config, "launch.processes=3")
-    output, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, output
+    output = run_stage("shard", config, "launch.processes=3").stdout
     before = hashes(folder_of(config))
     assert before == hashes(folder_of(once))
-    one, other = read_manifest(folder_of(config)), read_manifest(folder_of(once))
+    one, other = manifest_of(config, "shard", "a"), manifest_of(once, "shard", "a")
     assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
     assert f"1,800 documents in = {one.counts['train']:,} train + {one.counts['validation']} validation" in output
     assert max(record["text_bytes"] for record in shard_records(one, "train", "web")) < 2 * 0.04e6
@@ -120,7 +104,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     assert {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp} == {lost, cut}
 
 
-def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
+def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, run):
     rows = [b'{"text": "text %d"}' % number for number in range(100)]
     rows[10], rows[50] = b'{"text": "br\xffoken"}', b'{"text": "cut'
     (tmp_path / "f.jsonl").write_bytes(b"\n".join(rows))
@@ -131,34 +115,32 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
     for most, told in (
             (0.001, ("documents cannot be read", "max_rejected_share 0.001", "s/f.jsonl:11: broken UTF-8")),
             (0.1, ("1 of 2 files cannot be read to their end", "g.txt.gz"))):
-        assert run(config, f"shard.max_rejected_share={most}") == 2
-        error = capsys.readouterr().err
-        assert all(text in error for text in told) and "Traceback" not in error
-    assert read_manifest(folder_of(config)) is None
-    counts = finished(config, "shard.max_rejected_share=1").counts["sources"]
-    rejected = [json.loads(line) for line in (folder_of(config) / "rejected.jsonl").read_text().splitlines()]
+        error = run("shard", config, f"shard.max_rejected_share={most}", expect=2).err
+        assert all(text in error for text in told)
+    assert manifest_of(config, "shard", "a") is None
+    run("shard", config, "shard.max_rejected_share=1")
+    rejected = list(read_lines(folder_of(config) / "rejected.jsonl"))
     assert [(entry["source"], entry["record"]) for entry in rejected[:2]] == [("s", 11), ("s", 51)]
+    counts = manifest_of(config, "shard", "a").counts["sources"]
     assert (counts["s"]["rejected"], counts["t"]["rejected"], len(rejected)) == (2, 1, 3)
     assert counts["t"]["train"] > 100, "what is read before the damage counts"
 
 
-def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
+def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, run):
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "one.txt").write_text("one document")
     (tmp_path / "same.txt").write_text("one document")
     config = write_config(tmp_path, [files_source(name, tmp_path / f"{name}.txt") for name in ("one", "empty", "same")])
-    assert run(config) == 2
-    error = capsys.readouterr().err
+    error = run("shard", config, expect=2).err
     assert "source empty yields no documents: 1 read, of which 0 duplicate, 1 empty, 0 unreadable" in error
     assert "source same yields no documents: 1 read, of which 1 duplicate, 0 empty" in error
     assert "the corpus is a single document" in error and "separator" in error
     for name in ("empty", "same"):
         (tmp_path / f"{name}.txt").write_text(f"{name} no more")
-    assert run(config, "shard.validation_share=1e-9") == 2
-    assert "none of the 3 documents is in the validation split" in capsys.readouterr().err
+    assert "none of the 3 documents is in the validation split" in run(
+        "shard", config, "shard.validation_share=1e-9", expect=2).err
     others = ("shard.validation_share=0.5", "shard.validation_rule=tail")
-    assert run(config, *others) == 0, "other settings need no --force"
-    assert "finished units that are removed" in capsys.readouterr().out
+    assert "finished units that are removed" in run("shard", config, *others).out, "other settings need no --force"
 
 
 def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
@@ -170,15 +152,14 @@ def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
         (tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number)).write_bytes(lines({"text": text} for text in own))
     config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], validation_share=0.5,
                           max_rejected_share=0.1)
-    counts = finished(config).counts
-    found = {split: documents(config, split) for split in ("train", "validation")}
+    assert run(config) == 0
+    found = {split: documents(config, split) for split in SPLITS}
     kept = [*((f"caf\\xe9-0.jsonl:{at}", text) for at, text in enumerate(texts, 1)), ("caf\\xe9-1.jsonl:5", "another")]
     assert sorted((document.id, document.text) for own in found.values() for document in own) == sorted(kept)
+    counts = manifest_of(config, "shard", "a").counts
     assert (counts["documents_in"], counts["rejected"], counts["dropped"]) == (41, 2, {"duplicate": 3, "empty": 2})
     assert (counts["documents_with_nul"], counts["documents_with_u2581"]) == (2, 1)
-    for split, own in found.items():
-        assert counts[split] == len(own) > 0
-        assert counts["text_bytes"][split] == sum(len(document.text.encode()) for document in own)
+    assert {split: len(own) for split, own in found.items()}.items() <= counts.items() and all(found.values())
     (tmp_path / "in" / os.fsdecode(b"caf\xe9-1.jsonl")).unlink()
     assert "t/caf\\xe9-1.jsonl is gone" in Run(load_config(config)).why("shard")
 
@@ -199,23 +180,21 @@ def test_every_dropped_document_names_one_that_stays(corpus):
         assert run(corpus, f"name={name}", *more) == 0
         rows = [row for path in (folder_of(corpus, name) / "duplicates").glob("*.parquet")
                 for row in parquet.read_table(path).to_pylist()]
-        stay = {(document.source, document.id) for split in ("train", "validation")
-                for document in documents(corpus, split, name)}
+        stay = {(document.source, document.id) for split in SPLITS for document in documents(corpus, split, name)}
         assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay
                    for row in rows)
         kinds = Counter(row["kind"] for row in rows)
         assert set(kinds) == ({"duplicate"} if more else {"duplicate", "near_duplicate"})
-        assert kinds.items() <= read_manifest(folder_of(corpus, name)).counts["dropped"].items()
+        assert kinds.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
     assert run(corpus, "name=c", *equal) == 0
     assert not (folder_of(corpus, "c") / "duplicates").exists()
 
 
-def test_what_cannot_work_is_refused_before_anything_is_read(corpus, capsys, monkeypatch):
-    assert run(corpus, "shard.drop_duplicates=false") == 2
-    assert "shard.near_duplicates drops near-duplicates, but" in capsys.readouterr().err
+def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run, monkeypatch):
+    assert "shard.near_duplicates drops near-duplicates, but" in run(
+        "shard", corpus, "shard.drop_duplicates=false", expect=2).err
     monkeypatch.setattr("drover.pipeline.core.errors.find_spec", lambda name: None)
-    assert run(corpus) == 2
-    assert "shard.near_duplicates needs the package rensa, which is not installed" in capsys.readouterr().err
+    assert "shard.near_duplicates needs the package rensa, which is not installed" in run("shard", corpus, expect=2).err
 
 
 @pytest.mark.parametrize("base", [pytest.param(2.0, marks=pytest.mark.slow), pytest.param(1.1, marks=pytest.mark.soak)])
@@ -230,7 +209,7 @@ def test_killed_all_over_its_passes_it_ends_with_the_same_bytes(tmp_path, base):
         ends.append(cut_off_stage("shard", int(base ** number), "--config", str(config), "name=killed",
                                   f"launch.processes={1 + number % 3}")[0])
     assert len(ends) > 6 and {0, -signal.SIGKILL} <= set(ends) <= {0, 2, -signal.SIGKILL}
-    one, other = (read_manifest(folder_of(config, name)) for name in ("a", "killed"))
+    one, other = (manifest_of(config, "shard", name) for name in ("a", "killed"))
     assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
     killed = folder_of(config, "killed")
     assert not (killed / "staging").exists() and not list(killed.parent.rglob("*.tmp"))

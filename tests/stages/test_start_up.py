@@ -14,7 +14,8 @@ from drover.pipeline.contract.telling import Channel, Ended
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.training.data.opening import refuse_cut_shards
-from tests.stages.training import run_train
+from tests.refusal import refused
+from tests.stages.training import manifest_of, run_train
 
 WATCHING = '''
 import os, sys
@@ -52,7 +53,7 @@ def test_other_ranks_touch_only_their_share_of_the_shards(tmp_path, fresh, encod
     plugin.write_text(WATCHING)
     run_train(fresh, f"plugins=[{plugin}]", "train.steps=4", "train.batch_tokens=1536", ranks=3,
               WATCH_FOLDER=str(tmp_path), LOCAL_WORLD_SIZE="3")
-    shards = {f"encode/{record['path']}" for record in read_manifest(encoded.parent / "runs/mini/encode").outputs}
+    shards = {f"encode/{record['path']}" for record in manifest_of(encoded, "encode").outputs}
     first, *others = (touched(tmp_path, rank) for rank in range(3))
     for mine in others:
         assert {path for _, path in mine} <= shards  # and nothing else of any run
@@ -95,8 +96,8 @@ def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeyp
 def test_a_rank_of_other_code_is_told_so(monkeypatch):
     first, *others = channels(monkeypatch, 2)
     first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "drift": None})
-    with pytest.raises(UserError, match="Rank 1 cannot read the message of rank 0, so it runs other code"):
-        others[0].listen("train", list)
+    refused(UserError, "Rank 1 cannot read the message of rank 0, so it runs other code",
+            others[0].listen, "train", list)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -113,8 +114,7 @@ def test_who_has_not_the_secret_of_the_start_tells_no_rank_anything(monkeypatch)
     first, second = channels(monkeypatch, 2)
     first._send({"end": 0})
     monkeypatch.setenv(SECRET, "which rank 0 did not have")
-    with pytest.raises(MessageError, match=f"The message work .* has another {SECRET}"):
-        second.listen("train", list)
+    refused(MessageError, f"The message work .* has another {SECRET}", second.listen, "train", list)
 
 
 def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):
@@ -126,8 +126,8 @@ def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(mon
                          for rank in range(2))
         first.end(status)
         assert second.listen("train", list) == Ended(status)
-    with pytest.raises(UserError, match="--max-restarts 0"):
-        channel(monkeypatch, **settings, TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
+    refused(UserError, "--max-restarts 0", channel, monkeypatch, **settings,
+            TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
 
 
 def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):
@@ -143,5 +143,4 @@ def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):
             (tmp_path, (), len(table), rf"^{tmp_path}.* cannot be read: No such file .* --stage encode again[^\n]*$"),
             (tmp_path, (), 1, f"{len(table):,} of {len(table):,} token shards are damaged"),
             (encode, (cut,), 1, r"^12 of .*\n  - shard 0 is cut\n(.|\n)*\.\.\. and 2 more$")):
-        with pytest.raises(UserError, match=said):
-            refuse(folder, *others, world=world)
+        refused(UserError, said, refuse, folder, *others, world=world)

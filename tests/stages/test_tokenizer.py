@@ -5,7 +5,6 @@ import shutil
 import pytest
 
 import drover.pipeline.tokenizer as stage
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.text_shards import shard_records
 from drover.pipeline.tokenization import fast
@@ -14,8 +13,8 @@ from tests.conftest import run_stage, write_config
 from tests.data.source_files import lines
 from tests.stages.conftest import halves
 from tests.stages.test_shard import files_source
-from tests.stages.training import copy_run
-from tests.tokenization.conftest import ODD_TEXTS, byte_level, chunks, files, texts, vocabularies  # noqa: F401
+from tests.stages.training import copy_run, manifest_of
+from tests.tokenization.conftest import ODD_TEXTS, byte_level, chunks, files, texts, vocabularies, with_special  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def stage_folder(config):
 def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     told = run("tokenizer", copy).out
     folder = stage_folder(copy)
-    manifest, shard = read_manifest(folder), read_manifest(copy.parent / "runs/mini/shard").counts
+    manifest, shard = manifest_of(copy, "tokenizer"), manifest_of(copy, "shard").counts
     assert len(manifest.outputs) == 5 and (folder / "train.log").stat().st_size > 0
     counts, report = manifest.counts, read_json(folder / "report.json")
     assert counts["vocab_size"] == 768 and counts["trained_on"]["nul_characters"] > 0
@@ -60,7 +59,7 @@ def test_small_vocabularies(run, copy, kind):
     """They have nothing to tell of U+2581."""
     told, folder = run("tokenizer", copy, f"tokenizer.kind={kind}").out, stage_folder(copy)
     vocabulary = load_tokenizer(folder)
-    assert "U+2581" not in told and read_manifest(folder).counts["documents_with_u2581_as_space"] == 0
+    assert "U+2581" not in told and manifest_of(copy, "tokenizer").counts["documents_with_u2581_as_space"] == 0
     assert vocabulary.kind == kind and vocabulary.size % 128 == 0
     assert (read_json(folder / "report.json")["total"]["bytes_per_token"] == 1) == (kind == "byte")
 
@@ -77,10 +76,9 @@ def test_ready_tokenizers_are_taken(run, copy, files, vocabularies, name, kind):
 
 def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa: F811
     """And a tokenizer that loses text is not committed."""
-    from tokenizers import Tokenizer, normalizers
-    lossy = Tokenizer.from_str(byte_level.to_str())
+    from tokenizers import normalizers
+    lossy = with_special(byte_level, "<s>", "</s>")
     lossy.normalizer = normalizers.NFKC()
-    lossy.add_special_tokens(["<s>", "</s>"])
     lossy.save(str(tmp_path / "tokenizer.json"))
     for settings, told in (
             (["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json"], "The tokenizer loses text"),
@@ -90,7 +88,7 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
             (["tokenizer.kind=bpe", "tokenizer.path=/nowhere/tokenizer.model"],
              "for a ready file of such ranks take tokenizer.kind=tiktoken")):
         assert told in run("tokenizer", copy, "--force", *settings, expect=2).err
-        assert read_manifest(stage_folder(copy)) is None
+        assert manifest_of(copy, "tokenizer") is None
 
 
 def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_read(run, tmp_path, corpus,
@@ -98,13 +96,13 @@ def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_
     """Two sources of many small shards: the vocabulary is trained on some, and checked on some validation text."""
     many = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "validation_share": 0.3, "sources": halves(corpus)})
     run_stage("shard", many)
-    read, honest, shard = [], stage.read_texts, read_manifest(many.parent / "runs/mini/shard")
+    read, honest, shard = [], stage.read_texts, manifest_of(many, "shard")
     monkeypatch.setattr(stage, "read_texts",
                         lambda folder, record, size: read.append(record) or honest(folder, record, size))
     whole, records = shard.counts["text_bytes"]["train"], shard_records(shard, "train")
     settings = [f"tokenizer.train_mb={whole / 10e6}", "tokenizer.vocab_size=640", "tokenizer.check_mb=0.02",
                 "tokenizer.document_characters=500"]
-    said, made = run("tokenizer", many, *settings).out, read_manifest(stage_folder(many))
+    said, made = run("tokenizer", many, *settings).out, manifest_of(many, "tokenizer")
     sample = made.counts["trained_on"]
     assert 0 < sample["shards"] == len(read) < sample["of_shards"] == len(records)
     assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * whole
@@ -116,7 +114,7 @@ def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
     assert f"{report['total']['documents']} of {count} validation" in said
     run_stage("tokenizer", many, "--force", *settings)
-    assert read_manifest(stage_folder(many)).digest == made.digest
+    assert manifest_of(many, "tokenizer").digest == made.digest
 
 
 def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):
@@ -124,7 +122,8 @@ def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy)
     run("tokenizer", copy, *settings)
     folder = stage_folder(copy)
     vocabulary = load_tokenizer(folder)
-    assert (vocabulary.kind, vocabulary.size, read_manifest(folder).counts["kind"]) == ("tiktoken", 1024, "tiktoken")
+    assert (vocabulary.kind, vocabulary.size) == ("tiktoken", 1024)
+    assert manifest_of(copy, "tokenizer").counts["kind"] == "tiktoken"
     run("encode", copy, *settings)
-    encoded = read_manifest(copy.parent / "runs/mini/encode").counts["total"]
+    encoded = manifest_of(copy, "encode").counts["total"]
     assert encoded["text_bytes"] > 2 * encoded["tokens"]

@@ -55,6 +55,11 @@ def train_folder(config, name="mini"):
     return config.parent / f"runs/{name}/train"
 
 
+def manifest_of(config, stage="train", name="mini"):
+    """The manifest of a stage; None before it is done."""
+    return read_manifest(config.parent / "runs" / name / stage)
+
+
 def lines(config, name="mini", log="metrics"):
     """The log as it stands, repeated steps included."""
     return list(read_lines(train_folder(config, name) / f"{log}.jsonl"))
@@ -91,7 +96,7 @@ def stored_tensors(config, name="mini"):
 
 def weights(config, name="mini"):
     """Files of the last checkpoint of a finished run and their hashes."""
-    return sorted((record["path"], record["sha256"]) for record in read_manifest(train_folder(config, name)).outputs
+    return sorted((record["path"], record["sha256"]) for record in manifest_of(config, name=name).outputs
                   if record["path"].endswith(".safetensors"))
 
 

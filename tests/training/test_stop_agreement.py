@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from signal import SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -39,10 +40,10 @@ def ask(folder, signals, world=4, minutes=None, began=0.0):
 
 @pytest.mark.parametrize("signals, expected", [
     ({}, None),
-    ({3: [signal.SIGUSR1]}, Stop("SIGUSR1 on rank 3", True)),
-    ({rank: [signal.SIGINT] for rank in range(4)}, Stop("SIGINT", False)),
-    ({2: [signal.SIGUSR2, signal.SIGTERM]}, Stop("SIGTERM on rank 2 and SIGUSR2 on rank 2", False)),
-    ({0: [signal.SIGUSR2], 3: [signal.SIGTERM]}, Stop("SIGTERM on 1 of 4 ranks and SIGUSR2 on 1 of 4 ranks", False)),
+    ({3: [SIGUSR1]}, Stop("SIGUSR1 on rank 3", True)),
+    ({rank: [SIGINT] for rank in range(4)}, Stop("SIGINT", False)),
+    ({2: [SIGUSR2, SIGTERM]}, Stop("SIGTERM on rank 2 and SIGUSR2 on rank 2", False)),
+    ({0: [SIGUSR2], 3: [SIGTERM]}, Stop("SIGTERM on 1 of 4 ranks and SIGUSR2 on 1 of 4 ranks", False)),
 ])
 def test_signals_of_all_ranks_come_to_one_decision(tmp_path, signals, expected):
     assert ask(tmp_path, signals) == expected
@@ -55,7 +56,7 @@ def test_the_file_and_the_clock(tmp_path):
     (tmp_path / STOP).write_bytes(b" \n")
     assert ask(tmp_path, {}) == Stop("the file launch/stop", False)
     (tmp_path / STOP).write_bytes(b"enough \xff")
-    assert ask(tmp_path, {2: [signal.SIGUSR2]}, minutes=0.5, began=-60).again is False
+    assert ask(tmp_path, {2: [SIGUSR2]}, minutes=0.5, began=-60).again is False
     assert ask(tmp_path, {}).reason.startswith("enough")
 
 
@@ -71,12 +72,12 @@ def test_the_file_is_looked_for_now_and_then_only_and_who_was_asked_once_stays_a
 
 
 def test_the_process_is_left_as_it_was_found(tmp_path):
-    before = signal.getsignal(signal.SIGUSR2), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    before = signal.getsignal(SIGUSR2), signal.pthread_sigmask(signal.SIG_BLOCK, [SIGUSR2])
     try:
-        signal.raise_signal(signal.SIGUSR2)  # waits; to this thread, since others of the test process may hear it
+        signal.raise_signal(SIGUSR2)  # waits; to this thread, since others of the test process may hear it
         with StopAgreement(rank_of(), tmp_path, None, 0.0) as request:
             assert agreed_by(request) == Stop("SIGUSR2", True)
-        assert signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        assert signal.getsignal(signal.SIGUSR2) == before[0]
+        assert SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert signal.getsignal(SIGUSR2) == before[0]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before[1])

@@ -6,12 +6,12 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from drover.model.config import ModelConfig
 from drover.model.generate import generate
 from drover.model.llama import Llama
 from drover.pipeline.config.training import FIRST, TrainConfig
 from drover.pipeline.training.monitor import Samples
 from drover.pipeline.training.watchdog import STEP_S, Watchdog
+from tests.training.engines.kit import MODEL
 
 LIMIT = 600.0
 
@@ -43,8 +43,7 @@ def test_the_limit_is_what_it_says(tmp_path, steps, sign, limit):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_drawing_a_text_is_watched_token_by_token(use_cache):
-    model = Llama(ModelConfig(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=16, vocab_size=32, context_length=16))
-    calls = []
+    model, calls = Llama(MODEL), []
     model.register_forward_pre_hook(lambda *_: calls.append("forward"))
     generate(model, [[1, 2], [3]], 4, temperature=0.8, top_p=0.9, seed=0, stop_ids=(), use_cache=use_cache,
              pulse=lambda: calls.append("pulse"))

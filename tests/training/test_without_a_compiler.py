@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.compiling import refuse_without_compiler
 from tests.refusal import refused
-from tests.stages.training import run_train, train_folder
+from tests.stages.training import manifest_of, run_train
 
 
 @pytest.mark.slow
@@ -21,7 +20,7 @@ def test_deepspeed_builds_nothing(fresh, tmp_path):
         run_train(fresh, f"name={name}", "parallel.engine=deepspeed", "train.precision=fp32",
                   "train.micro_batch=8", "train.steps=2", "train.warmup_steps=1", *settings, ranks=2,
                   PATH=str(tmp_path / "empty"), TORCH_EXTENSIONS_DIR=str(tmp_path / "built"))
-        assert read_manifest(train_folder(fresh, name)).counts["steps"] == 2
+        assert manifest_of(fresh, name=name).counts["steps"] == 2
     assert not list((tmp_path / "built").iterdir())
 
 

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.config.data import ShardConfig
-from drover.pipeline.contract.content_hash import hash_of_blocks
-from drover.pipeline.contract.external_inputs import listed_files
+from drover.pipeline.contract.content_hash import content_hash
+from drover.pipeline.contract.external_inputs import gathered, listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data import sources, streams
@@ -115,8 +115,8 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"text": f"{number} " * (number % 50)} for number in range(3000)))
     size = path.stat().st_size
-    for module in ("drover.pipeline.contract.content_hash", "drover.pipeline.data.streams"):
-        monkeypatch.setattr(f"{module}.BLOCK_BYTES", 1000)
+    for module in ("contract.content_hash", "contract.external_inputs", "data.streams"):
+        monkeypatch.setattr(f"drover.pipeline.{module}.BLOCK_BYTES", 1000)
     monkeypatch.setattr(streams, "BUFFER", 4096)
     about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
     assert read(payload_of(path))[3] == [
@@ -125,8 +125,8 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     seen = in_parts(path, borders)[3]
     assert seen == [{**about, "whole": False, "start": start, "digests": block_digests(path, start, stop)}
                     for start, stop in pairwise(borders)]
-    assert hash_of_blocks(chain.from_iterable(own["digests"] for own in seen)) == hash_of_blocks(
-        block_digests(path, 0, size))
+    whole = f"blocks:{hashlib.sha256(b''.join(map(bytes.fromhex, block_digests(path, 0, size)))).hexdigest()}"
+    assert content_hash(str(path), whole) == whole and gathered(seen[::-1]) == [{**about, "sha256": whole}]
 
 
 def bytes_read():

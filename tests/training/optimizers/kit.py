@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
@@ -11,8 +10,8 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.optimizers.build import build_optimizer
+from tests.training.engines.kit import MODEL
 
-MODEL = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=128, ffn_dim=48)
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 

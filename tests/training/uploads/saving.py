@@ -67,6 +67,11 @@ class Run:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append,
                                        lambda step: self.uploads.needs(step))
 
+    @property
+    def whole(self):
+        """The steps of which the store has a whole copy."""
+        return self.copies.found().whole
+
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)

@@ -43,9 +43,9 @@ def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(gated):
     run, gate = gated
     run.save_copied(1)
     run.save_held(gate, 1)
-    assert run.copies.found().whole == [] and run.uploads.uploaded == -1
+    assert run.whole == [] and run.uploads.uploaded == -1
     gate.open.set()
-    assert run.waited(1) == "" and run.copies.found().whole == [1]
+    assert run.waited(1) == "" and run.whole == [1]
 
 
 def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, monkeypatch):
@@ -59,4 +59,4 @@ def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, mo
     monkeypatch.setattr(module, "read_marker", read_later)
     run.save_copied(1)
     assert sorted(run.log.names()) == ["checkpoint", "checkpoint_copied", "checkpoint_copy_failed"]
-    assert run.copies.found().whole == [1]
+    assert run.whole == [1]

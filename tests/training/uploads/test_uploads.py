@@ -29,7 +29,7 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     run.train(4)
     run.store.put("step-00000008/half", b"ours")
     run.start()
-    assert run.copies.found().whole == [4] and not run.copies.found().unfinished
+    assert run.whole == [4] and not run.copies.found().unfinished
     assert "removed incomplete copies of an earlier start" in run.said[-1]
 
 
@@ -42,7 +42,7 @@ def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_che
     run.remove_here(8)
     copying = run.start()
     assert copying.newest_valid()[1].step == copying.uploaded == 4
-    assert run.copies.found().whole == [4]
+    assert run.whole == [4]
     run.store.put(f"{checkpoint_name(4)}/{name}", b"{")
     run.remove_here(4)
     copying = run.start()
@@ -56,7 +56,7 @@ def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(
     aside.mkdir()
     (aside / MARKER).write_text("of the damaged checkpoint")
     copying = run.start()
-    assert copying.newest_valid()[1].step == 8 and run.copies.found().whole == [4, 8]
+    assert copying.newest_valid()[1].step == 8 and run.whole == [4, 8]
 
 
 def test_copies_of_damaged_training_are_taken_back_by_the_next_start_or_at_once(run, monkeypatch):
@@ -67,14 +67,14 @@ def test_copies_of_damaged_training_are_taken_back_by_the_next_start_or_at_once(
         patch.setattr(CopiedCheckpoints, "found", Mock(side_effect=UserError("the store is away.")))
         copying.on_damage(4)
     copying.on_saved(16)
-    assert run.copies.found().whole == [4, 8, 12] and "the next start removes them" in run.said[-1]
+    assert run.whole == [4, 8, 12] and "the next start removes them" in run.said[-1]
     for step in (8, 12):
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
     copying = run.start()
-    assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
+    assert copying.newest_valid()[1].step == 4 and run.whole == [4]
     run.train(8, 12)
     run.begin().uploads.on_damage(4)
-    assert run.copies.found().whole == [4]
+    assert run.whole == [4]
 
 
 def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_path):
@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tm
     copying = moved.start()
     assert "takes over" in moved.said[-1] and copying.newest_valid()[1].step == 4
     moved.train(8)
-    assert moved.copies.found().whole == [4, 8]
+    assert moved.whole == [4, 8]
 
 
 def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch):
