@@ -375,12 +375,11 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
         from drover.pipeline.data.sampling.consumption import excesses
         if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))
-    checkpoints = complete_checkpoints(run.own_folder("train"))
-    if train.phases and checkpoints and not forced:
-        from drover.pipeline.training.resume import changed_future
-        for path in reversed(checkpoints):
-            if (marker := whole_marker(path)) is not None:  # training renames a corrupted one
+    for path in () if forced else reversed(complete_checkpoints(run.own_folder("train"))):
+        if (marker := whole_marker(path)) is not None:  # training renames a corrupted one
+            if train.phases or marker.get("config", {}).get("train", {}).get("phases"):
+                from drover.pipeline.training.resume import changed_future  # imports torch
                 progress = TrainingProgress(**marker["progress"])
                 for text in changed_future(path, progress, PhasePlan.of(train)):
                     say("note", f"plan changed after step {progress.step}: {text}")
-                break
+            break

@@ -146,9 +146,8 @@ class Loop:
 
     def _check_plan(self) -> None:
         """Check that the checkpoint can be continued along the configured plan."""
-        found, self.plan_changes = self.found, list[str]()
-        if self.plan.declared and found:
-            self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
+        found = self.found
+        self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan)) if found else []
         with self.paused():  # the rest of an epoch may have to be packed
             self.guards = GuardRunner(self.work, self.ranks, self.data, self.say)
         if self.plan_changes:
