@@ -38,6 +38,9 @@ CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKE
                "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
 """Prefixes of the variables that hold credentials, by kind of object store. Folders need none."""
 
+NO_VARIABLES = {"--cleanenv", "-e", "--containall", "-C"}
+"""Options of apptainer that keep the job's variables out of a container."""
+
 
 def refuse_unusable_places(config: Config, path: str) -> None:
     """Refuse a run folder that cannot exist, and URLs in place of paths, before anything is looked up there. The error
@@ -237,6 +240,9 @@ def environment_problems(config: Config, environment: Environment) -> Iterator[s
     for name in launch.secrets:
         if not environment.get(name):
             yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
+    if launch.container.runtime == "apptainer" and (bare := NO_VARIABLES.intersection(launch.container.options)):
+        yield (f"launch.container.options has {', '.join(sorted(bare))}, with which ranks would lack the variables of "
+               f"the job. Leave it out.")
     if "PYTHONPATH" in launch.environment:
         yield ("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add folders to it in "
                "launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
