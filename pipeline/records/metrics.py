@@ -11,9 +11,9 @@ from drover.pipeline.contract.state import Time
 from drover.pipeline.core.files import Count, Record, read_lines
 
 PLAN_CHANGED = "plan_changed"
-"""The event of a start that continues under another plan or other accepted settings. Its `number` counts such starts. Each line of metrics.jsonl
-has in `plan_changes` how many came before it. Numbers, not times, give the order: the clocks of two nodes may differ,
-and a run restored from a copy may lack lines."""
+"""The event of a start that continues under another plan or other accepted settings. Its `number` counts such starts.
+Each line of metrics.jsonl has in `plan_changes` how many came before it. Numbers, not times, give the order: the clocks
+of two nodes may differ, and a run restored from a copy may lack lines."""
 
 
 def is_range(numbers: list[int]) -> None:

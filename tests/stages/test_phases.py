@@ -88,11 +88,11 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert [record["step"] for record in lines(phased)] == list(range(1, 8))
     seen = curve(phased)[:6]
     first, second, third = THREE_PHASES
-    for changed, said in (
+    for other, said in (
             ([{**first, "until": "5k"}, second, third], "train.phases[0].until: 4k -> 5k"),
             ([first, {**second, "until": "5k"}, third],
              "train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done")):
-        refused = run_train(with_phases(phased, changed), expect=2).stderr
+        refused = run_train(with_phases(phased, other), expect=2).stderr
         assert all(text in refused for text in ("plan of finished steps cannot change", "step-0000000", said)), refused
     longer = run_train(with_phases(phased, [first, {**second, "until": "16k"}, {
         "until": 20480, "sequence_length": 128, "batch_tokens": 1024, "mixture": {"code": 0, "more": 1}, "lr": 0.001,
