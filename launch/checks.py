@@ -38,6 +38,9 @@ CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKE
                "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
 """Prefixes of the variables that hold credentials, by kind of object store. Folders need none."""
 
+NO_VARIABLES = {"--cleanenv", "-e", "--containall", "-C"}
+"""Options of apptainer that keep the job's variables out of a container."""
+
 
 def refuse_unusable_places(config: Config, path: str) -> None:
     """Refuse a run folder that cannot exist, and URLs in place of paths, before anything is looked up there. The error
@@ -237,6 +240,9 @@ def environment_problems(config: Config, environment: Environment) -> Iterator[s
     for name in launch.secrets:
         if not environment.get(name):
             yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
+    if launch.container.runtime == "apptainer" and (bare := NO_VARIABLES.intersection(launch.container.options)):
+        yield (f"launch.container.options has {', '.join(sorted(bare))}, with which ranks would lack the variables of "
+               f"the job. Leave it out.")
     if "PYTHONPATH" in launch.environment:
         yield ("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add folders to it in "
                "launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
@@ -375,12 +381,11 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
         from drover.pipeline.data.sampling.consumption import excesses
         if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))
-    checkpoints = complete_checkpoints(run.own_folder("train"))
-    if train.phases and checkpoints and not forced:
-        from drover.pipeline.training.resume import changed_future
-        for path in reversed(checkpoints):
-            if (marker := whole_marker(path)) is not None:  # training renames a corrupted one
+    for path in () if forced else reversed(complete_checkpoints(run.own_folder("train"))):
+        if (marker := whole_marker(path)) is not None:  # training renames a corrupted one
+            if train.phases or marker.get("config", {}).get("train", {}).get("phases"):
+                from drover.pipeline.training.resume import changed_future  # imports torch
                 progress = TrainingProgress(**marker["progress"])
                 for text in changed_future(path, progress, PhasePlan.of(train)):
                     say("note", f"plan changed after step {progress.step}: {text}")
-                break
+            break

@@ -35,7 +35,7 @@ from drover.launch.plan import in_container
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE, read_reports
 from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, most_elements, seconds
-from drover.launch.slurm.submit.options import GPUS, directives, long_options
+from drover.launch.slurm.submit.options import GPUS, directives, long_options, outer_python, preamble
 from drover.launch.slurm.submit.sbatch import uninterrupted
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.wait_reasons import is_stuck, meaning, refusal
@@ -293,16 +293,14 @@ def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder
              "gpus-per-node": one if gpus and extra.keys().isdisjoint(GPUS) else None, **extra,
              "job-name": f"{JOB}{folder.name}", "mem": launch.mem, "partition": partition, "nodes": nodes,
              "ntasks-per-node": 1, "time": MINUTES, "output": folder / "job.log", "chdir": Path.cwd()}
-    python = shlex.quote(launch.runner_python or sys.executable)
     wrap, srun_args = in_container(launch.container, [folder, Path.cwd()], int(gpus),
                                    ["PYTHONPATH", *launch.environment])
     command = shlex.join([*wrap, *launch.wrap, launch.python or sys.executable, "-m",
                           "drover.launch.slurm.job.site_trial", str(folder), str(TRIAL_S)])
     srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={str(folder).replace('%', '%%')}/node%n.log",
                        *srun_args, *launch.srun_args])
-    source = shlex.quote(str(code))
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
-    return "\n".join(["#!/bin/bash", *directives(asked), *launch.setup, *exports,
+    python, source = outer_python(launch, bool(wrap or srun_args or launch.wrap)), shlex.quote(str(code))
+    return "\n".join(["#!/bin/bash", *directives(asked), *preamble(launch),
                       f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}} MASTER_ADDR=$(hostname) "
                       f"MASTER_PORT=$({python} -c 'import socket; s = socket.create_server((\"\", 0)); "
                       f"print(s.getsockname()[1])')",

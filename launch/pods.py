@@ -30,8 +30,6 @@ from drover.pipeline.core.files import sha256_json
 
 SETTINGS = PurePosixPath("/etc/drover/config.yaml")
 """The configuration inside a pod."""
-KUBERNETES_SECRET = "drover"
-"""Name of the Kubernetes Secret that has the variables of `launch.secrets`."""
 LONGEST_NAME = 40
 """Most characters of a JobSet's name. Its pods' names add the stage and numbers, and may have 63."""
 _CLAIM = re.compile("[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -61,15 +59,15 @@ def manifest(config: Config, stages: str, options: Options, form: str) -> str:
     memory = memory_problems(config, jobs, options) if config.launch.check_fit else ()
     refuse_all("This cannot be printed", [
         *credential_problems(config, os.environ), *device_problems(config), *memory,
-        *_problems(config, form, options.config_path)])
+        *_problems(config, jobs, form, options.config_path)])
     return yaml.dump_all(FORMS[form](config, jobs), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _problems(config: Config, form: str, path: str) -> Iterator[str]:
+def _problems(config: Config, jobs: list[Job], form: str, path: str) -> Iterator[str]:
     launch, volumes = config.launch, _volumes(config)
     if form == "jobset" and launch.container.image is None:
         yield "Pods need an image. Set launch.container.image to one that contains Drover (the Dockerfile builds it)."
-    if form == "skypilot" and launch.gpus_per_node and launch.gpu_type is None:
+    if form == "skypilot" and launch.gpu_type is None and any(job.gpus_per_node for job in jobs):
         yield "SkyPilot selects machines by the type of GPU. Set launch.gpu_type, for example to H100."
     if form == "skypilot" and path.startswith(".."):
         yield (f"SkyPilot copies the working directory, but the configuration {path} is outside of it. Give the "
@@ -100,9 +98,8 @@ def _script(config: Config, job: Job, rank: str, address: str) -> str:
     """What one node runs. rank, address: shell words for its number, and for the name of the first node."""
     python, starter = config.launch.python or "python", ""
     if job.ranks > 1:
-        where = "--standalone" if job.nodes == 1 else (
-            f"--nnodes={job.nodes} --node-rank={rank} --master-addr={address} --master-port={PORT}")
-        starter = f"-m torch.distributed.run {where} --nproc-per-node={job.tasks_per_node} "
+        starter = (f"-m torch.distributed.run --nnodes={job.nodes} --node-rank={rank} --master-addr={address} "
+                   f"--master-port={PORT} --nproc-per-node={job.tasks_per_node} ")
     command = f"exec {shlex.quote(python)} {starter}{shlex.join(job.command[1:])}"
     return "\n".join(["set -e", *config.launch.setup, command])
 
@@ -162,10 +159,10 @@ def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
                     "command": ["bash", "-c", _literal(_script(config, job, "$JOB_COMPLETION_INDEX",
                                                                 f"{name}-{_label(job.stage)}-0-0.{name}"))],
                     "env": [*({"name": key, "value": _literal(value)} for key, value in variables.items()),
-                            *({"name": key, "valueFrom": {"secretKeyRef": {"name": KUBERNETES_SECRET, "key": key}}}
+                            *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
                               for key in launch.secrets),
                             {"name": SECRET, "valueFrom": {"secretKeyRef": {
-                                "name": KUBERNETES_SECRET, "key": SECRET, "optional": True}}}],
+                                "name": name, "key": SECRET, "optional": True}}}],
                     "resources": {"requests": asked, "limits": gpus},
                     # One by one: a folder would have another path in each pod, and ranks compare paths of plugins.
                     "volumeMounts": [

@@ -6,13 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypedDict
 
+from drover.pipeline.contract.manifest import Drifts
 from drover.pipeline.contract.state import Time
 from drover.pipeline.core.files import Count, Record, read_lines
 
 PLAN_CHANGED = "plan_changed"
-"""The event of a start that continues under another plan. Its `number` counts such starts. Each line of metrics.jsonl
-has in `plan_changes` how many came before it. Numbers, not times, give the order: the clocks of two nodes may differ,
-and a run restored from a copy may lack lines."""
+"""The event of a start that continues under another plan or other accepted settings. Its `number` counts such starts.
+Each line of metrics.jsonl has in `plan_changes` how many came before it. Numbers, not times, give the order: the clocks
+of two nodes may differ, and a run restored from a copy may lack lines."""
 
 
 def is_range(numbers: list[int]) -> None:
@@ -49,6 +50,7 @@ class Event(_Event, total=False):
     step: Count
     number: Count
     ranks: Count
+    drift: Drifts
     startup_s: float
     train_s: float
     look_s: float
@@ -89,6 +91,12 @@ def standing_lines(path: Path) -> list[Record]:
 def plan_changes(folder: Path) -> int:
     """How many starts of the train stage in `folder` continued under another plan."""
     return max((number for number, _ in _plan_changes(folder)), default=0)
+
+
+def new_drift(folder: Path, drift: Drifts) -> list[str]:
+    """The accepted differences in `drift`, a start's, that no earlier start of the train stage in `folder` had."""
+    known = [event["drift"] for event in read_lines(folder / "events.jsonl", Event) if "drift" in event] or [[]]
+    return [difference for entry in drift[len(known[-1]):] for difference in entry["differences"]]
 
 
 def _plan_changes(folder: Path) -> list[tuple[int, int]]:

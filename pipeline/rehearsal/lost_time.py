@@ -54,8 +54,9 @@ def before_exchanges(config: Config, ranks: int) -> Lost:
 
 
 def lost(config: Config, found: Rehearsal) -> Lost:
-    """The loss of a rehearsed step, on nodes with `launch.gpus_per_node` GPUs, or with 8."""
-    known, gpus_per_node = before_exchanges(config, found.ranks), config.launch.gpus_per_node or 8
+    """The loss of a rehearsed step, on nodes with as many GPUs as train requests, or with 8."""
+    known, launch = before_exchanges(config, found.ranks), config.launch
+    gpus_per_node = launch.train.gpus_per_node or launch.gpus_per_node or 8
     train, parallel = with_largest(config, found.ranks).train, config.parallel
     plan = BatchPlan.of(train, parallel, found.ranks)
     products_s = (plan.tokens / found.ranks * network(config).flops_per_token(train.sequence_length, causal=True)

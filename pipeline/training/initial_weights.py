@@ -24,6 +24,7 @@ from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.generation_settings import keep_settings
 from drover.pipeline.records.weight_files import RUN
+from drover.pipeline.tokenization.kinds import MODEL_FILE, RECORD, vocabulary_record
 
 DERIVED = {"head_dim": "head_width", "ffn_dim": "hidden"}
 """Settings that may be left out, and the attributes of a ModelConfig that then have the value."""
@@ -138,8 +139,8 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
     if wrong:
         more = [f"and {len(wrong) - 3:,} more"] * (len(wrong) > 3)
         raise UserError(f"train.init_from: the weights in {path} were trained with another tokenizer, so that ids "
-                        f"would mean something else:\n{listed([*wrong[:3], *more])}\nTake theirs: "
-                        f"tokenizer.kind=huggingface tokenizer.path={theirs}, from the stage tokenizer on.")
+                        f"would mean something else:\n{listed([*wrong[:3], *more])}\nTake theirs: {_taking(theirs)}, "
+                        f"from the stage tokenizer on.")
     return f"the same {len(old):,} tokens"
 
 
@@ -148,6 +149,15 @@ def tokenizer_of(path: Path) -> Path | None:
     places = [path, *(folder / "tokenizer" / "hf" for folder in (path, *path.absolute().parents[:3])
                       if (folder / RUN).is_file())]
     return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
+
+
+def _taking(path: Path) -> str:
+    """The settings that take the tokenizer of a tokenizer.json. A run's is taken as the tokenizer.model that the run
+    has: an export keeps this file, and llama.cpp needs it."""
+    kind, stage = "huggingface", path.parent.parent
+    if (stage / RECORD).is_file() and (record := vocabulary_record(stage))["file"] == MODEL_FILE:
+        kind, path = record["kind"], stage
+    return f"tokenizer.kind={kind} tokenizer.path={path}"
 
 
 def _known(path: Path) -> tuple[dict[int, str], Any]:

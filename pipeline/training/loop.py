@@ -32,7 +32,7 @@ from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import write_places
-from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.records.metrics import new_drift, read_metrics
 from drover.pipeline.records.pending_evaluations import pending_evaluations
 from drover.pipeline.records.rollbacks import ROLLBACKS, no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
@@ -146,9 +146,9 @@ class Loop:
 
     def _check_plan(self) -> None:
         """Check that the checkpoint can be continued along the configured plan."""
-        found, self.plan_changes = self.found, list[str]()
-        if self.plan.declared and found:
-            self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
+        found = self.found
+        self.plan_changes = self.ranks.by_leader(
+            lambda: (found and changed_future(*found, self.plan)) or new_drift(self.work.folder, self.work.drift))
         with self.paused():  # the rest of an epoch may have to be packed
             self.guards = GuardRunner(self.work, self.ranks, self.data, self.say)
         if self.plan_changes:
@@ -160,8 +160,8 @@ class Loop:
                      f"{found[0].name}")
             if self.ranks.leads and (warning := changed_code(found[0], self._about()["code"])):
                 self.say(warning)
-            for text in self.plan_changes:
-                self.say(f"plan changed: {text}")
+        for text in self.plan_changes:
+            self.say(f"plan changed: {text}")
         refuse_beyond(self.config.train, self.data, self.say)
         self.tokens = TokenCheck(self)
 

@@ -54,17 +54,23 @@ def changed_code(path: Path, code: dict[str, str]) -> str:
 
 
 def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> list[str]:
-    """The changes in later phases since the checkpoint at `path` was written, a sentence each.
+    """The changes in later phases since the checkpoint at `path` was written, a sentence each. A training without
+    phases is one phase; while it has none, any change is to be accepted as drift, and none is named here.
 
     Raises:
         UserError: a phase that has started has changed; names it, and both values.
     """
     written = read_marker(path).get("config", {}).get("train", {})
     before = PhasePlan.of(TrainConfig.model_validate({key: written[key] for key in OF_A_PLAN if key in written}))
-    if not before.declared:
+    if not (before.declared or plan.declared):
         return []
     changes = list(plan_changes(before, plan, progress.step))
-    if past := [text for begun, text in changes if begun]:
+    past = [text for begun, text in changes if begun]
+    # The phases after the first begin at sample numbers that follow from the plan alone.
+    if not (past or before.declared) and (used := plan.sequences_between(0, progress.step)) != progress.samples:
+        past.append(f"{progress.samples:,} samples were used; with train.phases from the start it would be {used:,}. "
+                    f"So samples were left out, or train.batch_tokens has changed: leave train.phases out")
+    if past:
         raise UserError(
             f"{path.name} was trained with another plan, and the plan of finished steps cannot change:\n{listed(past)}"
             f"\nRestore these. You may still change phases that have not started, the end of the current phase (after "
@@ -93,26 +99,24 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
         if new is None:
             yield begun, f"train.phases[{old.number}] {'has begun and is gone' if begun else f'is gone ({old})'}"
             continue
-        after = _settings(new, new.name)
-        for key, value in _settings(old, new.name).items():
-            if value != after.get(key, value):
-                yield begun, f"{key}: {value} -> {after[key]}"
-        reached = min(step, old.end_step)
+        was, after = _settings(old, new.name), _settings(new, new.name)
+        for key in was | after:
+            if was.get(key) != after.get(key):
+                yield begun, f"{key}: {was.get(key)} -> {after.get(key)}"
+        reached, end = min(step, old.end_step), "train.steps" if new.said is None else f"{new.name}.until"
         if begun and reached > new.end_step:
-            yield True, (f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
-                         f"step {reached} of it is done")
+            yield True, (f"{end} is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and step {reached} "
+                         f"of it is done")
         elif new.end_step != old.end_step:
-            yield old.end_step < step, f"{new.name}.until: {_until(old)} -> {_until(new)}"
+            yield old.end_step < step, f"{end}: {_until(old)} -> {_until(new)}"
 
 
 def _settings(phase: Phase, name: str) -> dict[str, Any]:
     """The settings that a phase of this name must keep once it has started, by key."""
     found = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
-    if phase.said is not None:
-        found |= {f"{name}.{key}": getattr(phase.said, key) for key in CURVE}
     if phase.number == 0:
         found |= {f"train.{key}": getattr(phase.train, key) for key in OWN_CURVE}
-    return found
+    return found | {f"{name}.{key}": value for key in CURVE if (value := getattr(phase.said, key, None)) is not None}
 
 
 def _until(phase: Phase) -> str:

@@ -1,5 +1,6 @@
 """STATE.json, forcing once for an id: what a stage says of itself, whatever befalls it."""
 
+import pytest
 
 from drover.pipeline.contract import state as state_module
 from drover.pipeline.contract.locks import lock
@@ -123,3 +124,22 @@ def test_starts_of_one_chain_count_as_one_piece_of_work(place, monkeypatch):
         monkeypatch.setenv("DROVER_CHAIN", chain)
         assert call(place, "shard", copy_corpus) == 0
         assert (read_manifest(started.parent).started == "2026-01-01T00:00:00+00:00") == kept
+
+
+@pytest.mark.parametrize("chain", ["c1", "c2"])
+def test_drift_is_accepted_of_settings_not_of_an_input_that_the_same_command_made_anew(place, monkeypatch, chain):
+    corpus, counted = place / "corpus.txt", place / "runs/a/tokenizer"
+    monkeypatch.setenv("DROVER_CHAIN", "c0")
+    for stage, body in (("shard", copy_corpus), ("tokenizer", count_bytes)):
+        assert call(place, stage, body) == 0
+    before = read_manifest(counted).outputs
+    corpus.write_text("quite another text")
+    monkeypatch.setenv("DROVER_CHAIN", "c1")
+    assert call(place, "shard", copy_corpus, "--force") == 0
+    monkeypatch.setenv("DROVER_CHAIN", chain)
+    assert call(place, "tokenizer", count_bytes) == 2
+    assert call(place, "tokenizer", count_bytes, "--accept-drift") == 0
+    made = read_manifest(counted)
+    assert (made.outputs != before, made.drift == []) == (chain == "c1", chain == "c1")
+    assert call(place, "tokenizer", never) == 0
+    assert call(place, "tokenizer", never, "tokenizer.vocab_size=1024", "--accept-drift") == 0

@@ -1,6 +1,7 @@
 """`drover doctor`: what nodes' reports mean, and the profile that it writes. A real Slurm is in tests/slurm."""
 
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,15 @@ def test_the_script_quotes_what_it_is_given(tmp_path):
     assert f"#SBATCH --output='{folder}/job.log'" in text and "a run 100%%/node%n.log" in text
     for option in "mem=4G", "gpus-per-node=h100:1", "reservation=ours":
         assert f"#SBATCH --{option}\n" in text
+
+
+@pytest.mark.parametrize(("settings", "python"), [
+    (["launch.python=/shared/python"], "/shared/python"),
+    (["launch.python=/in/python", "launch.container={image: x.sif}"], sys.executable),
+    (["launch.python=/in/python", "launch.runner_python=/out/python"], "/out/python")])
+def test_the_script_runs_the_profiles_python(tmp_path, settings, python):
+    launch = load_config(REPOSITORY / "configs/demo.yaml", settings, check=False).launch
+    assert f"MASTER_PORT=$({python} -c " in _script("cpu", 1, False, launch, tmp_path, tmp_path / "code")
 
 
 def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):

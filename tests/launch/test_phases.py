@@ -3,6 +3,8 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from drover.launch.checks import _refuse_plan
 from drover.launch.describe import consumption_lines, training_facts
 from drover.launch.forecast import shape_of, training_flops
@@ -66,13 +68,46 @@ def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     _refuse_plan(run_of(tmp_path, max_epochs=3), forced=False)
 
 
-def test_another_past_is_refused_before_the_job_queues(tmp_path, capsys):
-    run = run_of(tmp_path)
-    write_json(run.folder / "train/checkpoints/step-00000012/COMPLETE.json", {
-        "format": 2, "progress": vars(TrainingProgress(step=12, samples=224)), "files": [],
+def write_checkpoint(run, **progress):
+    """The marker of a checkpoint that the run wrote after some steps."""
+    write_json(run.folder / f"train/checkpoints/step-{progress['step']:08d}/COMPLETE.json", {
+        "format": 2, "progress": vars(TrainingProgress(**progress)), "files": [],
         "config": run.config.model_dump(mode="json")})
+
+
+def test_another_past_is_refused_before_the_job_queues(tmp_path, capsys):
+    write_checkpoint(run_of(tmp_path), step=12, samples=224)
     other = run_of(tmp_path, phases=[{"until": 10_240, "batch_tokens": 2048}, PHASES[1]])
     refused(UserError, r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048", _refuse_plan, other, forced=False)
     _refuse_plan(other, forced=True)
     _refuse_plan(run_of(tmp_path, phases=[*PHASES, {"until": "40k"}]), forced=False)
     assert "plan changed after step 12: train.phases[2] was added (phase 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("before", "now", "said"), [
+    ([], PHASES, ""),
+    ([], [{"until": 10_240, "batch_tokens": 2048}], r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048"),
+    ([], [{"until": 20_480, "mixture": {"web": 1, "code": 1}}], r"train\.phases\[0\]\.mixture: None -> \{"),
+    ([], [{"until": 20_480, "lr": 0.1}], r"train\.phases\[0\]\.lr: None -> 0\.1"),
+    ([], [{"until": 5120}, PHASES[1]], r"phases\[0\]\.until is 5\.12k, after step 5; it was step 40, and step 8 of it"),
+    ([], [{"until": 20_480}, PHASES[1]], "cut into chunks of 64 tokens, and would now be cut into chunks of 128"),
+    ([{"until": 20_480}], [], ""),
+    ([{"until": 20_480, "batch_tokens": 2048}], [], r"train\.batch_tokens: 2048 -> 1024"),
+    ([{"until": 20_480, "lr": 0.1}], [], r"train\.lr: 0\.1 -> 0\.003"),
+    ([{"until": 4096}, {"until": 20_480}], [], r"train\.phases\[1\] has begun and is gone")])
+def test_a_training_without_phases_is_one_phase(tmp_path, before, now, said, capsys):
+    def of(phases, grain=None):
+        return run_of(tmp_path, phases=phases, grain_tokens=grain, **({} if phases else {"steps": 40}))
+    write_checkpoint(of(before), step=8, samples=128)
+    if said:
+        refused(UserError, said, _refuse_plan, of(now), forced=False)
+        return
+    _refuse_plan(of(now, 64 if now else None), forced=False)
+    assert "plan changed after step 8: train." in capsys.readouterr().out
+
+
+def test_phases_are_refused_where_their_samples_would_not_follow_those_used(tmp_path):
+    write_checkpoint(run_of(tmp_path, phases=[], steps=40), step=8, samples=160)
+    refused(UserError, "160 samples were used; with train.phases from the start it would be 128", _refuse_plan,
+            run_of(tmp_path, grain_tokens=64), forced=False)
+    _refuse_plan(run_of(tmp_path, phases=[], steps=50), forced=False)

@@ -75,6 +75,10 @@ def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
         "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$JOB_COMPLETION_INDEX "
         "--master-addr=my-run-train-0-0.my-run --master-port=29500 --nproc-per-node=8 -m drover.pipeline.train "
         "--config /etc/drover/config.yaml")]
+    assert {variable["valueFrom"]["secretKeyRef"]["name"] for variable in container["env"] if "valueFrom" in variable
+            } == {"my-run"}
+    assert "--nnodes=1 --node-rank=$JOB_COMPLETION_INDEX --master-addr=my-run-evaluate-0-0.my-run " in pod(
+        jobs["evaluate"])["containers"][0]["command"][2]
     assert container["resources"] == {"requests": {"cpu": 32, "memory": "128Gi", "nvidia.com/gpu": 8},
                                       "limits": {"nvidia.com/gpu": 8}}
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
@@ -153,6 +157,7 @@ def test_what_cannot_run_there_is_refused_at_once(asked, tmp_path, monkeypatch):
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
     said = asked("skypilot", "--config", "../run.yaml", "launch.gpu_type=null", "launch.device=mps",
+                 "launch.gpus_per_node=0", "launch.train.gpus_per_node=8",
                  "launch.container.mounts=[/folder:/data]", expect=2)
     for words in ("Set launch.gpu_type", "launch.container.mounts is CLAIM:/FOLDER there", "launch.device=mps is Apple",
                   "the configuration ../run.yaml is outside of it"):

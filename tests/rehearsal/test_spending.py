@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from drover.model.config import ModelConfig
-from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.launching import LaunchConfig, TrainResources
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
@@ -73,6 +73,14 @@ def test_collectives_that_products_hide_cost_only_what_is_longer(parallel, gpus_
     found = lost(config_of(parallel, gpus_per_node, **train), rehearsal(**{channel: times * rate * products_s}))
     assert found.exchanging == pytest.approx(exposed) and found.waiting == (1 / 4 if parallel is PIPELINE else 0)
     assert found.time == pytest.approx((1 + exposed) * (1 + found.waiting))
+
+
+def test_nodes_have_the_gpus_that_train_requests():
+    config, products_s = config_of(TENSOR, 8), 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS
+    own = config.launch.model_copy(update={"train": TrainResources(gpus_per_node=1)})
+    found = lost(config.model_copy(update={"launch": own}),
+                 rehearsal(**{"tensor_all-gather": NETWORK_BYTES * products_s}))
+    assert found.exchanging == pytest.approx(0.5)
 
 
 def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):

@@ -8,6 +8,7 @@ from drover.tools.audit import audit
 from drover.tools.verify import __main__ as verify
 from tests.stages.training import (
     THREE_PHASES,
+    changed,
     curve,
     difference,
     events,
@@ -87,11 +88,11 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert [record["step"] for record in lines(phased)] == list(range(1, 8))
     seen = curve(phased)[:6]
     first, second, third = THREE_PHASES
-    for changed, said in (
+    for other, said in (
             ([{**first, "until": "5k"}, second, third], "train.phases[0].until: 4k -> 5k"),
             ([first, {**second, "until": "5k"}, third],
              "train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done")):
-        refused = run_train(with_phases(phased, changed), expect=2).stderr
+        refused = run_train(with_phases(phased, other), expect=2).stderr
         assert all(text in refused for text in ("plan of finished steps cannot change", "step-0000000", said)), refused
     longer = run_train(with_phases(phased, [first, {**second, "until": "16k"}, {
         "until": 20480, "sequence_length": 128, "batch_tokens": 1024, "mixture": {"code": 0, "more": 1}, "lr": 0.001,
@@ -113,6 +114,25 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
         "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))
     assert "train.phases[3] was added" in more.stdout
     assert manifest_of(phased).counts["steps"] == 16 and proven(phased)
+
+
+def test_a_run_that_gains_phases_keeps_the_plan_of_the_steps_that_are_done(phased):
+    """A step that no checkpoint has, before the change, was of the former plan."""
+    without = {"steps": 12, "phases": [], "sequence_length": 32}
+    run_with_faults(changed(phased, phased.parent, {"train": without}), "kill:rank=0,step=6",
+                    "train.checkpoint.background=false", expect=-9)
+    seen = curve(phased)[:4]
+    gained = {"steps": None, "grain_tokens": 32, "phases": [
+        {"until": "4k"}, {"until": 12288, "batch_tokens": 2048, "sequence_length": 64, "lr": 0.02}]}
+    other = [{"until": "6k", "batch_tokens": 2048}]
+    assert "train.phases[0].batch_tokens: 1024 -> 2048" in run_train(
+        changed(phased, phased.parent, {"train": {**gained, "phases": other}}), "--accept-drift", expect=2).stderr
+    assert "train.phases[1] was added" in run_train(
+        changed(phased, phased.parent, {"train": gained}), "--accept-drift").stdout
+    assert curve(phased)[:4] == seen and [record["samples"][1] for record in curve(phased)][3:] == [
+        128, 160, 192, 224, 256]
+    found = audit(train_folder(phased).parent)
+    assert (found.faults, found.steps, found.repeated, found.replanned) == ([], 8, 0, 1)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from drover.pipeline.contract.state import PROGRESS, read_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.goodput import goodput
+from drover.tools.audit import audit
 from tests.conftest import REPOSITORY, run_stage, slow, write_config
 from tests.stages.test_shard import documents
 from tests.stages.training import (
@@ -95,6 +96,10 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
     assert curve(begun)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
     [resumed] = events(begun, "resume")[:1]
     assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["drift"])
+    [change] = events(begun, "plan_changed")
+    assert change["step"] == 8 and "train.lr: 0.01 -> 0.02" in change["changes"]
+    found = audit(train_folder(begun).parent)
+    assert (found.faults, found.replanned) == ([], 2)
     assert [entry["differences"] for entry in manifest_of(begun).drift] == [
         ["seed: 0 -> 5", "train.lr: 0.01 -> 0.02", 'train.precision: "fp64" -> "auto"']]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +27,16 @@ DECIDED = {
 """Options that the launcher sets, or that must not be set, and the setting that decides each (NONE: no setting)."""
 GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 """Options that request GPUs and can name their type (`gpu:h100:8`). The number must equal `gpus_per_node`."""
+
+
+def outer_python(launch: LaunchConfig, contained: bool) -> str:
+    """The Python outside of a container, as a shell word. contained: whether the stages run in one."""
+    return shlex.quote(launch.runner_python or (None if contained else launch.python) or sys.executable)
+
+
+def preamble(launch: LaunchConfig) -> list[str]:
+    """What a script does first: `launch.setup`, then `launch.environment`, which has the last word as in the ranks."""
+    return [*launch.setup, *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items())]
 
 
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from drover.launch.plan import Job
 from drover.launch.slurm import trust
 from drover.launch.slurm.chain import Chain, ChainJob, add_job, read_chain, token
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
-from drover.launch.slurm.submit.options import directives, gpus_asked, options_of
+from drover.launch.slurm.submit.options import directives, gpus_asked, options_of, outer_python, preamble
 from drover.launch.slurm.wait_reasons import refusal
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.plugins import plugin_files, plugin_folders
@@ -151,14 +150,13 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
         "output": config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log"),
         "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
-    # The Python of the runner, and of the ranks until each becomes its stage: outside of a container.
-    python = shlex.quote(launch.runner_python or (None if job.contained else launch.python) or sys.executable)
+    python = outer_python(launch, job.contained)  # of the runner, and of the ranks until each becomes its stage
     spec = f"{shlex.quote(str(_spec_path(config, job)))} {job.sha256}"
     return "\n".join([
         "#!/bin/bash", "",
         *directives(dict(sorted(options.items()))), "",
         # On scancel bash must wait for the runner, which gets the signal too and cleans up.
-        "trap : TERM INT", *launch.setup, *_checks(job, python, spec), "",
+        "trap : TERM INT", *preamble(launch), *_checks(job, python, spec), "",
         f"{python} -m drover.launch.slurm.job.runner {spec}",
         # If the runner was killed (not the whole job), its ranks are gone too: requeue, if that is allowed. The file is
         # for the next start, which counts such ends.

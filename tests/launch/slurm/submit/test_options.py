@@ -81,3 +81,11 @@ def test_whose_python_runs_the_runner(script, launch, python):
     container is called so there only."""
     line, = (line for line in script(**launch) if "drover.launch.slurm.job.runner" in line)
     assert line.startswith(f"{python} -m ")
+
+
+def test_the_environment_holds_in_the_script_too_and_after_the_setup(script):
+    """The script copies the code to TMPDIR before any rank starts."""
+    lines = list(script(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"}))
+    places = [lines.index(next(line for line in lines if line.startswith(begin)))
+              for begin in ("trap", "export TMPDIR=/x", "export TMPDIR='/local/a b'", "check=")]
+    assert places == sorted(places) and places[-1] == places[-2] + 1

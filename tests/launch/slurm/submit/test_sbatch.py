@@ -276,11 +276,12 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
 def test_all_that_the_site_forbids_is_told_at_once(slurm):
     said = slurm.refused("""--stage all --nodes 4 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
         'launch.limits={nodes: 2, time: 60, jobs: 4, gpu_memory_gb: 0.000001}'
-        'launch.environment={HF_TOKEN: hf_abc}'""")
+        'launch.environment={HF_TOKEN: hf_abc}'
+        'launch.container={image: x.sif, options: [--nv, --cleanenv]}'""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     for part in ("train: requests 4 nodes, but the site (launch.limits) allows 2", "requests 240 min, but the site",
                  "a GPU here has 1e-06 GB", "7 jobs would be queued, although no stage is divided; the site allows 4",
-                 "your shell has no such variable",
+                 "your shell has no such variable", "launch.container.options has --cleanenv, with which",
                  "contains what looks like a secret, HF_TOKEN", "no time would be left to train"):
         assert part in said, part
     assert "hf_abc" not in said
