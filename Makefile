@@ -1,4 +1,4 @@
-# make setup | setup-dev | demo | test | test-all | test-again | soak | matrix | picture | docs | lint.
+# make setup | setup-dev | demo | test | test-all | soak | matrix | picture | docs | lint.
 # PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -7,7 +7,7 @@ ARGS ?=
 
 PYTEST := $(PY) -m pytest --workers 5 --durations 10
 
-.PHONY: setup setup-dev demo test test-all test-again soak lint matrix picture docs clean
+.PHONY: setup setup-dev demo test test-all soak lint matrix picture docs clean
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
@@ -37,10 +37,6 @@ test: setup-dev
 # What `make test` leaves out: the rest of the crossings, stores, faults and documents.
 test-all: setup-dev
 	$(PYTEST) -m 'slow and not soak' $(ARGS)
-
-# The files of the few tests that failed in the last run, alone. ARGS="-m 'slow and not soak'" after `make test-all`.
-test-again: setup-dev
-	files=$$($(PY) -m tests.again) && $(PY) -m pytest $$files $(ARGS)
 
 # What takes hours: many kills, other seeds.
 soak: setup-dev

@@ -162,10 +162,7 @@ class Parent:
         return True
 
     def _fail(self, session: pytest.Session, reason: str) -> NoReturn:
-        """Fail the run for what is no test's fault. The last failed tests are forgotten: to run them again would not
-        show that all is well."""
-        if (last := self.config.pluginmanager.getplugin("lfplugin")) is not None:
-            last.lastfailed.clear()
+        """Fail the run for what is no test's fault."""
         session.shouldfail = reason
         raise session.Failed(reason)
 
