@@ -35,7 +35,7 @@ def outer_python(launch: LaunchConfig, contained: bool) -> str:
 
 
 def preamble(launch: LaunchConfig) -> list[str]:
-    """What a script does first: `launch.setup`, then `launch.environment`, which has the last word as in the ranks."""
+    """What a script does first: `launch.setup`, then `launch.environment`, which overrides it, as in the ranks."""
     return [*launch.setup, *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items())]
 
 
