@@ -47,7 +47,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     if state.kind == "stale":
         if not options.accept_drift or run.is_reused(name):
             raise run.refusal(name, state)
-        if _made_anew(run, name, state):
+        if _input_rebuilt_now(run, name, state):
             return _start_from_scratch(run, name, options, part)
         accepted = {"stage": name, "differences": [str(difference) for difference in state.differences]}
         if not state.begun_only and not STAGES[name].goes_on(run.config, run.finished(name).counts):
@@ -67,8 +67,8 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     return begin(run, name, fingerprint, drift, part, options.force_id)
 
 
-def _made_anew(run: Run, name: str, state: State) -> bool:
-    """Whether an input of a stale stage has changed because this very command made it: nobody has accepted that. A
+def _input_rebuilt_now(run: Run, name: str, state: State) -> bool:
+    """Whether an input of a stale stage has changed because this very command rebuilt it: nobody has accepted that. A
     stage with checkpoints continues with it."""
     chain, changed = os.environ.get("DROVER_CHAIN"), {difference.key for difference in state.differences}
     return chain is not None and not STAGES[name].checkpoints and any(
