@@ -80,7 +80,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--no-jobs", action="store_true", help="only ask Slurm, and queue nothing")
     parser.add_argument("--wait", type=float, default=10, metavar="MINUTES",
                         help="how long a job may wait in the queue (default 10)")
-    parser.add_argument("--write", metavar="FILE", help="write a profile to start from")
+    parser.add_argument("--write", metavar="FILE", help="write a profile to start from, of these partitions or all")
     add_json(parser)
 
 
@@ -104,7 +104,7 @@ def work(options: argparse.Namespace) -> int:
         findings += try_partition(name, kinds, launch, Path(options.runs_dir), options.wait, facts)
     if options.write:
         Path(options.write).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(options.write), profile(kinds, settings, facts))
+        write_text(Path(options.write), profile(kinds, settings, facts, options.partition))
     if options.json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings],
                           "nodes": [asdict(node) for nodes in facts.values() for node in nodes]}, indent=1))
@@ -248,8 +248,10 @@ def _judge_together(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
                                                 for what, found in times.items()), "environment: NCCL_SOCKET_IFNAME")
 
 
-def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str, list[NodeFacts]]) -> str:
-    """A profile of the site in YAML, with the reason for each value."""
+def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str, list[NodeFacts]],
+            partitions: Sequence[str] | None = None) -> str:
+    """A profile of the site, or of some of its partitions, in YAML, with the reason for each value."""
+    kinds = [kind for kind in kinds if partitions is None or kind.partition in partitions]
     gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes), default=None)
     cpu = next((kind for kind in kinds if not kind.gpus), None)
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits."]

@@ -96,7 +96,7 @@ class NearDuplicates(Section):
     written without spaces (Chinese and Japanese characters, Thai, Lao, Khmer, Burmese). There each character is a word,
     so that near-duplicates are found in these scripts too. In other scripts both give the same words."""
     bands: int | None = Field(None, ge=1)
-    """Bands per signature; null: the preset's number. While the stage works, each band takes 8 bytes per document on
+    """Bands per signature; null: the preset's number. While the stage works, each band takes 20 bytes per document on
     disk."""
     rows: int | None = Field(None, ge=1)
     """MinHash values per band, all of which must match; null: the preset's number."""

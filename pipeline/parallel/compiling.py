@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,7 +136,7 @@ class _Arrival(torch.autograd.Function):
 
 
 def refuse_without_compiler(train: TrainConfig, device: torch.device) -> None:
-    """Refuse a run that compiles its blocks if torch would find no compiler.
+    """Refuse a run that compiles its blocks if torch would find no compiler, or not the headers of Python.
 
     Raises:
         UserError: names what is missing. Otherwise the first step would end in a traceback of torch's.
@@ -145,9 +147,14 @@ def refuse_without_compiler(train: TrainConfig, device: torch.device) -> None:
     # As torch's inductor and, for GPUs, Triton look for it.
     variable, names = ("CC", ("gcc", "clang")) if gpu else ("CXX", ("g++",))
     chosen = os.environ.get(variable)
-    if any(shutil.which(name) for name in ((chosen,) if chosen else names)):
+    missing = []
+    if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
+        missing.append(f"{chosen} ({variable})" if chosen else " or ".join(names))
+    if not (header := Path(sysconfig.get_path("include"), "Python.h")).exists():
+        missing.append(str(header))
+    if not missing:
         return
-    wanted = f"{chosen} ({variable})" if chosen else " or ".join(names)
     default = ", which is the default on GPUs" if train.compile is None else ""
-    raise UserError(f"train.compile is on{default}, and torch.compile needs a compiler, but there is no {wanted} on "
-                    f"this machine. Install one (apt-get install g++), or set train.compile=false.")
+    raise UserError(f"train.compile is on{default}, and torch.compile needs a compiler and the headers of Python, "
+                    f"but this machine has no {' and no '.join(missing)}. Install what is missing (apt-get install g++ "
+                    f"python3-dev), or set train.compile=false.")

@@ -99,6 +99,13 @@ def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, site, expec
                                 "of shard": launch.shard.partition}.items()
 
 
+def test_the_profile_is_of_the_partitions_that_were_named():
+    gpus = {"new": 8, "old": 4, "cpu": 0}
+    kinds = [NodeKind(name, False, 4, 64, 257000, number, "infinite") for name, number in gpus.items()]
+    found = yaml.safe_load(profile(kinds, {}, {}, ["old", "cpu"]))
+    assert (found["partition"], found["gpus_per_node"], found["shard"]) == ("old", 4, {"partition": "cpu"})
+
+
 def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main([]) == 2 and "drover lab up 4" in capsys.readouterr().err

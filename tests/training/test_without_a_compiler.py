@@ -1,6 +1,7 @@
 """Only torch.compile needs a compiler: DeepSpeed would build one thing at its first start, which nothing uses."""
 
 import re
+import sysconfig
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ def test_deepspeed_builds_nothing(fresh, tmp_path):
 
 
 @pytest.mark.parametrize(("compile_blocks", "device", "there", "told"), [
-    (True, "cpu", (), "there is no g++ on this machine"), (True, "cpu", ("gcc",), "set train.compile=false"),
-    (None, "cuda", ("g++",), "the default on GPUs, and torch.compile needs a compiler, but there is no gcc or clang"),
+    (True, "cpu", (), "this machine has no g++. Install"), (True, "cpu", ("gcc",), "set train.compile=false"),
+    (None, "cuda", ("g++",), "the default on GPUs, and torch.compile needs a compiler"),
+    (None, "cuda", (), "has no gcc or clang. Install"),
     (True, "cpu", ("g++",), None), (None, "cuda", ("clang",), None), (None, "cpu", (), None),
     (False, "cuda", (), None)])
 def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch, tmp_path, compile_blocks, device,
@@ -42,6 +44,12 @@ def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch
         refuse_without_compiler(train, torch.device(device))
         return
     refused(UserError, re.escape(told), refuse_without_compiler, train, torch.device(device))
+
+
+def test_compiling_is_refused_without_the_headers_of_python(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    refused(UserError, re.escape(f"this machine has no {tmp_path}/include/Python.h. Install"), refuse_without_compiler,
+            TrainConfig(compile=True), torch.device("cpu"))
 
 
 @pytest.mark.slow
