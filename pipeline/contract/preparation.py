@@ -6,6 +6,7 @@ import argparse
 import os
 
 from drover.pipeline.config.shapes import POSITIONS
+from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.manifest import MANIFEST, Drifts, Identity, read_manifest
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
@@ -85,6 +86,7 @@ def _tell_lost_units(run: Run, name: str, state: State) -> None:
 
 
 def _start_from_scratch(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
+    listed_files(STAGES[name].input_files(run.config))  # refuses missing files before the outputs are removed
     keep = STAGES[name].checkpoints
     # Evaluations first: they belong to the old checkpoints. After a kill here they must not count for new ones.
     for old in (*([run.folder / EVALUATIONS] if keep else []), run.own_folder(name)):

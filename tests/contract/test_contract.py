@@ -64,6 +64,13 @@ def test_outputs_that_do_not_read_back_are_not_committed_and_a_damaged_manifest_
     assert call(place, "shard", copy_corpus, "--force") == 0
 
 
+def test_a_forced_stage_whose_input_is_gone_keeps_its_outputs(place, refusal):
+    assert call(place, "shard", copy_corpus) == 0
+    (place / "corpus.txt").unlink()
+    assert "corpus.txt" in refusal("shard", "--force")
+    assert read_manifest(place / "runs/a/shard") is not None and (place / "runs/a/shard/text.txt").exists()
+
+
 def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place):
     def refuse(work):
         write_text(work.folder / "left.txt", "half")
