@@ -159,10 +159,9 @@ def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
                     "command": ["bash", "-c", _literal(_script(config, job, "$JOB_COMPLETION_INDEX",
                                                                 f"{name}-{_label(job.stage)}-0-0.{name}"))],
                     "env": [*({"name": key, "value": _literal(value)} for key, value in variables.items()),
-                            *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
-                              for key in launch.secrets),
-                            {"name": SECRET, "valueFrom": {"secretKeyRef": {
-                                "name": name, "key": SECRET, "optional": True}}}],
+                            *({"name": key, "valueFrom": {"secretKeyRef": {
+                                "name": name, "key": key, "optional": key not in launch.secrets}}}
+                              for key in dict.fromkeys([*launch.secrets, SECRET]))],
                     "resources": {"requests": asked, "limits": gpus},
                     # One by one: a folder would have another path in each pod, and ranks compare paths of plugins.
                     "volumeMounts": [

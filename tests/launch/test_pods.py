@@ -77,6 +77,7 @@ def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
         "--config /etc/drover/config.yaml")]
     assert {variable["valueFrom"]["secretKeyRef"]["name"] for variable in container["env"] if "valueFrom" in variable
             } == {"my-run"}
+    assert [variable["valueFrom"]["secretKeyRef"]["optional"] for variable in container["env"][-2:]] == [False, True]
     assert "--nnodes=1 --node-rank=$JOB_COMPLETION_INDEX --master-addr=my-run-evaluate-0-0.my-run " in pod(
         jobs["evaluate"])["containers"][0]["command"][2]
     assert container["resources"] == {"requests": {"cpu": 32, "memory": "128Gi", "nvidia.com/gpu": 8},

@@ -51,6 +51,8 @@ def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently
     found = order.locate(np.arange(order.end))
     numbers = found.sequence[:10_000]
     assert np.mean(np.abs(np.diff(numbers)) == 1) < 0.01, "neighbours in the text are none in a batch"
+    pieces = numbers[found.pool[:10_000] == 0] // 4
+    assert len({*pieces[:4096]}) == 1024 and len({*pieces[:2048]}) > 512, "a window has 1,024 pieces of 4 sequences"
     first, third = (own[found.pool[:len(own)] == 0][:300] for own in (numbers, found.sequence[11_000:]))
     assert not np.array_equal(first - first.min(), third - third.min())
 
