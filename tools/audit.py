@@ -27,6 +27,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
+from drover.pipeline.records.metrics import OTHER_ORDER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,6 +107,8 @@ def audit(folder: Path) -> Audit:
     _coverage(ledger.final, found)
     _left_out(ledger, found)
     _checkpoints(ledger, found)
+    found.faults += [f"after step {event['step']} {OTHER_ORDER} than before: a sequence may come again, or never"
+                     for event in ledger.events if OTHER_ORDER in event.get("changes", ())]
     _sequences(ledger.data, ledger.excluded().outside(0, found.samples), found)
     return found
 

@@ -14,6 +14,8 @@ PLAN_CHANGED = "plan_changed"
 """The event of a start that continues under another plan or other accepted settings. Its `number` counts such starts.
 Each line of metrics.jsonl has in `plan_changes` how many came before it. Numbers, not times, give the order: the clocks
 of two nodes may differ, and a run restored from a copy may lack lines."""
+OTHER_ORDER = "samples come in another order"
+"""One of its changes."""
 
 
 def is_range(numbers: list[int]) -> None:

@@ -32,7 +32,7 @@ from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import write_places
-from drover.pipeline.records.metrics import new_drift, read_metrics
+from drover.pipeline.records.metrics import OTHER_ORDER, new_drift, read_metrics
 from drover.pipeline.records.pending_evaluations import pending_evaluations
 from drover.pipeline.records.rollbacks import ROLLBACKS, no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
@@ -160,6 +160,8 @@ class Loop:
                      f"{found[0].name}")
             if self.ranks.leads and (warning := changed_code(found[0], self._about()["code"])):
                 self.say(warning)
+        if found and found[1].plan_sha256 != plan:
+            self.plan_changes.append(OTHER_ORDER)
         for text in self.plan_changes:
             self.say(f"plan changed: {text}")
         refuse_beyond(self.config.train, self.data, self.say)
