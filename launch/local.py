@@ -24,7 +24,7 @@ from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS, rank_log
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import INTERRUPTED
-from drover.pipeline.contract.preparation import report_done
+from drover.pipeline.contract.preparation import input_rebuilt, report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
 from drover.pipeline.contract.state import now
@@ -111,7 +111,8 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
         with suppress(OSError):  # a closed terminal or pipe
             report_done(run, job.stage)
         return 0
-    refuse_stale(run, job, options)
+    if not (options.accept_drift and input_rebuilt(run, job.stage, job.state, chain)):
+        refuse_stale(run, job, options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     spec = _spec(run, job, chain, local=options.cluster == "local")
     runner = Runner(spec, place(run, spec, asked))

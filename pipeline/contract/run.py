@@ -224,10 +224,11 @@ class Run:
         if changed and spec.may_renew(before, now):
             return State("partial", changed, reasons=[KEEPS])
         # A stage that may renew its results keeps the others.
-        nothing_lost = started.unusable or (started.failed and (
-            "renews" in spec.functions or not finished_units(folder)))
+        renews = "renews" in spec.functions
+        whole = not (renews or spec.workers or spec.own_module)  # what it began is of no use to another start
+        nothing_lost = whole or started.unusable or (started.failed and (renews or not finished_units(folder)))
         if changed and nothing_lost and not spec.checkpoints:
-            return State("to do", changed, reasons=["refused its input before; starts from scratch with the new one"])
+            return State("to do", changed, reasons=["has nothing to keep; starts from scratch with the new input"])
         if changed:
             return State("stale", changed, begun_only=True)
         other = self.files_changed_since_begun(stage)

@@ -98,7 +98,7 @@ def plan_changes(folder: Path) -> int:
 def new_drift(folder: Path, drift: Drifts) -> list[str]:
     """The accepted differences in `drift`, a start's, that no earlier start of the train stage in `folder` had."""
     known = [event["drift"] for event in read_lines(folder / "events.jsonl", Event) if "drift" in event] or [[]]
-    return [difference for entry in drift[len(known[-1]):] for difference in entry["differences"]]
+    return list(dict.fromkeys(difference for entry in drift[len(known[-1]):] for difference in entry["differences"]))
 
 
 def _plan_changes(folder: Path) -> list[tuple[int, int]]:

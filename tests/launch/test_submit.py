@@ -92,6 +92,9 @@ def test_finished_partial_and_stale_stages(launcher):
     assert "tokenizer.vocab_size: 1024 -> 2048" in before, "a stage before the asked one is not served"
     (launcher.run / "encode" / "manifest.json").unlink()
     assert "encode is not finished, and one stage must not mix" in launcher.refused(other, "--accept-drift")
+    launcher.done("encode", "train", "convert", "evaluate", "report")
+    (launcher.run / "report" / "manifest.json").unlink()
+    assert "has nothing to keep" in rows(launcher.accepted("--stage report --dry-run report.title=other"))["report"]
 
 
 @pytest.mark.parametrize("arguments, said", [("", "No stage is given"), *table("""
