@@ -263,9 +263,10 @@ def in_container(container: Container, folders: list[Path], gpus: int, variables
         return [], [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}",
                     f"--container-workdir={work}", f"--container-env={','.join(variables)}", *container.options]
     if container.runtime == "podman":
-        # In the step's own control group: it ends with the step, and sees the step's GPUs alone.
-        return ["podman", "run", "--rm", "--env-host", "--network=host", "--ipc=host", "--pid=host",
-                "--cgroups=disabled", *(f"--env={name}" for name in variables),
+        # Without root, it stays in the step's control group: it ends with the step, and sees the step's GPUs alone.
+        # podman refuses --cgroups=disabled with --pid=host, which GPUs of one node need to reach each other's memory.
+        return ["podman", "--cgroup-manager=cgroupfs", "run", "--rm", "--env-host", "--network=host", "--ipc=host",
+                "--pid=host", "--cgroups=no-conmon", *(f"--env={name}" for name in variables),
                 *(["--device=nvidia.com/gpu=all"] * bool(gpus)), *(f"--volume={mount}" for mount in mounts),
                 f"--workdir={work}", *container.options, container.image], []
     return ["apptainer", "exec", *(["--nv"] * bool(gpus)), *(f"--bind={mount}" for mount in mounts), f"--pwd={work}",

@@ -133,12 +133,13 @@ def partner_of(node: int, number: int, nodes: int) -> int:
 def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
     """Do this rank's part. limit_s: how long to wait for the other ranks, at most."""
     report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
+    gpus = int(os.environ.get("DROVER_GPUS") or 0)
     if int(os.environ["LOCAL_RANK"]) == 0:
-        report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
+        report.problems = check_node(run_folder, gpus)
         if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
     send(report)
-    measure(report, limit_s)
+    measure(report, limit_s, gpus)
     send(report)
 
 
@@ -147,12 +148,16 @@ def send(report: Report) -> None:
     print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # one write, so that no other line can split it
 
 
-def measure(report: Report, limit_s: float) -> None:
-    """Time a matrix product, exchanges with single nodes and an all-reduce, with the backend that training will use."""
+def measure(report: Report, limit_s: float, gpus: int) -> None:
+    """Time a matrix product, exchanges with single nodes and an all-reduce, with the backend that training will use. If
+    the node has `gpus` and torch cannot use them, that is a problem, and nothing is timed."""
     import torch
     import torch.distributed as dist
 
     gpu = torch.cuda.is_available()
+    if gpus and not gpu:
+        report.problems[GPU] = f"torch {torch.__version__} cannot use its GPUs (nvidia-smi shows the driver's version)"
+        return
     local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     synchronize = partial(torch.cuda.synchronize, device) if gpu else lambda: None

@@ -111,7 +111,7 @@ def exchange(facts: NodeFacts, world: int, limit_s: float) -> None:
     """Measure a product, exchanges between nodes and an all-reduce, as a preflight does."""
     os.environ |= {"RANK": str(facts.rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     try:
-        measure(facts, limit_s)
+        measure(facts, limit_s, facts.gpus)
     except Exception as error:  # noqa: BLE001 - a failing network is a finding
         why = (str(error) or "?").splitlines()[0]
         facts.problems["network"] = f"an all-reduce failed: {type(error).__name__}: {why}"

@@ -29,6 +29,7 @@ from drover.launch.slurm.job.node_trial import (
     Report,
     check_gpus,
     check_node,
+    measure,
     partner_of,
     read_reports,
 )
@@ -187,6 +188,15 @@ def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
         monkeypatch.setattr(node_trial, name, 1 << 60)
     found = check_node(tmp_path, gpus=0, shared=tmp_path)
     assert "MB are free in" in found["space"] and "MB" in found["shm"] and len(found) == 2
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
+    """As with a driver that is too old: training would run on the CPU."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    measure(report := Report(0, "n1"), 1.0, gpus=1)
+    assert "cannot use its GPUs" in report.problems["gpu"] and not report.times
 
 
 def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):

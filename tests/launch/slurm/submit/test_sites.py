@@ -21,9 +21,9 @@ TWO_NODES = ("--stage encode,train --cluster slurm --dry-run --no-rehearse launc
 @pytest.mark.parametrize("container, wrap, srun_args", table("""
     {image: /shared/drover.sif, mounts: [/data, "/scratch:/tmp"]} -> apptainer exec --nv --bind=/runs:/runs \
 --bind=/work:/work --bind=/data:/data --bind=/scratch:/tmp --pwd=/work /shared/drover.sif -> ''
-    {image: "ours/drover:1", runtime: podman, options: [--shm-size=8g]} -> podman run --rm --env-host --network=host \
---ipc=host --pid=host --cgroups=disabled --env=PYTHONPATH --env=A --device=nvidia.com/gpu=all --volume=/runs:/runs \
---volume=/work:/work --workdir=/work --shm-size=8g ours/drover:1 -> ''
+    {image: "ours/drover:1", runtime: podman, options: [--shm-size=8g]} -> podman --cgroup-manager=cgroupfs run --rm \
+--env-host --network=host --ipc=host --pid=host --cgroups=no-conmon --env=PYTHONPATH --env=A \
+--device=nvidia.com/gpu=all --volume=/runs:/runs --volume=/work:/work --workdir=/work --shm-size=8g ours/drover:1 -> ''
     {image: "ours/drover:1", runtime: pyxis, mounts: [/data]} -> '' -> --container-image=ours/drover:1 \
 --container-mounts=/runs:/runs,/work:/work,/data:/data --container-workdir=/work --container-env=PYTHONPATH,A
     {} -> '' -> ''""", *[yaml.safe_load] * 3))
