@@ -136,7 +136,7 @@ class SiteLimits(Section):
     array: PositiveInt | None = None
     """Most tasks of one array (MaxArraySize)."""
     jobs: PositiveInt | None = None
-    """Most jobs of one submission. Jobs that are queued already are not counted."""
+    """Most jobs of one submission. Jobs that are queued already are not counted, nor evaluations during training."""
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of one GPU in GB. A rank's weights, gradients and optimizer state must fit into it (`check_fit`)."""
 
@@ -209,8 +209,8 @@ class LaunchConfig(Resources):
     max_restarts: NonNegativeInt = 3
     """Most restarts in a row without a new checkpoint. The stage then stops for good."""
     trusted_group: str | None = None
-    """A group that may write to the run folder, from which jobs execute code. Its members may also own parts of the
-    folder. null: only you, and a group of your own name without other members."""
+    """A group that may write to the run folder, from which jobs execute code. Its members may also own parts of it and
+    the folders above it. null: only you, and a group of your own name without other members."""
     check_owners: bool = True
     """At every start, jobs check owners and modes of what they execute from the run folder. Set false if the file
     system does not show true ones. The content is compared in any case."""

@@ -130,11 +130,12 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         raise UserError(f"{place}: `base` is a file name or a list of them, not {given!r}.")
     tree: Tree = {}
-    for base in bases:
-        merge(tree, _with_bases(path.parent / local_path(base), chain, f"Correct `base:` in {place}."))
-    if "preset" in (own.get("model") or ()):
-        tree.pop("model", None)  # a preset replaces the whole section of the base
-    return merge(tree, own)
+    for part in [*(_with_bases(path.parent / local_path(base), chain, f"Correct `base:` in {place}.")
+                   for base in bases), own]:
+        if "preset" in (part.get("model") or ()):
+            tree.pop("model", None)  # a preset replaces the whole section of a base
+        merge(tree, part)
+    return tree
 
 
 def _find_itself(tree: Tree, path: Path) -> None:

@@ -179,9 +179,9 @@ class TrainConfig(Section):
     rank's share of the batch. The plan shows it. Set it as large as memory allows."""
     init_from: LocalPath | None = execution(None)
     """Folder with weights to start from, instead of random ones. It is a run (its newest checkpoint), a training
-    checkpoint of any layout, or a Hugging Face folder. Optimizer state, schedule and data position start from scratch.
-    The weights' content is part of what the run is, not their path. Keep the folder until the run is done.
-    docs/continue.md says what may differ."""
+    checkpoint of any layout, a Hugging Face folder, Meta's folder, or weights alone. Optimizer state, schedule and data
+    position start from scratch. The weights' content is part of what the run is, not their path. Keep the folder until
+    the run is done. docs/continue.md says what may differ."""
     optimizer: str = added("adamw")
     """`adamw`; `muon`: Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for all else; or `module:NAME` of your
     own. pipeline/training/optimizers/base.py shows how to write one."""
@@ -217,8 +217,9 @@ class TrainConfig(Section):
     """Coefficient of the z-loss: the square of each token's log-sum-exp, added to its loss. It keeps logits from
     drifting (PaLM: 1e-4). The logged training loss includes it; validation results do not."""
     across_documents: bool = False
-    """Whether a token attends to earlier documents in its sequence. false masks them, as Llama 3 does. true is plain
-    causal attention, as in GPT-2 and GPT-3. No document's end is ever trained to predict the next document's start."""
+    """Whether a token attends to earlier documents in its sequence. false masks them, as Llama 3 does, and rotary
+    positions restart at each document. true is plain causal attention, as in GPT-2 and GPT-3. No document's end is ever
+    trained to predict the next document's start."""
     attention: str = execution("auto")
     """Implementation of attention within documents; results agree within rounding. `varlen`: flash kernels that know
     where documents begin, for bf16 on GPUs. `by_document`: each document alone, not with compile. `flex`: a kernel
@@ -285,8 +286,8 @@ class TrainConfig(Section):
     sites that stop a job without a warning signal."""
     tokens_from: str | None = execution(None)
     """URL in an object store (s3://bucket/prefix, gs://, az://, file://) from which token shards are read.
-    `encode.copy_to` or `drover copy-tokens` uploads them. The encode stage's folder is then not needed. Keys and
-    addresses come from the environment. null: read that folder."""
+    `encode.copy_to` or `drover copy-tokens` uploads them. Of the encode stage's folder, training then needs the
+    manifest and no `.arrow` file. Keys and addresses come from the environment. null: read that folder."""
     cache: TokenCacheConfig = nested(execution)
     """For `tokens_from`: the cache on each node."""
     loader_threads: PositiveInt = execution(1)

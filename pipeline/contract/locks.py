@@ -5,6 +5,7 @@ They are in `.locks/`, not in the stages' own folders, because `--force` moves t
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -92,8 +93,8 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
     """
     try:
         file = _open(folder, name)
-    except PermissionError:
-        if shared:
+    except OSError as error:
+        if shared and (isinstance(error, PermissionError) or error.errno == errno.EROFS):
             return open(os.devnull, encoding="utf-8")
         raise
     return _take(file, folder, what or name, shared=shared)

@@ -36,6 +36,8 @@ def test_who_names_a_preset_means_all_of_it(written):
     written("model: {dim: 64, heads: 2, kv_heads: 1, layers: 2}", "small.yaml")
     child = written("base: small.yaml\nmodel: {preset: llama3_8b}")
     assert shape(child).parameter_count == PRESETS["llama3_8b"].parameter_count
+    written("model: {preset: llama3_8b}", "large.yaml")
+    assert shape(written("base: [small.yaml, large.yaml]")) == shape(child)
     other = shape(written("model: {dim: 64, layers: 3}"), "model.layers=4", "model.preset=llama3.2_1b")
     assert (other.dim, other.layers) == (2048, 4)
     assert shape(child, "model.preset=null", "model.dim=32").dim == 32

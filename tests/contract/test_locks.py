@@ -1,8 +1,11 @@
 """Locks of stages: who holds one that is about to go is waited for, who works is not."""
 
+import errno
 import os
 import subprocess
 import sys
+
+import pytest
 
 from drover.pipeline.contract import locks
 from drover.pipeline.contract.locks import lock
@@ -51,13 +54,14 @@ def test_in_one_allocation_only_starts_of_one_submission_wait_for_each_other(tmp
     lock(tmp_path, "train").close()
 
 
-def test_who_may_not_write_there_locks_nothing_for_others_either(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [PermissionError(), OSError(errno.EROFS, "a read-only file system")])
+def test_who_may_not_write_there_locks_nothing_for_others_either(tmp_path, monkeypatch, error):
     """A lock on /dev/null would be one for the whole machine."""
     opened = locks._open
 
     def refuse(folder, name):
         if name == "train":
-            raise PermissionError
+            raise error
         return opened(folder, name)
     monkeypatch.setattr(locks, "_open", refuse)
     held = [locks.StageLock(tmp_path / name, "train", Part(0, 2, "read")) for name in "ab"]
