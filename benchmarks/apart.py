@@ -1,99 +1,71 @@
-"""Run work in separate processes. A failure, a hang or a lost GPU becomes a message, and memory is not shared."""
+"""Call functions in separate processes. A failure, a hang or a lost GPU becomes an error, and memory is not shared."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
-import time
-import traceback
-from collections.abc import Callable, Mapping
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from drover.pipeline.core.orphans import end_with_parent
 
+Result = TypeVar("Result")
+
+
+class FailedError(Exception):
+    """A case failed. Its argument: the rows of the case, of which the last says why."""
+
 
 class Apart:
-    """`work(pipe, *arguments)` in a process for each rank of this node.
+    """A process for each of `environments`, whose variables are set before the process imports torch. It keeps its
+    state from one call to the next. log: file that takes what the processes print."""
 
-    Args:
-        ranks: processes to start; with `nodes` above 1 every node starts as many.
-        node: number of this node. address, port: where ranks of several nodes meet.
-        variables: added to the processes' environment before torch is imported.
-        log: file that takes what they print; None: the terminal.
-    """
+    def __init__(self, environments: Sequence[Mapping[str, str]], log: Path) -> None:
+        self._pools = [ProcessPoolExecutor(1, get_context("spawn"), _prepare, (variables, log))
+                       for variables in environments]
 
-    def __init__(self, work: Callable[..., None], *arguments: Any, ranks: int = 1, node: int = 0, nodes: int = 1,
-                 address: str = "127.0.0.1", port: int = 0, variables: Mapping[str, str] | None = None,
-                 log: Path | None = None) -> None:
-        context, world = get_context("spawn"), ranks * nodes
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = port or free.getsockname()[1]
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(ranks):
-            places = {} if world == 1 else {
-                "RANK": str(node * ranks + rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_begin, args=(theirs, {**places, **(variables or {})}, log, work,
-                                                           arguments))
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+    def call(self, function: Callable[..., Result], *arguments: object, limit_s: float) -> list[Result]:
+        """Call a function in every process at the same time; its results.
 
-    def send(self, value: Any) -> None:
-        """Send a value to every rank. `receive` reports ranks that have died."""
-        for pipe in self.pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(value)
-
-    def receive(self, limit_s: float) -> tuple[str, Any]:
-        """The next message of any rank: "failed" if one raised or died, "late" after `limit_s` seconds."""
-        until = time.monotonic() + limit_s
-        while self.pipes and (ready := wait(self.pipes, max(0.0, until - time.monotonic()))):
-            pipe = ready[0]
-            assert isinstance(pipe, Connection)
-            try:
-                return pipe.recv()
-            except (EOFError, OSError):
-                process = self.processes[self.pipes.index(pipe)]
-                process.join(5)
-                if process.exitcode:
-                    return "failed", f"a process ended with status {process.exitcode}"
-                self.processes.remove(process)
-                self.pipes.remove(pipe)
-        return ("late", "took too long; stopped") if self.pipes else ("failed", "the processes ended without a message")
+        Raises:
+            FailedError: a process died, or has not ended after `limit_s` seconds. It, and what the function raises, is
+                raised at once: other processes may still run.
+        """
+        calls = [pool.submit(function, *arguments) for pool in self._pools]
+        processes = active_children()
+        ended, late = wait(calls, limit_s, FIRST_EXCEPTION)
+        try:
+            for call in ended:
+                call.result()
+        except BrokenProcessPool:
+            statuses = [process.exitcode for process in processes if process.exitcode]
+            raise _failed("failed", f"a process ended with status {statuses[0] if statuses else 0}") from None
+        if late:
+            raise _failed("timeout", "took too long; stopped")
+        return [call.result() for call in calls]
 
     def end(self) -> None:
         """Stop the processes and their children."""
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(0.5)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+        for process in active_children():
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
+        for pool in self._pools:
+            pool.shutdown()
 
 
-def _begin(pipe: Connection, variables: Mapping[str, str], log: Path | None, work: Callable[..., None],
-           arguments: tuple[Any, ...]) -> None:
+def _failed(status: str, note: str) -> FailedError:
+    return FailedError([{"status": status, "note": note}])
+
+
+def _prepare(variables: Mapping[str, str], log: Path) -> None:
     os.setpgrp()  # so that its children can be killed with it
     end_with_parent(os.getppid())
     os.environ.update(variables)
-    if log is not None:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-    try:
-        work(pipe, *arguments)
-    except (EOFError, BrokenPipeError):  # the parent has closed the pipe
-        return
-    except Exception as error:  # noqa: BLE001 - the parent makes a row of it, and the log has the trace
-        traceback.print_exc()
-        pipe.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300]))
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)

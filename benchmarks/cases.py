@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -47,13 +47,14 @@ Step = Callable[[], float]
 """Takes a step; returns its loss, which is on the host then."""
 
 
-def classify(error: BaseException, on_gpu: bool) -> Row:
+def classify(error: BaseException) -> Row:
     """Status and note of a failure: missing, not here, oom or failed."""
     text = f"{type(error).__name__}: {error}"
-    unsupported = "No available kernel" in text or "No viable backend" in text
+    only_for_gpus = isinstance(error, NotImplementedError) and not torch.cuda.is_available()
+    unsupported = "No available kernel" in text or "No viable backend" in text or only_for_gpus
     status = ("missing" if isinstance(error, ImportError) else
               "oom" if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text else
-              "not here" if unsupported or (not on_gpu and isinstance(error, NotImplementedError)) else "failed")
+              "not here" if unsupported else "failed")
     return {"status": status, "note": " ".join(text.split())[:300]}
 
 
@@ -64,6 +65,7 @@ class Bench:
         self.ranks = start_ranks()
         self.tiny, self.device, self.on_gpu = tiny, self.ranks.device, self.ranks.device.type == "cuda"
 
+    @cached_property
     def facts(self) -> Row:
         """Name, sizes and peak of the device."""
         peak = peak_flops(self.device)
@@ -182,6 +184,10 @@ class Bench:
         # activations of a sequence; the head's.
         return next((count for count in (16, 8, 4) if 16 * (218e6 * count + 1.05e9) + 2e9 * count + 8e9
                      < 0.62 * memory), 2)
+
+
+bench_of = cache(Bench)
+"""This process's."""
 
 
 @contextmanager

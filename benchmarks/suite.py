@@ -25,14 +25,14 @@ import sys
 import time
 import traceback
 from datetime import UTC, datetime
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.apart import Apart
+from benchmarks.apart import Apart, FailedError
 from benchmarks.measuring import RATES, Record, Row, Taken, compared, turns
+from drover.launch.processes import free_port
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
@@ -159,39 +159,31 @@ class Suite:
 
     def measure(self, case: Row) -> None:
         """Measure one case, in the current worker or in new ones. Several ranks are always new."""
-        limit, sound = 3 * case["seconds"] + 45 if "seconds" in case and not self.tiny else HANGS_S, True
-        until, several = time.monotonic() + min(limit, self.left()), case.get("ranks", self.gpus) * self.nodes > 1
-        if self.workers is None:
-            self.workers = self.started(case)
-        self.workers.send(case)
-        while True:
-            kind, content = self.workers.receive(until - time.monotonic())
-            if kind == "facts":
-                self.record.facts |= content
-            elif kind == "row":
-                self.add(case, **content)
-                # After a device error nothing works any more; after running out of memory, some may be lost.
-                sound = sound and content.get("status") not in ("failed", "oom")
-                if not sound and several:  # the other ranks wait for this one
-                    break
-            elif kind == "end":
-                sound = sound and content < 0.1  # memory that was not freed would be missing in the next case
-                break
-            else:
-                self.add(case, status="timeout" if kind == "late" else "failed", note=content)
-                sound = False
-                break
-        if not sound or several or self.apart:
-            self.end()
-
-    def started(self, case: Row) -> Apart:
-        """Start the ranks of this node."""
-        place = {"address": first_address(), "port": PORT + case["number"]} if self.nodes > 1 else {}
+        limit = 3 * case["seconds"] + 45 if "seconds" in case and not self.tiny else HANGS_S
         ranks = case.get("ranks", self.gpus)
         threads = None if self.threads is None else max(1, self.threads // ranks)
-        return Apart(work, self.tiny, threads, ranks=ranks, node=node(), nodes=self.nodes,
-                     log=self.folder / f"node{node()}.log", **place,
-                     variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} if threads else None)
+        if self.workers is None:
+            self.workers = Apart(self.environments(case, ranks, threads), self.folder / f"node{node()}.log")
+        used = 1.0  # after an error nothing may work any more, or some memory be lost
+        try:
+            rows, facts, used = self.workers.call(work, case, self.tiny, threads, limit_s=min(limit, self.left()))[0]
+            self.record.facts |= facts
+        except FailedError as error:
+            rows, = error.args
+        for row in rows:
+            self.add(case, **row)
+        if used >= 0.1 or ranks * self.nodes > 1 or self.apart:  # such memory would be missing in the next case
+            self.end()
+
+    def environments(self, case: Row, ranks: int, threads: int | None) -> list[dict[str, str]]:
+        """The variables of this node's ranks."""
+        shared = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} if threads else {}
+        if ranks * self.nodes == 1:
+            return [shared]
+        address, port = (first_address(), PORT + case["number"]) if self.nodes > 1 else ("127.0.0.1", free_port())
+        shared |= {"WORLD_SIZE": str(ranks * self.nodes), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": address,
+                   "MASTER_PORT": str(port)}
+        return [{**shared, "RANK": str(node() * ranks + rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
     def end(self) -> None:
         """Stop the workers."""
@@ -252,31 +244,23 @@ def config_of(case: Row, gpus: int, tiny: bool = False) -> Config:
     return config.model_copy(update={"parallel": parallel, "train": train})
 
 
-def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
-    """Run as a worker, one of the ranks. Send facts about the device, then ("row", ...) for each figure of a case and
-    ("end", share of memory in use) after it. Only the first rank of a node sends; others send their failures."""
+def work(case: Row, tiny: bool, threads: int | None) -> tuple[list[Row], Row, float]:
+    """Measure a case, as one of its ranks: its rows, facts about the device, and the share of its memory that is in use
+    afterwards. FailedError if it fails."""
     import torch
 
-    from benchmarks.cases import Bench, classify
+    from benchmarks.cases import bench_of, classify
     if threads is not None:
         torch.set_num_threads(threads)
-    bench, speaks = Bench(tiny), os.environ.get("LOCAL_RANK", "0") == "0"
-
-    def report(part: str, **figures: Any) -> None:
-        if speaks:
-            pipe.send(("row", {"part": part, **figures}))
-    if speaks:
-        pipe.send(("facts", bench.facts()))
-    while True:
-        case = pipe.recv()
-        print(f"\n==== {case['name']}", flush=True)
-        try:
-            bench.run(case, report)
-        except Exception as error:  # noqa: BLE001 - sent to the parent; the trace is in the log
-            traceback.print_exc()
-            pipe.send(("row", classify(error, bench.on_gpu)))
-        if speaks:
-            pipe.send(("end", bench.used_share()))
+    rows = list[Row]()
+    print(f"\n==== {case['name']}", flush=True)
+    try:
+        bench = bench_of(tiny)
+        bench.run(case, lambda part, **figures: rows.append({"part": part, **figures}))
+        return rows, bench.facts, bench.used_share()
+    except Exception as error:  # noqa: BLE001 - it becomes a row, and the trace is in the log
+        traceback.print_exc()
+        raise FailedError([*rows, classify(error)]) from None
 
 
 def node() -> int:
