@@ -23,13 +23,12 @@ import shutil
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.config.kinds import outside_sources
 from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import source_card
 from drover.pipeline.data.documents import Rejection
-from drover.pipeline.data.filters.base import libraries
+from drover.pipeline.data.filters.base import libraries, outside_code
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
 from drover.pipeline.data.readers import absent_columns
@@ -99,7 +98,7 @@ def _warn_of_unpinned(work: Work) -> None:
 def _filters(work: Work) -> dict[str, Any]:
     """The fields of a unit's payload about filters; empty without filters."""
     config = work.config.shard
-    code = {module: (path, sha256_file(path)) for module, path in outside_sources(config.filters).items()}
+    code = {module: (path, sha256_file(path)) for module, path in outside_code(work.config).items()}
     for module, (path, digest) in code.items():
         work.say(f"filters of the module {module} are not Drover's: {path}, sha256 {digest[:12]}")
     items = [item.model_dump(mode="json") for item in config.filters]

@@ -44,11 +44,6 @@ class Outside(Kind):
 
     model_config = ConfigDict(extra="allow")
 
-    @property
-    def module(self) -> str:
-        """The module that holds the class."""
-        return self.kind.partition(":")[0]
-
 
 def impossible(text: str) -> PydanticCustomError:
     """An error for validators: settings of one item that contradict each other."""
@@ -152,13 +147,11 @@ class OptimizerKind:
         return imported(self.make, "train.optimizer")
 
 
-def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:
-    """The source files of modules of items that are not built in, by module, as far as they are found."""
-    found = {}
-    for item in items:
-        if isinstance(item, Outside) and (path := source_of(item.module)) is not None:
-            found[item.module] = path
-    return found
+def outside_sources(names: Iterable[str]) -> dict[str, Path]:
+    """The source files of the modules in names such as `my_module:MyClass`, by module, as far as they are found.
+    Built-in names have no module."""
+    modules = {module for module, colon, _ in (name.partition(":") for name in names) if colon}
+    return {module: path for module in sorted(modules) if (path := source_of(module)) is not None}
 
 
 def source_of(module: str) -> Path | None:

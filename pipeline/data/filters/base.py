@@ -99,4 +99,4 @@ def libraries(items: Iterable[Kind]) -> dict[str, str]:
 
 def outside_code(config: Config) -> dict[str, Path]:
     """The source files of filters from outside, by module."""
-    return outside_sources(config.shard.filters)
+    return outside_sources(item.kind for item in config.shard.filters)
