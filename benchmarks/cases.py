@@ -91,14 +91,14 @@ class Bench:
             return 0.0
         return torch.cuda.memory_allocated(self.device) / torch.cuda.get_device_properties(self.device).total_memory
 
-    def run(self, case: Row, report: Callable[..., None]) -> None:
-        """Measure one case; every figure goes through `report(part, **figures)`."""
+    def run(self, case: Row) -> Iterator[Row]:
+        """Measure one case: a row for each part of it."""
         # In the self-test torch.compile traces and splits as on a GPU, and generates no code.
         compiling = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")) if self.tiny \
             else nullcontext()
         with compiling, only_kernel(case["kernel"]) if "kernel" in case else nullcontext():
             self.fresh()
-            getattr(self, case.get("kind", "step"))(case, report)
+            yield from getattr(self, case.get("kind", "step"))(case)
         self.fresh()
 
     def fresh(self) -> None:
@@ -135,14 +135,14 @@ class Bench:
         """Draw a bf16 tensor."""
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
-    def matrix(self, case: Row, report: Callable[..., None]) -> None:
+    def matrix(self, case: Row) -> Iterator[Row]:
         """Products of bf16 matrices at shapes that occur in Llamas: what the device can do at its best."""
         for rows, inner, columns in [[64, 64, 64]] if self.tiny else case["shapes"]:
             left, right, out = self.random(rows, inner), self.random(columns, inner), self.random(rows, columns)
             seconds = self.median(partial(torch.mm, left, right.t(), out=out))
-            report(f"{rows} x {inner} x {columns}", tflops=2e-12 * rows * inner * columns / seconds)
+            yield {"part": f"{rows} x {inner} x {columns}", "tflops": 2e-12 * rows * inner * columns / seconds}
 
-    def step(self, case: Row, report: Callable[..., None]) -> None:
+    def step(self, case: Row) -> Iterator[Row]:
         """Seconds of training steps after the first three, what compiling took and made, memory, and for GPUs the share
         of a step in which only collectives ran."""
         step, facts = self.prepared(case)
@@ -159,7 +159,7 @@ class Bench:
             facts["exposed"] = exposed([(event.time_range.start, event.time_range.end, event.name) for event in
                                         seen.events() or () if event.device_type == torch.autograd.DeviceType.CUDA])
         self.ranks.barrier()
-        report("", **facts, step_s=times)
+        yield {**facts, "step_s": times}
 
     def prepared(self, case: Row) -> tuple[Step, Row]:
         """A training step to be called, and what is known of it."""

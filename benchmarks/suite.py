@@ -256,7 +256,8 @@ def work(case: Row, tiny: bool, threads: int | None) -> tuple[list[Row], Row, fl
     print(f"\n==== {case['name']}", flush=True)
     try:
         bench = bench_of(tiny)
-        bench.run(case, lambda part, **figures: rows.append({"part": part, **figures}))
+        for row in bench.run(case):
+            rows.append(row)  # one by one: those before an error count
         return rows, bench.facts, bench.used_share()
     except Exception as error:  # noqa: BLE001 - it becomes a row, and the trace is in the log
         traceback.print_exc()

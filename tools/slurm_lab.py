@@ -169,7 +169,7 @@ class Lab:
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = Path(folder or default_folder()).resolve()
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[psutil.Popen] = []
 
     @property
     def settings(self) -> LabSettings:
@@ -340,14 +340,11 @@ class Lab:
     def start_daemon(self, name: str, program: str, *arguments: str, **variables: str) -> None:
         """Start a daemon in its own session. Its output, before its log opens, goes to log/<name>.out."""
         with open(self.folder / "log" / f"{name}.out", "ab") as out:
-            child = subprocess.Popen([str(_which(program)), *arguments], stdin=subprocess.DEVNULL, stdout=out,
-                                     stderr=out, cwd=self.folder, env={**self._environment(), **variables},
-                                     start_new_session=True)
+            child = psutil.Popen([str(_which(program)), *arguments], stdin=subprocess.DEVNULL, stdout=out,
+                                 stderr=out, cwd=self.folder, env={**self._environment(), **variables},
+                                 start_new_session=True)
         self._children.append(child)
-        started = 0.0
-        with suppress(psutil.Error):
-            started = psutil.Process(child.pid).create_time()
-        (self.folder / "pids" / name).write_text(f"{child.pid} {started}\n")
+        (self.folder / "pids" / name).write_text(f"{child.pid} {child.create_time()}\n")
 
     def stop_daemon(self, name: str, grace_s: float = 0.0) -> None:
         """Send SIGTERM to a daemon, and SIGKILL after `grace_s` seconds (0: SIGKILL at once)."""

@@ -7,14 +7,14 @@ on or off changes no weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from drover.model.generate import generate
 from drover.pipeline.core.files import Record
@@ -162,10 +162,12 @@ class Fp8Watch(Hook):
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
+        from torchao.float8.float8_linear import Float8Linear
         self.engine, self.device = engine, device
         self._names = [name.removesuffix(".weight") for name in parameter_names(engine.model)]
         stages = engine.model.stages if isinstance(engine.model, PipelinedModel) else [engine.model]
-        self.layers = {name: layer for stage in stages for name, layer in converted_layers(stage)}
+        self.layers = {name: module for stage in stages for name, module in stage.named_modules()
+                       if isinstance(module, Float8Linear)}
 
     def look(self, loop: Loop) -> Record:
         """The statistics as curves; by layer they go into events.jsonl. Also measured after the first step of a start,
@@ -220,12 +222,6 @@ class Fp8Watch(Hook):
         if output.requires_grad:
             output.register_hook(lambda gradient: fill(
                 2, gradient, (config.cast_config_grad_output, -1), (config.cast_config_grad_output_for_grad_weight, 0)))
-
-
-def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that multiply in fp8, by name."""
-    from torchao.float8.float8_linear import Float8Linear
-    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
 
 
 @torch.no_grad()
