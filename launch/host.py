@@ -9,14 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import token_hex
 from typing import ClassVar
 
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
-from drover.pipeline.contract.signed import SECRET
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,6 @@ def process_end(status: int) -> StepEnd:
     """How a process with this exit status ended. srun's own statuses may lie among those of signals."""
     names = {128 + number: f"killed by {number.name}" for number in signal.Signals}
     return StepEnd(status, names.get(status, ""), exit_code=status if 0 < status < 128 else None)
-
-
-def meeting(spec: JobSpec, address: str, port: int) -> dict[str, str]:
-    """Variables that say where ranks meet. They sign what they leave in their store with the secret."""
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "DROVER_RANKS": str(spec.ranks),
-            "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
 
 
 @dataclass

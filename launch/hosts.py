@@ -23,11 +23,11 @@ from pathlib import Path
 from secrets import token_hex
 from signal import SIGTERM
 
-from drover.launch.host import Host, StepEnd, meeting, process_end
+from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.local import WORDS, LocalHost, run_jobs
 from drover.launch.on_host import MARK, Work, answers, code_hash, line_of
 from drover.launch.plan import Job, Options
-from drover.launch.processes import BROKEN_S, SHUTDOWN_S, Each, Environment, Group, answer_of, started
+from drover.launch.processes import BROKEN_S, SHUTDOWN_S, Each, Environment, Group, answer_of, meeting, started
 from drover.launch.slurm.job.decisions import TERMINATED
 from drover.launch.slurm.job.rank import PREFLIGHT, SAVES
 from drover.launch.slurm.jobspec import JobSpec
@@ -223,7 +223,7 @@ class SshHost(LocalHost):
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
         """On the first host."""
         address, ports = self._meeting
-        return meeting(spec, address, ports.pop())  # one for the preflight, one for the start
+        return meeting(spec.ranks, address, ports.pop())  # one for the preflight, one for the start
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
@@ -271,12 +271,9 @@ class SshHost(LocalHost):
         names = {*spec.environment, *self.config.launch.secrets}
         sent = {name: value for name, value in environment.items()
                 if name in names or name.startswith(("DROVER_", "MASTER_"))}
-        count = spec.tasks_per_node if spec.ranks else 0
-        if count:
-            sent |= {"WORLD_SIZE": str(spec.ranks), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": str(number)}
         # By Slurm's variable ranks, preflight and accounts of hangs name their node: here, the host as it was given.
         return Work(spec.stage, tuple(command), {**sent, "SLURMD_NODENAME": self.nodes[number]},
-                    str(folder.absolute() / f"node{number}.log"), number * count, count)
+                    str(folder.absolute() / f"node{number}.log"), spec.ranks, spec.tasks_per_node, number)
 
     def _end_of(self, spec: JobSpec, group: Group, ends: Sequence[tuple[int, int]], logs: Sequence[Path]) -> StepEnd:
         """How a start ended. ends: ranks that failed, with their exit statuses, the first first."""

@@ -17,7 +17,7 @@ from drover.launch.checks import refuse_stale
 from drover.launch.devices import MASKS, smi, visible_gpus
 from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.plan import Job, Machine, Options
-from drover.launch.processes import Each, Environment, Processes, stop_requests, tell
+from drover.launch.processes import Each, Environment, run_here, stop_requests, tell
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import NoScheduler
@@ -47,12 +47,11 @@ class LocalHost(Host):
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
         """The output goes to the terminal too."""
-        processes = Processes(command, environment, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS,
-                              shown=True)
-        end = process_end(processes.run(each))
-        if not spec.ranks or not processes.failed:
+        ranks = run_here(command, environment, each, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS)
+        end = process_end(ranks.status)
+        if not spec.ranks or not ranks.failed:
             return end
-        rank, cause = processes.failed[0][0], end.cause or f"exited with exit code {end.status}"
+        rank, cause = ranks.failed[0][0], end.cause or f"exited with exit code {end.status}"
         return replace(end, rank=rank, cause=f"rank {rank} on {self.nodes[0]}: {cause}")
 
     def say(self, text: str, *, quiet: bool = False) -> None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from drover.launch.processes import Environment, Group, free_port, pass_on, started
+from drover.launch.processes import Environment, Group, free_port, pass_on, started, variables_of
 from drover.launch.slurm.start_logs import Labelled
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.files import Record, sha256_file, sha256_json
@@ -37,14 +37,16 @@ SEEN_S = 10.0
 
 @dataclass(frozen=True)
 class Work:
-    """The ranks that a host starts. first: the lowest of them. count: how many; 0: one process without ranks."""
+    """The ranks that a host starts. ranks: on all hosts; 0: one process without ranks. here: on each. number: of the
+    host."""
 
     stage: str
     command: tuple[str, ...]
     environment: Environment
     log: str
-    first: int
-    count: int
+    ranks: int
+    here: int
+    number: int
 
 
 def try_folder(token: Path, number: int) -> Record:
@@ -72,30 +74,27 @@ def code_hash() -> str:
 def do(work: Work, given: int) -> int:
     """Start the ranks and wait for their end; the exit status of the first that failed. given: the input."""
     environment, asked, told = {**os.environ, **work.environment}, list[int](), 0
-    own = [{"RANK": str(work.first + local), "LOCAL_RANK": str(local)} for local in range(work.count)] or [{}]
+    first = work.number * work.here
+    own = variables_of(work.ranks, work.here, work.number)
     program = [sys.executable, "-m", "drover.launch.slurm.job.rank", work.stage, *work.command]
     with open(work.log, "wb", buffering=0) as log, open(os.devnull, "w") as nowhere:
         pipes = [os.pipe() for _ in own]
-        ranks = Group([started(program, {**environment, **more}, write, write)
-                       for more, (_, write) in zip(own, pipes, strict=True)], asked=asked)
         readers = [threading.Thread(daemon=True, target=pass_on, args=(
-            *pipe, nowhere if work.first + local else sys.stdout, Labelled(log, work.first + local)))
-            for local, pipe in enumerate(pipes)]
-        for thread in (*readers, threading.Thread(daemon=True, target=_listen, args=(given, asked))):
-            thread.start()
+            *pipe, nowhere if rank else sys.stdout, Labelled(log, rank))) for rank, pipe in enumerate(pipes, first)]
+        ranks = Group([started(program, {**environment, **more}, write, write)
+                       for more, (_, write) in zip(own, pipes, strict=True)], asked=asked, readers=readers)
+        threading.Thread(daemon=True, target=_listen, args=(given, asked)).start()
 
         def tell_failures() -> bool:
             nonlocal told
             for local, status in ranks.failed[told:]:
-                _answer({"rank": work.first + local, "status": status})
+                _answer({"rank": first + local, "status": status})
             told = len(ranks.failed)
             return True
 
-        status = ranks.run(tell_failures)
+        ranks.run(tell_failures)
         tell_failures()
-        for thread in readers:
-            thread.join(1)
-    return status
+    return ranks.status
 
 
 def answers(said: str) -> Iterator[Record]:

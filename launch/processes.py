@@ -135,7 +135,7 @@ def pass_on(source: int, other_end: int, target: IO[str], log: IO[bytes]) -> Non
     """
     os.close(other_end)
     rest = b""
-    with suppress(OSError, ValueError):  # a closed pseudo-terminal; a log that `run` has closed
+    with suppress(OSError, ValueError):  # a closed pseudo-terminal; a log that `run_here` has closed
         while chunk := os.read(source, CHUNK):
             with suppress(OSError):  # a closed terminal must not end the run
                 target.buffer.write(chunk)  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ def _last_drawing(line: bytes) -> bytes:
     return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
 
 
-def started(command: Sequence[str], environment: Environment, out: int | None, errors: int | IO[bytes],
+def started(command: Sequence[str], environment: Environment, out: int | IO[bytes] | None, errors: int | IO[bytes],
             given: int = subprocess.DEVNULL, kind: type[Started] = subprocess.Popen) -> Started:  # type: ignore[assignment]
     """Start a process that ends with this one. given: its input.
 
@@ -163,6 +163,22 @@ def started(command: Sequence[str], environment: Environment, out: int | None, e
                 preexec_fn=partial(_prepare, os.getpid()))
 
 
+def meeting(ranks: int, address: str, port: int) -> dict[str, str]:
+    """Variables that say where ranks meet. They sign what they leave in their store with the secret."""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "DROVER_RANKS": str(ranks), SECRET: secrets.token_hex(32)}
+
+
+def variables_of(ranks: int, here: int, node: int = 0) -> list[dict[str, str]]:
+    """Variables of torch.distributed for each rank of a node, by rank; {} for the one process of a stage without ranks.
+
+    ranks: on all nodes. here: on each node. node: its number.
+    """
+    if not ranks:
+        return [{}]
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(here), "GROUP_RANK": str(node)}
+    return [{**common, "RANK": str(node * here + local), "LOCAL_RANK": str(local)} for local in range(here)]
+
+
 class Group:
     """Processes that end together.
 
@@ -171,21 +187,29 @@ class Group:
         stage: its name in messages about stopping it; empty: no messages.
         asked: requests to stop, in order of arrival. The first asks the processes to save and end, the second kills
             them.
+        readers: threads that read their output. They are started here.
 
     Attributes:
         failed: ranks that failed, with their exit statuses, in order of failure.
         killed: whether they had to be killed because they did not end after SIGTERM.
     """
 
-    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", asked: Sequence[int] = ()) -> None:
-        self.stage, self.asked, self._running = stage, asked, dict(enumerate(running))
+    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", asked: Sequence[int] = (),
+                 readers: Sequence[threading.Thread] = ()) -> None:
+        self.stage, self.asked, self._running, self._readers = stage, asked, dict(enumerate(running)), readers
         self.failed: list[tuple[int, int]] = []
         self.killed = False
         self._until = math.inf
+        for reader in readers:
+            reader.start()
 
-    def run(self, each: Each = lambda: True) -> int:
-        """Wait until all have ended; the exit status of the first that failed (128 + n for signal n), or 0. If one
-        fails, the others are ended.
+    @property
+    def status(self) -> int:
+        """The exit status of the first that failed (128 + n for signal n), or 0."""
+        return self.failed[0][1] if self.failed else 0
+
+    def run(self, each: Each = lambda: True) -> None:
+        """Wait until all have ended, and for the rest of their output. If one fails, the others are ended.
 
         each: called again and again; returning False ends the processes.
         """
@@ -210,7 +234,8 @@ class Group:
                 self.killed = True
                 for process in self._running.values():
                     kill_group(process.pid)
-        return self.failed[0][1] if self.failed else 0
+        for reader in self._readers:
+            reader.join(1)  # a grandchild that keeps the pipe open cannot hold us up
 
     def end_within(self, seconds: float) -> None:
         """Ask the processes to end within that time, unless they have less time already."""
@@ -220,39 +245,24 @@ class Group:
                 process.terminate()
 
 
-class Processes(Group):
-    """Processes of one command.
+def run_here(command: Sequence[str], environment: Environment, each: Each = lambda: True, stage: str = "",
+             asked: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> Group:
+    """Run a command on this machine to its end. If this process has a terminal, the command gets one.
 
-    Args:
-        ranks: processes under torch.distributed, all on this machine; 0: one process without it.
-        log: file for the output.
-        shown: whether to show the output too. If this process has a terminal, the command gets one.
+    ranks: processes under torch.distributed; 0: one process without it. log: file for the output, which is also shown.
+    each, stage, asked: as of a `Group`.
     """
-
-    def __init__(self, command: Sequence[str], environment: Environment, stage: str = "",
-                 asked: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull), *,
-                 shown: bool = False) -> None:
-        if ranks:
-            environment = {**environment, "MASTER_ADDR": "127.0.0.1", "DROVER_RANKS": str(ranks),
-                           "MASTER_PORT": str(free_port()), SECRET: secrets.token_hex(32),
-                           "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
-        self._log = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by run()
-        pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()] if shown else []
-        out, errors = [write for _, write in pipes] or [self._log.fileno()] * 2
-        super().__init__([started(command, {**environment, **more}, out, errors) for more in own], stage, asked)
-        self._threads = [threading.Thread(target=pass_on, args=(*pipe, stream, self._log), daemon=True)
-                         for stream, pipe in zip((sys.stdout, sys.stderr), pipes, strict=False)]
-        for thread in self._threads:
-            thread.start()
-
-    def run(self, each: Each = lambda: True) -> int:
-        """Wait for the end as a group does, and for the rest of the output."""
-        status = super().run(each)
-        for thread in self._threads:
-            thread.join(1)  # for the rest of the output; a grandchild that keeps the pipe open cannot hold us up
-        self._log.close()
-        return status
+    if ranks:
+        environment = {**environment, **meeting(ranks, "127.0.0.1", free_port())}
+    pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()]
+    (_, out), (_, errors) = pipes
+    with open(log, "ab", buffering=0) as kept:
+        readers = [threading.Thread(target=pass_on, args=(*pipe, stream, kept), daemon=True)
+                   for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
+        group = Group([started(command, {**environment, **own}, out, errors) for own in variables_of(ranks, ranks)],
+                      stage, asked, readers)
+        group.run(each)
+    return group
 
 
 def _prepare(parent: int) -> None:

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from drover.launch.plan import Job, Options, evaluation, local_ranks
-from drover.launch.processes import Processes, Say
+from drover.launch.processes import Say, run_here
 from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import Scheduler
@@ -125,7 +125,7 @@ def evaluate(run_folder: Path, step: int) -> int:
     # Training's inputs may have changed since it started. That is to be solved when training is next requested.
     environment = {**os.environ, "DROVER_CONTINUES": "1"}
     for command, ranks in commands(run.config, path):
-        if status := Processes(command, environment, ranks=ranks, shown=True).run():
+        if status := run_here(command, environment, ranks=ranks).status:
             return status
     if not evaluation_record(run_folder, step).exists():
         return 1

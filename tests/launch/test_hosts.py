@@ -266,7 +266,7 @@ def test_a_second_launcher_of_a_run_is_refused_and_no_rank_outlives_the_first(re
 
 def test_ranks_end_when_the_launcher_is_silent(tmp_path):
     """As where the network is cut: the link is not closed, but nothing comes over it any more."""
-    work = Work("convert", (sys.executable, "-c", "import time; time.sleep(3600)"), {}, str(tmp_path / "log"), 0, 0)
+    work = Work("convert", (sys.executable, "-c", "import time; time.sleep(3600)"), {}, str(tmp_path / "log"), 0, 0, 0)
     code = "import sys; from drover.launch import on_host; on_host.SILENT_S = 0.5; sys.exit(on_host.main())"
     host = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdin=subprocess.PIPE,
                             stderr=subprocess.PIPE)

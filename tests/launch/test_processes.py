@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drover.launch import processes
-from drover.launch.processes import Processes, pass_on, stop_requests, tell
+from drover.launch.processes import pass_on, run_here, stop_requests, tell
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
@@ -43,8 +43,8 @@ def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status,
         return not (ready() and requests == "tick")
 
     with redirect_stderr(io.TextIOWrapper(io.BytesIO())) as errors:
-        stage = Processes(script(setup), os.environ, "x", asked, log=Path("log"))
-        assert stage.run(each) == status and said in errors.buffer.getvalue().decode()
+        stage = run_here(script(setup), os.environ, each, "x", asked)
+        assert stage.status == status and said in errors.buffer.getvalue().decode()
     assert stage.killed == (status == 137)
     wait_for(lambda: not runs(Path("below")))
 
@@ -53,8 +53,8 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fails = "os.environ['RANK'] == '1' and os._exit(7)"
     waits = "[time.sleep(0.01) for _ in iter(lambda: len([f for f in os.listdir() if f.startswith('here')]), 3)]"
-    ranks = Processes(script(f"open('here' + os.environ['RANK'], 'w').close(); {waits}; {fails}"), os.environ, ranks=3)
-    assert ranks.run() == 7 and ranks.failed[0] == (1, 7) and set(ranks.failed[1:]) == {(0, 143), (2, 143)}
+    ranks = run_here(script(f"open('here' + os.environ['RANK'], 'w').close(); {waits}; {fails}"), os.environ, ranks=3)
+    assert ranks.status == 7 and ranks.failed[0] == (1, 7) and set(ranks.failed[1:]) == {(0, 143), (2, 143)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -90,8 +90,8 @@ def test_what_is_shown_is_not_changed():
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):
     note = tmp_path / "pid"
-    code = "import os; from drover.launch.processes import Processes; " \
-           "Processes(['sh', '-c', 'echo $$ > pid; exec sleep 3600'], os.environ).run()"
+    code = "import os; from drover.launch.processes import run_here; " \
+           "run_here(['sh', '-c', 'echo $$ > pid; exec sleep 3600'], os.environ)"
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path,
                                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     wait_for(lambda: note.exists() and note.read_text())

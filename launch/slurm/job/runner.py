@@ -284,7 +284,7 @@ class Runner:
         """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
         spec = self.spec
         return {**os.environ, **spec.environment, "DROVER_ATTEMPT": str(self.number), "DROVER_CHAIN": spec.chain,
-                **(self.here.rendezvous(spec) if spec.ranks else {})}
+                "DROVER_GPUS": str(spec.gpus_per_node), **(self.here.rendezvous(spec) if spec.ranks else {})}
 
     # ---- what a start left
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from drover.launch.host import Host, StepEnd, meeting, process_end
-from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Processes, Say, free_port
+from drover.launch.host import Host, StepEnd, process_end
+from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Group, Say, free_port, meeting, started
 from drover.launch.slurm import trust
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
@@ -104,7 +104,7 @@ class SlurmHost(Host):
         node = self.nodes[0]
         if self.first[0] != node or self.first[1] == node:  # else it is kept: the controller may be down now
             self.first = node, address(node, self.scheduler)
-        return meeting(spec, self.first[1], free_port())
+        return meeting(spec.ranks, self.first[1], free_port())
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Sequence[str] = ()) -> list[str]:
@@ -135,8 +135,7 @@ def run_step(command: Sequence[str], environment: Environment, folder: Path, eac
              say: Say) -> StepEnd:
     """Run srun to its end, and pass its messages to `say`. `each` is called meanwhile; if False, the step ends."""
     log = folder / "srun.err"
-    log.write_bytes(b"")
-    with open(log, errors="replace") as reader:
+    with open(log, "wb") as written, open(log, errors="replace") as reader:
         began, said, broken, made, given_up = time.monotonic(), "", 0.0, False, False
 
         def hear() -> None:
@@ -154,10 +153,10 @@ def run_step(command: Sequence[str], environment: Environment, folder: Path, eac
             given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
             return each() and not given_up and not (broken and time.monotonic() - broken > BROKEN_S)
 
-        srun = Processes(command, environment, log=log)  # which answers SIGTERM by killing its tasks at once
-        status = srun.run(goes_on)
+        srun = Group([started(command, environment, written, written)])  # it answers SIGTERM by killing its tasks
+        srun.run(goes_on)
         hear()
-    return read_end(status, said, given_up=given_up, abandoned=srun.killed)
+    return read_end(srun.status, said, given_up=given_up, abandoned=srun.killed)
 
 
 def read_end(status: int, said: str, *, given_up: bool = False, abandoned: bool = False) -> StepEnd:
