@@ -11,13 +11,14 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
 from drover.launch.processes import Environment, answer_of
 from drover.launch.slurm.wait_reasons import plain
+from drover.pipeline.config.launching import seconds_of
 
 UNKNOWN = "unknown"
 """State of a job that Slurm does not know, or no longer knows."""
@@ -180,21 +181,12 @@ class Scheduler:
 
     def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
         """Exclude `nodes` from a waiting job, in addition to those it already excludes; None, or why that failed."""
-        answer = self._ask("scontrol", "--oneliner", "show", "job", id)
-        if answer.status == 0:
-            before = _word(_fields(answer.out).get("ExcNodeList", ""))
-            left_out = ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())}))
-            answer = self._ask("scontrol", "update", f"JobId={id}", f"ExcNodeList={left_out}")
-        return answer.problem
+        return self._change(id, "ExcNodeList", lambda known: ",".join(sorted(
+            {*nodes, *(self.hostnames(known) if known else ())})))
 
     def wait_for_another(self, id: str, before: str, now: str) -> str | None:
         """Let a waiting job depend on the job `now` instead of `before`; None, or why that failed."""
-        answer = self._ask("scontrol", "--oneliner", "show", "job", id)
-        known = re.sub(r"\(\w+\)", "", _fields(answer.out).get("Dependency", ""))  # afterok:12(unfulfilled)
-        after = re.sub(rf"\b{before}\b", now, known)
-        if answer.status == 0 and after != known:
-            answer = self._ask("scontrol", "update", f"JobId={id}", f"Dependency={after}")
-        return answer.problem
+        return self._change(id, "Dependency", lambda known: re.sub(rf"\b{before}\b", now, known))
 
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; [] if Slurm does not answer."""
@@ -256,6 +248,14 @@ class Scheduler:
         answer = self._ask("scontrol", "--oneliner", "show", "node", name)
         return _fields(answer.out).get("NodeAddr", name)
 
+    def _change(self, id: str, field: str, change: Callable[[str], str]) -> str | None:
+        """Change a field of a waiting job, unless it is so already; None, or why that failed."""
+        answer = self._ask("scontrol", "--oneliner", "show", "job", id)
+        known = re.sub(r"\(\w+\)", "", _fields(answer.out).get(field, ""))  # afterok:12(unfulfilled), (null)
+        if answer.status == 0 and (wanted := change(known)) != known:
+            answer = self._ask("scontrol", "update", f"JobId={id}", f"{field}={wanted}")
+        return answer.problem
+
     def _queue(self, *which: str) -> dict[str, JobInfo] | None:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
         answer = self._ask("squeue", "--noheader", "--all", *which, "--Format", columns)
@@ -306,12 +306,11 @@ def has_accounting(settings: Mapping[str, str]) -> bool:
 
 
 def seconds(text: str, otherwise: float = 0) -> float:
-    """Slurm's `1-02:03:04`, `02:03:04` or `3:04` in seconds; `otherwise` for anything else."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if not match:
+    """A time of Slurm's in seconds; `otherwise` for a word such as `infinite`."""
+    try:
+        return seconds_of(text)
+    except ValueError:
         return otherwise
-    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def _queue_lines(text: str) -> Iterator[tuple[str, JobInfo]]:

@@ -12,8 +12,16 @@ from drover.pipeline.config.section import LocalPath, Section, nested
 
 
 def minutes(time: int | str) -> int:
-    """A time limit in minutes, rounded up, from any of Slurm's notations: minutes, minutes:seconds,
-    hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds.
+    """A time limit in minutes, rounded up; ValueError if it is none."""
+    seconds = seconds_of(time)
+    if not seconds:
+        raise ValueError(f"{time!r} is no time at all")
+    return math.ceil(seconds / 60)
+
+
+def seconds_of(time: int | str) -> int:
+    """Seconds from any of Slurm's notations: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+    days-hours:minutes, days-hours:minutes:seconds.
 
     Raises:
         ValueError: it is none of them.
@@ -23,10 +31,7 @@ def minutes(time: int | str) -> int:
         raise ValueError(f"{time!r} is no time limit: write minutes, HH:MM:SS or D-HH:MM:SS")
     days, dash, rest = text.rpartition("-")
     units = (3600, 60, 1) if dash or rest.count(":") == 2 else (60, 1)
-    seconds = int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(rest.split(":"), units, strict=False))
-    if not seconds:
-        raise ValueError(f"{time!r} is no time at all")
-    return math.ceil(seconds / 60)
+    return int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(rest.split(":"), units, strict=False))
 
 
 def _time(value: int | str) -> int | str:
