@@ -337,11 +337,15 @@ def git_state() -> Record:
     if (IMPORTED_FROM / SNAPSHOT).is_file():  # a copy in runs/ may be inside of a checkout that has changed since
         snapshot = read_json(IMPORTED_FROM / SNAPSHOT)
         return {"commit": snapshot["commit"], "changed": snapshot["changed"]}
+    commit = git(REPOSITORY, "rev-parse", "HEAD").strip()
+    return {"commit": commit, "changed": bool(git(REPOSITORY, "status", "--porcelain", "-uno"))} if commit else {}
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True,
-                              check=True, timeout=10).stdout.strip()
+
+def git(repository: Path, *arguments: str) -> str:
+    """Git's output; empty without git, or if the folder is no repository itself (it may be inside one)."""
+    within = {**os.environ, "GIT_CEILING_DIRECTORIES": str(repository.resolve().parent)}
     try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+        return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True,
+                              timeout=60, errors="replace", env=within).stdout
     except (OSError, subprocess.SubprocessError):
-        return {}
+        return ""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 from io import BytesIO
 from pathlib import Path
 from zipfile import ZipFile, ZipInfo
 
 from drover.launch.credentials import files_with_secrets
 from drover.launch.slurm.trust import archive_of, changed_files, unpack
+from drover.pipeline.contract.stage_work import git
 from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import atomic_file
@@ -60,7 +59,7 @@ def take_snapshot(code: Path, content: str, repository: Path = REPOSITORY) -> No
 def _archive(repository: Path) -> bytes:
     """The files that jobs need, as a zip file. Equal files give equal bytes."""
     commit, made = _commit(repository), BytesIO()
-    changed = bool(commit and _git(repository, "status", "--porcelain", "--", *PARTS))
+    changed = bool(commit and git(repository, "status", "--porcelain", "--", *PARTS))
     files = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
              for name in _files(repository)}
     files[SNAPSHOT] = json.dumps({"commit": commit, "changed": changed}).encode()
@@ -71,23 +70,13 @@ def _archive(repository: Path) -> bytes:
 
 
 def _commit(repository: Path) -> str:
-    return _git(repository, "rev-parse", "HEAD").strip()
+    return git(repository, "rev-parse", "HEAD").strip()
 
 
 def _files(repository: Path) -> list[Path]:
     """The files that jobs need, sorted: those that git tracks or does not ignore; outside of git, all but caches."""
-    listing = _git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
+    listing = git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
     found = map(Path, filter(None, listing.split("\0"))) if listing else (
         path.relative_to(repository) for part in PARTS for path in [repository / part, *(repository / part).rglob("*")])
     return [name for name in sorted(set(found)) if (repository / name).is_file() and "__pycache__" not in name.parts
             and name.suffix != ".pyc"]
-
-
-def _git(repository: Path, *arguments: str) -> str:
-    """Git's output; empty without git, or if the folder is no repository itself (it may be inside one)."""
-    within = {**os.environ, "GIT_CEILING_DIRECTORIES": str(repository.resolve().parent)}
-    try:
-        return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True,
-                              timeout=60, errors="replace", env=within).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
