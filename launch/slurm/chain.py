@@ -106,6 +106,7 @@ def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], li
 def guarded(path: Path) -> Iterator[None]:
     """Hold a lock on the file `path`, if the file system has locks, so that reading and writing cannot be interleaved.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as guard:
         lock_file(guard.fileno(), wait=True)
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class JobLock:
     def __init__(self, run_folder: Path, stage: str, job: str, restart: int, scheduler: Scheduler, chain: str = ""
                  ) -> None:
         self.path, self.stage, self.scheduler = run_folder / "launch" / f"{stage}.lock", stage, scheduler
+        self._guard = self.path.with_suffix(".guard")
         self.own = Holder(job, restart, platform.node(), chain)
         self._next = 0.0
 
@@ -62,7 +63,7 @@ class JobLock:
         began = since = time.monotonic()
         seen = None
         while True:
-            with self._guarded():
+            with guarded(self._guard):
                 held, now = self.holder(), time.monotonic()
                 if held is None or held.job == self.own.job:
                     return self._write()
@@ -85,7 +86,7 @@ class JobLock:
         if not at_once and time.monotonic() < self._next:
             return True
         self._next = time.monotonic() + BEAT_S  # also after a failure
-        with suppress(OSError), self._guarded():  # such as a full disk: Slurm still knows that this job runs
+        with suppress(OSError), guarded(self._guard):  # such as a full disk: Slurm still knows that this job runs
             if not self._is_free():
                 return False
             self._write()
@@ -93,7 +94,7 @@ class JobLock:
 
     def release(self) -> None:
         """Release the lock if this start still holds it."""
-        with suppress(OSError), self._guarded():
+        with suppress(OSError), guarded(self._guard):
             if self._is_free():
                 self.path.unlink(missing_ok=True)
 
@@ -113,7 +114,3 @@ class JobLock:
         self._next = time.monotonic() + BEAT_S
         self.own = replace(self.own, beat=self.own.beat + 1)
         write_json(self.path, asdict(self.own))
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return guarded(self.path.with_suffix(".guard"))
