@@ -205,8 +205,8 @@ class SshHost(LocalHost):
         launch, planned, run = self.config.launch, self.planned, Path(self.planned.run)
         while not self.asked:
             found = look_at(launch, run)
-            there = [host for host in self._candidates() if host in found.there]
-            if ready := planned.on(len(there)):
+            there, ready = self._usable(found)
+            if ready:
                 count = ready.nodes
                 self.nodes, self._meeting = tuple(there[:count]), found.there[there[0]]
                 fewer = f"continues with {count} of {planned.nodes} hosts ({found})" if count < planned.nodes else ""
@@ -300,9 +300,8 @@ class SshHost(LocalHost):
         looked, look = time.monotonic(), None
         while len(self.nodes) < self.planned.nodes and not self.asked:
             if look is not None and look.done():
-                there = [host for host in self._candidates() if host in look.result().there]
+                there, more = self._usable(look.result())
                 look = None
-                more = self.planned.on(len(there))
                 if more and more.nodes > len(self.nodes):
                     self.say(f"{', '.join(host for host in there if host not in self.nodes)} can be used again; "
                              f"{self.planned.stage} saves and begins again with more hosts")
@@ -312,6 +311,11 @@ class SshHost(LocalHost):
                 looked = time.monotonic()
                 look = pool.submit(look_at, self.config.launch, Path(self.planned.run))
             yield False
+
+    def _usable(self, found: Found) -> tuple[list[str], JobSpec | None]:
+        """The candidates that were found, and the stage as it runs on them; None: they are too few."""
+        there = [host for host in self._candidates() if host in found.there]
+        return there, self.planned.on(len(there))
 
     def _candidates(self) -> list[str]:
         """The hosts, without those that failed twice within a day where enough others are named."""
