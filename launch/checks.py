@@ -25,7 +25,7 @@ from drover.pipeline.config.shapes import export_problem
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.core.console import readable, say
+from drover.pipeline.core.console import counted, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
@@ -296,7 +296,7 @@ def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[
     if fit >= job.all_nodes or not there:
         return
     has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
-    yield (f"requests {job.all_nodes} node{'s' * (job.all_nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
+    yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {job.gpus_per_node} GPUs, "
            f"{memory:,} MB each, but the partition {name} has {has}. A rank, or a job without ranks, gets launch.cpus "
            f"cores; a node gets launch.gpus_per_node or launch.processes ranks")
 

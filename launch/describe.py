@@ -22,7 +22,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import aligned, duration, first, readable
+from drover.pipeline.core.console import aligned, counted, duration, first, readable
 from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -62,7 +62,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
 def work(job: Job) -> str:
     """The job's processes and their threads, such as `2 ranks x 4 threads`."""
     if job.ranks:
-        return f"{job.ranks} rank{'s' * (job.ranks > 1)} x {job.cpus_per_task} thread{'s' * (job.cpus_per_task > 1)}"
+        return f"{counted(job.ranks, 'rank')} x {counted(job.cpus_per_task, 'thread')}"
     return f"{job.processes} process{'es' * (job.processes > 1)}"
 
 
@@ -77,7 +77,7 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
         return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
     if not slurm:
         gpus = options.machine.gpus if options.cluster == "local" else job.gpus_per_node
-        hosts = f", {job.nodes} host{'s' * (job.nodes > 1)}" * (options.cluster == "hosts")
+        hosts = f", {counted(job.nodes, 'host')}" * (options.cluster == "hosts")
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus) + hosts
     asked, nodes = job.asked, f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
     if job.elements:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
 from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
@@ -111,8 +112,8 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
 
     folder, settings = work.input("convert")[0] / "hf", work.config.evaluate
     if ranks.world % (settings.dp_shard or 1):
-        raise UserError(f"evaluate.dp_shard is {settings.dp_shard}, which does not divide the {ranks.world} "
-                        f"rank{'s' * (ranks.world > 1)} of the stage. Give another, or null.")
+        raise UserError(f"evaluate.dp_shard is {settings.dp_shard}, which does not divide the "
+                        f"{counted(ranks.world, 'rank')} of the stage. Give another, or null.")
     tokenizer = load_tokenizer(work.input("tokenizer")[0])
     try:
         return open_model(folder, ranks.device, getattr(torch, settings.dtype), tokenizer=tokenizer, ranks=ranks,

@@ -88,6 +88,11 @@ def spelled(ranks: Sequence[int]) -> str:
     return ", ".join(found)
 
 
+def counted(number: int, word: str) -> str:
+    """A number with its noun: 1 rank, 2 ranks."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def first(names: Sequence[str], most: int = 3, what: str = "more") -> str:
     """The first of some names, and the number of the others: a, b, c and 4 more."""
     rest = f" and {len(names) - most:,} {what}" if len(names) > most else ""

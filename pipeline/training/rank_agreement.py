@@ -12,7 +12,7 @@ from drover.pipeline.config.loading import config_hash
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import first, spelled
+from drover.pipeline.core.console import counted, first, spelled
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, sha256_json
 from drover.pipeline.parallel.ranks import Ranks
@@ -54,8 +54,8 @@ class RankAgreement:
                         f"one environment and one command.")
         meant = sorted({member["world"] for member in self.members} - {None})
         if meant and meant != [len(self.members)]:
-            return (f"{_count(len(self.members), 'rank')} found each other, but {' or '.join(map(str, meant))} were to "
-                    f"be started (DROVER_RANKS). Look in the nodes' logs for ranks that ended at their start.")
+            return (f"{counted(len(self.members), 'rank')} found each other, but {' or '.join(map(str, meant))} were "
+                    f"to be started (DROVER_RANKS). Look in the nodes' logs for ranks that ended at their start.")
         return ""
 
     def warning(self) -> str:
@@ -67,7 +67,7 @@ class RankAgreement:
         """`4 ranks on 2 nodes: n1 0-1, n2 2-3; CPU; torch 2.13.0`."""
         placed = [f"{node} {spelled(held)}" for node, held in _places(self.nodes).items()]
         one, devices = self.members[0], dict.fromkeys(member["device"] or "CPU" for member in self.members)
-        return (f"{_count(len(self.members), 'rank')} on {_count(len(placed), 'node')}: "
+        return (f"{counted(len(self.members), 'rank')} on {counted(len(placed), 'node')}: "
                 f"{first(placed, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one['torch']}"
                 + (f", NCCL {one['nccl']}" if one["nccl"] else ""))
 
@@ -109,7 +109,3 @@ def describe_this(ranks: Ranks, work: Work) -> Record:
             "code": sha256_json(code_hashes(STAGES[work.name], work.config)),
             "config": sha256_json([config_hash(work.config), work.asked]),
             "chain": os.environ.get("DROVER_CHAIN", ""), "world": int(meant) if meant else None}
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -9,6 +9,7 @@ from drover.model.kernels import chosen
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.sampling.consumption import planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
@@ -20,10 +21,9 @@ def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: Training
     """The model, its layout, and the batch. precision: the chosen one, and why."""
     train, ranks, plan = config.train, grid.ranks, PhasePlan.of(config.train)
     batch = BatchPlan.of(plan.phases[0].train, config.parallel, ranks.world)
-    threads = torch.get_num_threads()
     samples = plan.sequences_between(0, plan.steps)
     return [f"{model.parameter_count:,} parameters; {precision}; "
-            f"{threads} thread{'s' * (threads > 1)} a rank; {_layout(config, grid)}",
+            f"{counted(torch.get_num_threads(), 'thread')} a rank; {_layout(config, grid)}",
             f"{'first ' if plan.declared else ''}batch {batch}; {train.steps:,} steps = {plan.tokens:,} tokens, "
             f"{max(data.order.epochs(samples).values()):.2f} epochs",
             *map(str, data.packings)]

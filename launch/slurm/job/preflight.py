@@ -21,6 +21,7 @@ from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, S
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
+from drover.pipeline.core.console import counted
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time limit, which grows with the number of nodes: all ranks import from one file system at once."""
@@ -91,13 +92,13 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
     bad, most = result.bad, few(count)
     common = f"of {count} nodes, more than {most} at once have a cause in common: no strikes"
 
-    def counted(some: Collection[str]) -> str:
-        return f"{len(some)} of {count} node{'s' if count > 1 else ''}"
+    def share(some: Collection[str]) -> str:
+        return f"{len(some)} of {counted(count, 'node')}"
 
     def blame(found: Mapping[str, str], what: str) -> None:
         """Blame these nodes if they are less than half and, with those already blamed, few; else add a line."""
         if found and (len({*found, *bad}) > most or 2 * len(found) >= count):
-            result.lines.append(f"{counted(found)} {what} ({named(found)}): {common}")
+            result.lines.append(f"{share(found)} {what} ({named(found)}): {common}")
         else:
             bad.update({**found, **bad})  # the first reason counts
 
@@ -106,10 +107,10 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
     for kind, shared in ((SPACE, "the folder"), (FOLDER, "the folder"), (OWN, "launch.health_check")):
         found = [problems[kind] for problems in sick.values() if kind in problems]
         if found and (kind == SPACE or 2 * len(found) > count):
-            result.reason = f"{found[0]} ({counted(found)}; {shared} is shared, so no node is to blame)"
+            result.reason = f"{found[0]} ({share(found)}; {shared} is shared, so no node is to blame)"
             return result
     if len(bad) > most:
-        result.reason = (f"{next(iter(bad.values()))} ({counted(bad)}; {named(bad)}; {common}. Look at these nodes. If "
+        result.reason = (f"{next(iter(bad.values()))} ({share(bad)}; {named(bad)}; {common}. Look at these nodes. If "
                          f"they are bad, exclude them (launch.exclude; on hosts, remove them from launch.hosts) "
                          f"and submit the same command again)")
         return result
@@ -120,7 +121,7 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
         if 2 * sum(bool(report.times) for report in reports) > len(places):
             blame(dict.fromkeys(unfinished, "its ranks did not finish with the others"), "did not finish")
     elif silent:
-        result.lines.append(f"not all nodes have answered yet: {named(silent)} ({counted(silent)}); slow is not bad, "
+        result.lines.append(f"not all nodes have answered yet: {named(silent)} ({share(silent)}); slow is not bad, "
                            f"so none gets a strike")
     clocks = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     middle = median(clocks.values() or [0])
@@ -149,8 +150,7 @@ def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], s
         return [f"after {seconds:.0f} s{f' ({cause})' if cause else ''} no node can be blamed; training starts"]
     times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
                       for what in reports[0].times)
-    count = len({*places})
-    return [f"{count} node{'s' if count > 1 else ''} passed in {seconds:.0f} s ({times})"]
+    return [f"{counted(len({*places}), 'node')} passed in {seconds:.0f} s ({times})"]
 
 
 def _silent(reports: Sequence[Report], places: Sequence[str]) -> list[str]:

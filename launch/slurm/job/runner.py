@@ -52,6 +52,7 @@ from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
@@ -248,7 +249,7 @@ class Runner:
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
         self.begun_from = self._newest_step()
         self._log("attempt", ranks=spec.ranks or 1, nodes=here.nodes, **{"from": self.begun_from})
-        what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
+        what = f"{spec.ranks} ranks on {counted(spec.nodes, 'node')}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
         part = ["--part", str(self.part), "--phase", spec.phase] if self.part else []
