@@ -42,7 +42,7 @@ from drover.launch.slurm.wait_reasons import is_stuck, meaning, refusal
 from drover.pipeline.config.launching import LaunchConfig, minutes
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
-from drover.pipeline.core.console import aligned
+from drover.pipeline.core.console import aligned, counted
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 
@@ -69,6 +69,11 @@ class Finding:
     state: str
     found: str
     advice: str = ""
+
+
+def judged(what: str, found: str, advice: str, *, bad: bool, state: str = PROBLEM) -> Finding:
+    """A finding that is fine unless it is `bad`; only then it has this state and advice."""
+    return Finding(what, state, found, advice) if bad else Finding(what, OK, found)
 
 
 def add_options(parser: Parser) -> None:
@@ -147,9 +152,11 @@ def ask_here(runs: Path) -> Iterator[Finding]:
         yield Finding("modules", OK, "this site has modules", "setup: [module load ...]")
     place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free / 1e9
-    writable = os.access(place, os.W_OK)
-    yield Finding("run folder", OK if writable else PROBLEM, f"{free:,.0f} GB free in {place}" if writable else
-                  f"{place} is not writable", "" if writable else "give a shared folder of yours with --runs-dir")
+    if os.access(place, os.W_OK):
+        yield Finding("run folder", OK, f"{free:,.0f} GB free in {place}")
+    else:
+        yield Finding("run folder", PROBLEM, f"{place} is not writable",
+                      "give a shared folder of yours with --runs-dir")
 
 
 def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, runs: Path, wait: float,
@@ -204,22 +211,20 @@ def judge(name: str, nodes: int, gpus: bool, facts: Sequence[NodeFacts], reason:
         yield Finding(f"job in {name}", PROBLEM, reason or first, "" if reason else refusal(
             first, "python: must exist on the nodes too; a venv on a login node's own disk does not")[1])
         return
-    lost = nodes - len(facts)
-    yield Finding(f"job in {name}", PROBLEM if lost else OK, f"{len(facts)} of {nodes} nodes reported: " + ", ".join(
-        node.node for node in facts), first if lost and log else "")
+    yield judged(f"job in {name}", f"{len(facts)} of {nodes} nodes reported: {', '.join(node.node for node in facts)}",
+                 first if log else "", bad=len(facts) < nodes)
     for node in facts:
         for problem in node.problems.values():
             yield Finding(f"  {node.node}", PROBLEM, problem)
     imports = [node.import_s for node in facts if node.import_s is not None]
     if imports:
-        slow = max(imports) > SLOW_IMPORT_S
-        yield Finding("  Python", NOTE if slow else OK, f"{facts[0].python}, torch {facts[0].torch}, imported in "
-                      f"{max(imports):.1f} s", "put the environment on a local disk or into a container" * slow)
+        yield judged("  Python", f"{facts[0].python}, torch {facts[0].torch}, imported in {max(imports):.1f} s",
+                     "put the environment on a local disk or into a container", bad=max(imports) > SLOW_IMPORT_S,
+                     state=NOTE)
     kinds = sorted({node.gpu or "a GPU of unknown name" for node in facts if node.gpus})
-    absent = gpus and not all(node.gpus for node in facts)
-    found = f"{', '.join(kinds) or 'no GPU'}; {facts[0].cpus} cores a node"
-    yield Finding("  devices", PROBLEM if absent else OK, found,
-                  "a GPU was requested; look at the partition's GRES and at launch.gpu_type" if absent else "")
+    yield judged("  devices", f"{', '.join(kinds) or 'no GPU'}; {facts[0].cpus} cores a node",
+                 "a GPU was requested; look at the partition's GRES and at launch.gpu_type",
+                 bad=gpus and not all(node.gpus for node in facts))
     if runtimes := sorted({name for node in facts for name in node.runtimes}):
         yield Finding("  containers", OK, ", ".join(runtimes), "container: {image: ...} runs the stages in one")
     if len(facts) > 1:
@@ -231,17 +236,18 @@ def _judge_together(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
     clocks = [node.clock_at for node in facts if node.clock_at is not None]
     apart = max(clocks) - min(clocks) if clocks else 0.0
     if len(clocks) > 1:
-        yield Finding("  clocks", OK if apart <= CLOCK_S else PROBLEM, f"{apart:.2f} s apart",
-                      "" if apart <= CLOCK_S else "ask the site to synchronize them")
+        yield judged("  clocks", f"{apart:.2f} s apart", "ask the site to synchronize them", bad=apart > CLOCK_S)
     others = [node for node in facts if node.visible_s is not None]
     if others:
         seen = max(node.visible_s or 0.0 for node in others)
-        late = seen > SLOW_FOLDER_S + apart
-        yield Finding("  shared folder", NOTE if late else OK, f"a renamed file shows after {max(0.0, seen):.2f} s",
-                      "the file system caches missing names; status may lag behind" * late)
-        locked = all(node.locked_out for node in others)
-        yield Finding("  locks between nodes", OK if locked else PROBLEM, "they exclude each other" if locked else
-                      "two nodes held one lock", "" if locked else "mount the run folder with flock (Lustre: -o flock)")
+        yield judged("  shared folder", f"a renamed file shows after {max(0.0, seen):.2f} s",
+                     "the file system caches missing names; status may lag behind", bad=seen > SLOW_FOLDER_S + apart,
+                     state=NOTE)
+        if all(node.locked_out for node in others):
+            yield Finding("  locks between nodes", OK, "they exclude each other")
+        else:
+            yield Finding("  locks between nodes", PROBLEM, "two nodes held one lock",
+                          "mount the run folder with flock (Lustre: -o flock)")
     times = {what: [node.times[what] for node in facts if what in node.times] for what in (EXCHANGE, REDUCE)}
     if all(times.values()):
         yield Finding("  network", OK, ", ".join(f"{what} {1000 * median(found):.1f} ms"
@@ -278,7 +284,7 @@ def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str
 
 def _described(kind: NodeKind) -> str:
     gpus = f", {kind.gpus} GPUs" if kind.gpus else ""
-    return (f"{kind.nodes} node{'s' if kind.nodes > 1 else ''} with {kind.cpus} cores, {kind.memory_mb / 1000:,.0f} GB"
+    return (f"{counted(kind.nodes, 'node')} with {kind.cpus} cores, {kind.memory_mb / 1000:,.0f} GB"
             f"{gpus}; time limit {kind.longest or 'unknown'}, node limit {kind.most}")
 
 
