@@ -35,7 +35,7 @@ from benchmarks.measuring import RATES, Record, Row, Taken, compared, turns
 from drover.launch.processes import free_port
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.command_line import refuse_low
 from drover.pipeline.core.errors import UserError
 
@@ -224,8 +224,7 @@ def config_of(case: Row, gpus: int, tiny: bool = False) -> Config:
     # Recipes of this checkout, whichever checkout's code is measured.
     recipe = Path(__file__).resolve().parents[1] / f"{case['recipe']}.yaml"
     config = load_config(recipe, case.get("settings", []))
-    if config.model.vocab_size is None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 128_256})})
+    config = changed(config, {"model": config.model.with_vocabulary(128_256)})
     parallel, train = config.parallel, config.train
     if tiny:
         config = config.model_copy(update={"model": TINY})

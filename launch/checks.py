@@ -369,8 +369,7 @@ def _refuse_other_weights(run: Run, path: str) -> None:
     """Refuse initial weights of another shape before the job waits in a queue."""
     from drover.pipeline.training.initial_weights import refuse_other_shape  # imports torch
     model, made = run.config.model, run.manifest("tokenizer")
-    size = model.vocab_size or (made.counts["vocab_size"] if made is not None else None)
-    refuse_other_shape(Path(path), model.model_copy(update={"vocab_size": size}))
+    refuse_other_shape(Path(path), model.with_vocabulary(made.counts["vocab_size"] if made else None))
 
 
 def _refuse_plan(run: Run, *, forced: bool) -> None:

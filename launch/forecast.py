@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from drover.launch.plan import Job
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, with_largest
-from drover.pipeline.config.checks import vocabulary_size
+from drover.pipeline.config.checks import network, vocabulary_size
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
@@ -66,10 +66,8 @@ class Disk:
 
 def shape_of(config: Config) -> ModelConfig | None:
     """The network with its vocabulary; None while the vocabulary is unknown, or if the network is invalid."""
-    vocabulary = config.model.vocab_size or vocabulary_size(config)
-    if vocabulary is None or config.model.problems():
-        return None
-    return config.model.model_copy(update={"vocab_size": vocabulary})
+    known = network(config)
+    return None if known.vocab_size is None or config.model.problems() else known
 
 
 def optimizer_bytes(config: Config) -> float | None:

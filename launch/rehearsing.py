@@ -14,7 +14,7 @@ import sys
 
 from drover.launch.plan import Job, Options
 from drover.launch.processes import answer_of
-from drover.pipeline.config.checks import vocabulary_size
+from drover.pipeline.config.checks import network
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
@@ -44,9 +44,8 @@ def rehearse_training(run: Run, jobs: list[Job], given: Options) -> None:
         return say("rehearsal", "not done: there is no training to submit")
     if importlib.util.find_spec("torch") is None:
         return say("rehearsal", "not done: torch is not installed here")
-    words, made = config.model.vocab_size or vocabulary_size(config), run.manifest("tokenizer")
-    if words is None and made is not None:
-        words = made.counts["vocab_size"]
+    made = run.manifest("tokenizer")
+    words = network(config).with_vocabulary(made.counts["vocab_size"] if made else None).vocab_size
     if words is None:
         return say("rehearsal", "not done: the size of the vocabulary is unknown until the tokenizer is done "
                                 "(model.vocab_size sets it)")

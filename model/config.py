@@ -4,7 +4,7 @@ Pure arithmetic on Python numbers: planners and config loaders import this witho
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -280,6 +280,10 @@ class ModelConfig(BaseModel):
     def kv_cache_bytes(self, batch: int, length: int, bytes_per_value: int) -> int:
         """Bytes of keys and values kept for `batch` sequences of `length` tokens, all layers together."""
         return 2 * self.layers * batch * length * self.kv_heads * self.head_width * bytes_per_value
+
+    def with_vocabulary(self, size: int | None) -> Self:
+        """The network with a vocabulary of `size`, unless it has one of its own. None: not known yet."""
+        return self.model_copy(update={"vocab_size": self.vocab_size or size})
 
     def _known_vocab_size(self) -> int:
         if self.vocab_size is None:

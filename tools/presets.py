@@ -63,7 +63,7 @@ def work(options: argparse.Namespace) -> None:
     """Print a table."""
     refuse_low(options, "vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
     try:
-        shapes = {name: known_vocabulary(preset(name), options.vocab_size) for name in options.names or PRESETS}
+        shapes = {name: preset(name).with_vocabulary(options.vocab_size) for name in options.names or PRESETS}
     except ValueError as error:
         raise UserError(str(error)) from None
     found = [facts(name, shape, options) for name, shape in shapes.items()]
@@ -85,11 +85,6 @@ def work(options: argparse.Namespace) -> None:
                 f"vocabulary of their own: {options.vocab_size:,}.")
     rows = [[form.format(**one) for form in columns.values()] for one in found]
     print("\n".join([*aligned([[*columns], *rows], str.rjust), "", note]))
-
-
-def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:
-    """The shape, with that vocabulary if it has none of its own."""
-    return shape if shape.vocab_size else shape.model_copy(update={"vocab_size": vocab_size})
 
 
 def facts(name: str, shape: ModelConfig, options: argparse.Namespace) -> Record:

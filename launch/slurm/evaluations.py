@@ -27,7 +27,7 @@ from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.submit.sbatch import submit_job
 from drover.pipeline.config.loading import config_hash, load_config, save_config
 from drover.pipeline.config.plugins import add_run_and_plugins
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.state import now
@@ -88,9 +88,8 @@ def prepare(run: Run, step: int) -> Path:
         UserError: there is no complete checkpoint of this step.
     """
     folder, name = evaluation_folder(run.folder.absolute(), step), f"{CHECKPOINTS}/{checkpoint_name(step)}"
-    config = run.config.model_copy(update={
-        "name": folder.name, "runs_dir": str(folder.parent), "reuse": str(run.folder.absolute()),
-        "convert": run.config.convert.model_copy(update={"copy_to": None})})
+    config = changed(run.config, {"name": folder.name, "runs_dir": str(folder.parent),
+                                  "reuse": str(run.folder.absolute()), "convert.copy_to": None})
     source, target = run.folder.absolute() / "train" / name, folder / "train" / name
     if not (source / MARKER).exists():
         raise UserError(f"{source} is not a complete checkpoint, so it cannot be evaluated. Evaluate another step: "
@@ -102,8 +101,7 @@ def prepare(run: Run, step: int) -> Path:
     save_config(config, folder / "config.yaml")
     # What later stages read of a finished stage train, for this checkpoint.
     progress = marker["progress"]
-    vocabulary_size = sub.finished("tokenizer").counts["vocab_size"]
-    model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size})
+    model = config.model.with_vocabulary(sub.finished("tokenizer").counts["vocab_size"])
     outputs = [{**file, "path": f"{name}/{file['path']}"} for file in marker["files"]]
     Manifest(
         stage="train", fingerprint=sub.fingerprint("train"), config_sha256=config_hash(config),

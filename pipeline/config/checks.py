@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from drover.model.attention import BACKENDS
+from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, batch_problems
 from drover.pipeline.config.data import UINT16_IDS
 from drover.pipeline.config.mixture import mixture_problems
@@ -106,6 +107,11 @@ def vocabulary_size(config: Config) -> int | None:
     if tokenizer.kind in TRAINED and tokenizer.path is None:
         return tokenizer.vocab_size
     return config.model.vocab_size if tokenizer.path is not None else None
+
+
+def network(config: Config) -> ModelConfig:
+    """The network with its vocabulary, as far as the configuration alone decides it."""
+    return config.model.with_vocabulary(vocabulary_size(config))
 
 
 def _rules(config: Config) -> Rules:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
@@ -14,6 +15,16 @@ from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.section import LocalPath, Section, execution, nested
 from drover.pipeline.config.training import TrainConfig
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def changed(config: T, settings: Mapping[str, Any]) -> T:
+    """A configuration, or a section, with other values of settings such as `train.steps`. They are not checked."""
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        config = config.model_copy(update={name: changed(getattr(config, name), {rest: value}) if rest else value})
+    return config
 
 
 class Config(Section):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import problems, rank_problems
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.console import readable
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost
@@ -133,12 +133,3 @@ def named(settings: Settings) -> str:
     """Settings in the form of the command line."""
     return " ".join(f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
                     for key, value in settings.items())
-
-
-def changed(config: Config, settings: Settings) -> Config:
-    """The configuration with other values."""
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
-    return config

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.checks import network
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.stages import bubble
-from drover.pipeline.rehearsal.report import Rehearsal, network
+from drover.pipeline.rehearsal.report import Rehearsal
 
 FLOPS = 0.5 * 989e12
 """FLOP/s of products: half of an H100's dense bf16 peak."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, with_largest
-from drover.pipeline.config.checks import vocabulary_size
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import aligned, readable
@@ -48,11 +47,6 @@ class Rehearsal:
         return {"rank": self.rank, "ranks": self.ranks, "layers": self.layers, "peak_bytes": self.peak.bytes,
                 "kinds": self.peak.kinds, "largest": [asdict(item) for item in self.peak.items[:10]],
                 "collectives": channels, "host_waits": self.waits, "dense_masks": self.masks, "notes": self.notes}
-
-
-def network(config: Config) -> ModelConfig:
-    """The model with its size of vocabulary."""
-    return config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size(config)})
 
 
 def layers_of(shape: ModelConfig, parallel: ParallelConfig, pipeline_rank: int) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.training import KEPT_ACTIVATIONS
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import NotRehearsedError, UserError
-from drover.pipeline.rehearsal.fitting import TIGHT, Layout, Settings, changed, named, possible, rehearsed
+from drover.pipeline.rehearsal.fitting import TIGHT, Layout, Settings, named, possible, rehearsed
 from drover.pipeline.rehearsal.lost_time import GAIN, before_exchanges
 
 KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))

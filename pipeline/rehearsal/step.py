@@ -14,14 +14,15 @@ import drover.model.loss
 from drover.model.attention.backend import Where
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, largest_phase, with_largest
+from drover.pipeline.config.checks import network
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.rehearsal import replacements
 from drover.pipeline.rehearsal.apart import refuse
-from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of, network
+from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
 from drover.pipeline.rehearsal.traffic import Traffic
 from drover.pipeline.rehearsal.watch import Watch
 from drover.pipeline.training.engines.build import build_engine
@@ -75,9 +76,8 @@ def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str
         notes.append("the loss is rehearsed uncompiled: compiled, logits take less memory")
     if parallel.async_tp:
         notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
-    return config.model_copy(update={
-        "train": train.model_copy(update={"compile": False, "precision": precision, "attention": name}),
-        "parallel": parallel.model_copy(update={"async_tp": False})}), notes, network(config)
+    return changed(config, {"train.compile": False, "train.precision": precision, "train.attention": name,
+                            "parallel.async_tp": False}), notes, network(config)
 
 
 @contextmanager

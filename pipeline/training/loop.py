@@ -18,6 +18,7 @@ from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.shipped import HOOKS
+from drover.pipeline.config.tree import changed
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work, git_state, software_versions
 from drover.pipeline.contract.stages import STAGES
@@ -126,9 +127,7 @@ class Loop:
         with self.paused():
             self.batches = StepBatches(self.work, self.grid, self.plan, self.batch_of_phase, self.say)
         self.data = self.batches.data
-        vocabulary_size = int(self.work.input("tokenizer")[1].counts["vocab_size"])
-        self.model_config = self.config.model.model_copy(
-            update={"vocab_size": self.config.model.vocab_size or vocabulary_size})
+        self.model_config = self.config.model.with_vocabulary(self.work.input("tokenizer")[1].counts["vocab_size"])
 
     def _find_checkpoint(self) -> None:
         pending = pending_evaluations(self.work.run.folder, self.config)
@@ -171,7 +170,7 @@ class Loop:
         train = self.config.train
         chosen, self.precision_reason = agreed_precision(train.precision, self.progress.precision, self.ranks)
         self.progress, precision = dataclasses.replace(self.progress, precision=chosen), DTYPES[chosen]
-        self.decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
+        self.decided = changed(self.config, {"train.precision": chosen})
         # Nothing uses this generator yet. Later uses must not differ between starts, nor may checkpoints' bytes.
         torch.manual_seed(self.config.seed + self.ranks.rank)
         self.as_rehearsed = (f"--config {shlex.quote(str(self.work.run.folder.absolute() / 'config.yaml'))} "

@@ -9,10 +9,11 @@ import pytest
 from drover.launch.forecast import state_bytes_per_rank
 from drover.model.attention.sdpa import Sdpa
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.tree import changed
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.rehearsal import fitting
 from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.rehearsal.fitting import changed, verdict
+from drover.pipeline.rehearsal.fitting import verdict
 from drover.pipeline.rehearsal.report import ends_and_middle, lines
 from drover.tools.rehearse import main
 from tests.conftest import REPOSITORY

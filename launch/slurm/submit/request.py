@@ -25,7 +25,7 @@ from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.outside import needed_modules
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
@@ -41,9 +41,8 @@ def with_site_limits(config: Config) -> Config:
     found = {"array": most_elements(settings)}
     if has_accounting(settings):
         found["jobs"] = scheduler.most_jobs(getpass.getuser(), launch.account, launch.qos)
-    limits = {name: most for name, most in found.items() if most and getattr(launch.limits, name) is None}
-    return config.model_copy(update={"launch": launch.model_copy(
-        update={"limits": launch.limits.model_copy(update=limits)})})
+    return changed(config, {f"launch.limits.{name}": most for name, most in found.items()
+                            if most and getattr(launch.limits, name) is None})
 
 
 def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:
