@@ -54,6 +54,7 @@ class Apart:
         for process in active_children():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()  # one that has just started has no group of its own yet
         for pool in self._pools:
             pool.shutdown()
 

@@ -1,9 +1,14 @@
 """The one way to measure: fair turns, ratios within a round, tables that say what is missing."""
 
 import json
+import os
+import time
+from multiprocessing import active_children
+
+import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks.apart import Apart
+from benchmarks.apart import Apart, FailedError
 from benchmarks.measuring import Record, Taken, alternated, compared
 from tests.refusal import printed
 
@@ -27,21 +32,21 @@ def test_a_ratio_is_the_median_of_ratios_within_a_round_and_tables_are_written(t
     assert len(json.loads((tmp_path / "new/results.json").read_text())["rows"]) == 2
 
 
-def fail(pipe, rank_word):
-    """Fail on the second rank; the first waits for it for ever."""
-    import os
-    if os.environ["RANK"] == rank_word:
+def fail(rank):
+    """Fail on this rank; others wait for it for ever."""
+    if os.environ["RANK"] == rank:
         raise ValueError("no such thing")
-    pipe.recv()
+    time.sleep(3600)
 
 
-def test_a_rank_that_fails_or_hangs_is_a_message():
-    for rank, limit, found in (("1", 600.0, ("failed", "ValueError: no such thing")), ("7", 0.1, ("late", None))):
-        ranks = Apart(fail, rank, ranks=2)
-        kind, content = ranks.receive(limit)
-        assert kind == found[0] and content in (found[1], "took too long; stopped")
-        ranks.end()
-        assert not any(process.is_alive() for process in ranks.processes)
+@pytest.mark.parametrize(("rank", "limit_s", "error", "told"), [
+    ("1", 600.0, ValueError, "no such thing"), ("7", 0.1, FailedError, "took too long; stopped")])
+def test_a_rank_that_fails_or_hangs_is_an_error(tmp_path, rank, limit_s, error, told):
+    ranks = Apart([{"RANK": "0"}, {"RANK": "1"}], tmp_path / "log")
+    with pytest.raises(error, match=told):
+        ranks.call(fail, rank, limit_s=limit_s)
+    ranks.end()
+    assert not active_children()
 
 
 def test_what_cannot_be_measured_is_said(capsys):
