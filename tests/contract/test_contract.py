@@ -114,18 +114,6 @@ def test_a_stage_that_is_being_read_is_not_rebuilt(place, refusal):
     assert call(place, "shard", copy_corpus, "--force") == 0
 
 
-def test_why_and_changed_code(place):
-    call(place, "shard", copy_corpus)
-    run = run_of(place)
-    assert run.why("shard") == "shard: done"
-    manifest = read_manifest(place / "runs/a/shard")
-    manifest.code["pipeline/shard.py"] = "other"
-    manifest.write(place / "runs/a/shard")
-    assert "code has changed since: pipeline/shard.py" in run.why("shard")
-    stale = run_of(place, "shard.shard_mb=1")
-    assert "shard.shard_mb: 64.0 -> 1.0" in stale.why("shard")
-
-
 def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(place):
     page = drover.pipeline.contract.__doc__
     shown = page[:page.index("The contract does everything else")].splitlines()
