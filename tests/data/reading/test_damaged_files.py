@@ -84,7 +84,7 @@ def test_a_field_that_cannot_be_kept_is_named(tmp_path):
 
 
 def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):
-    (tmp_path / "f.csv").write_text('id,text\n1,good\n2\n3,a,b\n\n4,"also\ngood"\n5,"never closed\n6,swallowed\n')
+    (tmp_path / "f.csv").write_text('id,text\r\n1,good\r\n2\n3,a,b\n\n4,"also\ngood"\n5,"never closed\n6,swallowed\n')
     documents, rejections = read(files_source(tmp_path / "f.csv", id_field="id"))
     assert [(document.id, document.text) for document in documents] == [("1", "good"), ("4", "also\ngood")]
     assert lost(rejections) == [(2, False), (3, False), (5, True)]
