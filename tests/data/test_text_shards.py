@@ -133,7 +133,8 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     snippet, = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "webdataset" in block)
     for number, documents in enumerate((DOCUMENTS[:3], DOCUMENTS[3:])):
         write_documents(tmp_path / f"runs/demo/shard/train/web-0000{number}.tar", documents)
-    assert run_python("-c", snippet, cwd=tmp_path).stdout.splitlines() == [f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
+    assert run_python("-c", snippet, cwd=tmp_path).stdout.splitlines() == [
+        f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
 
 
 def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):
