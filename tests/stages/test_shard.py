@@ -84,7 +84,7 @@ def documents(config, split, name="a"):
 
 
 
-def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(tmp_path):
+def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(tmp_path, capsys):
     once, config = (corpus_config(tmp_path / name) for name in ("one", "deeper/other"))
     assert run(once) == 0
     output = run_stage("shard", config, "launch.processes=3").stdout
@@ -99,7 +99,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     lost, cut = folder_of(config) / "train/web-00002.tar", folder_of(config) / "validation/books-00000.tar"
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:1000])
-    assert run(config) == 0
+    assert run(config) == 0 and capsys.readouterr().out.count(": making it again") == 2
     assert hashes(folder_of(config)) == before
     assert {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp} == {lost, cut}
 
