@@ -35,17 +35,12 @@ def test_another_file_than_the_recorded_one_is_refused(folders, files, tmp_path)
     refused(UserError, "--stage tokenizer", load_tokenizer, place)
 
 
-def config(kind, path):
-    return SimpleNamespace(tokenizer=SimpleNamespace(kind=kind, path=path and str(path)))
-
-
-def test_a_ready_tokenizer_and_the_settings_beside_it_are_inputs(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    assert input_files(config("sentencepiece", None)) == []
-    assert input_files(config("huggingface", path)) == [("tokenizer", path)]
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert [name for name, _ in input_files(config("huggingface", path))] == ["tokenizer", "tokenizer_config"]
-    assert input_files(config("tiktoken", path)) == [("tokenizer", path)]
+def test_the_settings_beside_a_ready_tokenizer_are_inputs(tmp_path):
+    """As it is itself, of any kind: tests/stages/test_tokenizer.py."""
+    path, beside = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    beside.write_text("{}")
+    config = SimpleNamespace(tokenizer=SimpleNamespace(kind="huggingface", path=str(path)))
+    assert input_files(config) == [("tokenizer", path), ("tokenizer_config", beside)]
 
 
 @pytest.mark.parametrize(("line", "message"), [
