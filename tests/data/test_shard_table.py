@@ -36,10 +36,9 @@ def opened(monkeypatch):
 def make_shards(folder, count):
     """Records of real shards of both sources, in an order that is not that of their paths."""
     draw = np.random.default_rng(0)
-    splits = ["train" if number % 5 else "validation" for number in range(count)]
-    return write_shards(folder, [(f"{splits[number]}/{SOURCES[number % 2]}-{count - number:05d}",
-                                  [draw.integers(0, 500, length) for length in draw.integers(0, 40, 7)])
-                                 for number in range(count)])
+    return write_shards(folder, [
+        (f"{'train' if number % 5 else 'validation'}/{SOURCES[number % 2]}-{count - number:05d}",
+         [draw.integers(0, 500, length) for length in draw.integers(0, 40, 7)]) for number in range(count)])
 
 
 def data_of(folder, table, most=1000, whole=1 << 26, mixture=MIXTURE):

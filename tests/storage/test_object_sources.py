@@ -12,7 +12,6 @@ import pytest
 import zstandard
 
 from drover.launch.submit import main as submit
-from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.content_hash import OF_BLOCKS
 from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.manifest import read_manifest
@@ -23,7 +22,7 @@ from drover.pipeline.storage import store as stores
 from drover.pipeline.storage.object_files import content_number, find, matches
 from drover.pipeline.storage.store import Store
 from tests.conftest import slow
-from tests.data.source_files import batch, lines, write_batches
+from tests.data.source_files import batch, config_of, lines, write_batches
 from tests.refusal import printed, refused
 from tests.stages.test_shard import files_source, folder_of, run, write_config
 
@@ -126,7 +125,7 @@ def test_shards_do_not_depend_on_processes_or_how_files_are_named(tmp_path, file
 def units_of(bucket, files, name, **settings):
     """Put a file into a bucket, and plan to read it."""
     Store(bucket.url).put(name, files / name)
-    config = Config(shard={"shard_mb": 0.05, "sources": [files_source("s", bucket.url_of(name), **settings)]})
+    config = config_of(files_source("s", bucket.url_of(name), **settings), shard_mb=0.05)
     return sources.reading_units(config.shard, listed_files(sources.input_files(config)))
 
 

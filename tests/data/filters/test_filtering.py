@@ -140,7 +140,7 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "f.txt").write_text("|".join(["bad one", "void", *(f"text {number}" for number in range(30))]))
     yield write_config(tmp_path, [files_source("s", tmp_path / "f.txt", separator="|")], validation_share=0.3,
-                       filters=[{"kind": "my_filters:Mine", "word": "bad", "large": 1}], keep_dropped=True)
+                       filters=[{"kind": "my_filters:Mine", "word": "bad", "large": 1}])
     sys.modules.pop("my_filters", None)
 
 
