@@ -23,7 +23,7 @@ from drover.pipeline.storage.object_files import content_number, find, matches
 from drover.pipeline.storage.store import Store
 from tests.conftest import slow
 from tests.data.source_files import batch, config_of, lines, write_batches
-from tests.refusal import printed, refused
+from tests.refusal import printed, refused, table
 from tests.stages.test_shard import files_source, folder_of, run, write_config
 
 TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(number).encode()).hexdigest()
@@ -199,9 +199,20 @@ def test_every_byte_is_fetched_once_and_small_objects_by_one_request(tmp_path, f
             assert sum(int(stop) + 1 - int(start) for start, stop in asked) == (files / name).stat().st_size
 
 
-@pytest.mark.parametrize("pattern", """
-    ** **/*.jsonl * lines/* lines/** */a.* **/deep/**/* l*/**/b.jsonl
-    lines/.* **/.* [lt]*/?.* lines/**/deep/er/b.jsonl **/**/b.jsonl""".split())
+@pytest.mark.parametrize(("pattern",), table("""
+    **
+    **/*.jsonl
+    *
+    lines/*
+    lines/**
+    */a.*
+    **/deep/**/*
+    l*/**/b.jsonl
+    lines/.*
+    **/.*
+    [lt]*/?.*
+    lines/**/deep/er/b.jsonl
+    **/**/b.jsonl"""))
 def test_wildcards_match_as_they_do_on_a_disk(files, pattern):
     there = sorted(path.relative_to(files).as_posix() for path in files.rglob("*") if path.is_file())
     found = glob.glob(pattern, root_dir=files, recursive=True)  # noqa: PTH207 - whose rules are meant
