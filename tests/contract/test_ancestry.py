@@ -74,12 +74,6 @@ def test_other_paths_are_refused_with_old_and_new(made, capsys):
     assert f'"{made}/corpus.txt" -> "{made}/other.txt"' in text, "it was never read, whether it is there or not"
 
 
-def test_equal_files_may_lie_elsewhere(made):
-    (made / "moved").mkdir()
-    (made / "corpus.txt").rename(made / "moved/corpus.txt")
-    moved = f"shard.sources.1.paths=[{made}/moved/corpus.txt]"
-    ask(made, "encode", "name=b", f"reuse={made}/runs/a", moved)
-    assert call(made, "encode", count_bytes_again, moved) == 0
 
 
 @pytest.mark.parametrize("gone", [["corpus.txt"], ["more/one.txt", "more/two.txt"],

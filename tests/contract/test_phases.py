@@ -190,15 +190,6 @@ def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
     assert told in capsys.readouterr().err and not count.folder().exists()
 
 
-def test_a_unit_whose_output_is_lost_cut_or_too_long_is_done_again(count, capsys):
-    assert count() == 0
-    for content in (None, "4", "x" * 99):
-        (count.folder() / "n-00017.txt").unlink()
-        if content is not None:
-            write_text(count.folder() / "n-00017.txt", content)
-        count.made.clear()
-        assert count() == 0 and set(count.made) == {"n-00017"}
-    assert capsys.readouterr().out.count(": making it again") == 3
 
 
 VALUES = ("one", "k", 1), ("two", "k", {"large": 2**70, "name": "\udce9", "text": "a\nb\u2028"}), ("one", "l", [1.5])

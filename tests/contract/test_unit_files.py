@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.tasks import PARTS, Ledger, Unit
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
-from tests.block_digests import block_digests
+from drover.pipeline.data.streams import Input, Piece
 from tests.contract.conftest import OwnStage
 from tests.refusal import refused
 from tests.stand_ins import run_of
@@ -31,24 +32,22 @@ class Upper(OwnStage):
     def body(self, work):
         units = []
         for file in work.listing():
-            cuts = [(0, BLOCK_BYTES), (BLOCK_BYTES, LARGE)] if file["bytes"] >= LARGE else [(0, file["bytes"])]
-            units += [Unit(f"{Path(file['path']).stem}-{start}", {**file, "start": start, "stop": stop,
-                                                                  "whole": len(cuts) == 1}) for start, stop in cuts]
+            borders = sorted({0, min(BLOCK_BYTES, file["bytes"]), file["bytes"]})
+            units += [Unit(f"{Path(file['path']).stem}-{start}", {**file, "start": start, "stop": stop})
+                      for start, stop in pairwise(borders)]
         records = work.do_units("read", units, self.read)
         work.commit([record["outputs"][0] for record in records], {"units": len(records)},
                     files=gathered([entry for record in records for entry in record["inputs"]]))
 
     def read(self, folder, payload):
-        path, start, stop = Path(payload["path"]), payload["start"], payload["stop"]
-        name = f"{path.stem}-{start}"
+        piece = Piece(**payload)
+        name = f"{Path(piece.path).stem}-{piece.start}"
         if name == self.stop_at:
             raise UserError("cannot go on")
         self.made[name] += 1
-        text = path.read_bytes()[start:stop]
-        write_text(folder / f"{name}.txt", text.decode().upper())
-        digests = [hashlib.sha256(text).hexdigest()] if payload["whole"] else block_digests(path, start, stop)
-        entry = {key: payload[key] for key in ("name", "path", "bytes", "mtime_ns", "whole", "start")}
-        return {"outputs": [output_record(folder, folder / f"{name}.txt")], "inputs": [{**entry, "digests": digests}]}
+        source = Input(piece)
+        write_text(folder / f"{name}.txt", source.open().read(piece.stop - piece.start).decode().upper())
+        return {"outputs": [output_record(folder, folder / f"{name}.txt")], "inputs": [source.record()]}
 
     @property
     def state(self):

@@ -8,7 +8,7 @@ from drover.pipeline.core.ordered_map import ordered_map
 from tests.refusal import refused
 
 
-@pytest.mark.parametrize(("threads", "batch"), [(2, 1), (5, 1), (3, 4)])
+@pytest.mark.parametrize(("threads", "batch"), [(5, 1), (3, 4)])
 def test_results_keep_the_order_of_slow_and_fast_items(threads, batch):
     started = []
 

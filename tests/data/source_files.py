@@ -1,6 +1,5 @@
 """Files of every format, and what is read of them, for the tests of sources."""
 
-import csv
 import gzip
 import json
 from dataclasses import replace
@@ -9,6 +8,7 @@ from itertools import pairwise
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+from pyarrow.csv import write_csv
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.tree import Config
@@ -93,18 +93,14 @@ def write_batches(path, *batches, stream=False):
 
 def file_bytes(kind, folder):
     """RECORDS in the format `kind`, as bytes."""
-    path = folder / f"made.{kind.split()[0]}"
     if kind == "jsonl":
         return lines(RECORDS)
     if kind == "json":
         return json.dumps(RECORDS, indent=2).encode()
+    path, whole = folder / f"made.{kind.split()[0]}", pa.RecordBatch.from_pylist(RECORDS)
     if kind == "csv":
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(RECORDS[0]))
-            writer.writeheader()
-            writer.writerows(RECORDS)
+        write_csv(whole, path)
     else:
-        whole = batch(*((name, [record[name] for record in RECORDS]) for name in RECORDS[0]))
         write_batches(path, whole[:2], whole[2:], stream=kind == "arrow stream")
     data = path.read_bytes()
     path.unlink()

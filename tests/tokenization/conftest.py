@@ -1,14 +1,16 @@
 """Small vocabularies of every kind, trained on real text."""
 
 import base64
+import shutil
 
 import pytest
 
 from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.gate import ODD
-from drover.pipeline.tokenization.kinds import open_tokenizer
+from drover.pipeline.tokenization.kinds import open_tokenizer, write_record
 from drover.pipeline.tokenization.simple import write_characters
 from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from drover.pipeline.tokenization.training import chunked, train_sentencepiece
@@ -89,3 +91,15 @@ def vocabularies(files):
     """A vocabulary of every kind, by the names of `KINDS`."""
     return {kind: open_tokenizer("sentencepiece" if kind in ("bpe", "unigram") else kind, files.get(kind))
             for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, files, vocabularies):
+    """What the tokenizer stage leaves of each kind: its file, its record and the export."""
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, folder in made.items():
+        if kind in files:
+            shutil.copy(files[kind], folder)
+        write_hugging_face(vocabularies[kind], folder / "hf")
+        write_record(folder, vocabularies[kind])
+    return made

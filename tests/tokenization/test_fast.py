@@ -1,6 +1,5 @@
 """The fast encoder gives the reference's ids, or the gate says that it does not."""
 
-import shutil
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import pytest
 
 from drover.pipeline.tokenization import fast
 from drover.pipeline.tokenization.base import joined
-from drover.pipeline.tokenization.export import copy_hugging_face, write_hugging_face
+from drover.pipeline.tokenization.export import copy_hugging_face
 from drover.pipeline.tokenization.fast import FastEncoder
 from drover.pipeline.tokenization.gate import odd_strings, verdict
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
@@ -21,16 +20,6 @@ pytest.importorskip("fastokens")
 FAST = ("bpe", "tiktoken", "huggingface")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory, files, vocabularies):
-    """The files that the tokenizer stage leaves of each kind, by kind."""
-    made = {}
-    for kind in ("bpe", "tiktoken", "huggingface", "unigram"):
-        made[kind] = tmp_path_factory.mktemp(kind)
-        shutil.copy(files[kind], made[kind])
-        write_hugging_face(vocabularies[kind], made[kind] / "hf")
-        write_record(made[kind], vocabularies[kind])
-    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)

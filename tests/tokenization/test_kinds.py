@@ -12,33 +12,21 @@ from drover.pipeline.tokenization.kinds import (
     load_tokenizer,
     open_tokenizer,
     vocabulary_record,
-    write_record,
 )
 from tests.refusal import refused, table
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines, with_special
 
 
-@pytest.fixture
-def folder(tmp_path, files, vocabularies):
-    """A function that lays out a finished stage's folder of one kind."""
-    def lay_out(kind):
-        if kind in files:
-            shutil.copy(files[kind], tmp_path)
-        write_record(tmp_path, vocabularies[kind])
-        return tmp_path
-    return lay_out
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stage_folder_loads_back_as_the_vocabulary_it_was_written_from(folder, vocabularies, kind):
-    loaded, vocabulary = load_tokenizer(folder(kind)), vocabularies[kind]
+def test_a_stage_folder_loads_back_as_the_vocabulary_it_was_written_from(folders, vocabularies, kind):
+    loaded, vocabulary = load_tokenizer(folders[kind]), vocabularies[kind]
     assert [loaded.encode(text) for text in ODD_TEXTS] == [vocabulary.encode(text) for text in ODD_TEXTS]
     assert loaded.special_tokens == vocabulary.special_tokens and loaded.bounds == vocabulary.bounds
-    assert vocabulary_record(folder(kind))["size"] == vocabulary.size
+    assert vocabulary_record(folders[kind])["size"] == vocabulary.size
 
 
-def test_another_file_than_the_recorded_one_is_refused(folder, files):
-    place = folder("bpe")
+def test_another_file_than_the_recorded_one_is_refused(folders, files, tmp_path):
+    place = shutil.copytree(folders["bpe"], tmp_path / "bpe")
     (place / "tokenizer.model").write_bytes(files["unigram"].read_bytes())
     refused(UserError, r"not the file that .*vocabulary.json was written for", load_tokenizer, place)
     (place / "tokenizer.model").unlink()
@@ -47,17 +35,12 @@ def test_another_file_than_the_recorded_one_is_refused(folder, files):
     refused(UserError, "--stage tokenizer", load_tokenizer, place)
 
 
-def config(kind, path):
-    return SimpleNamespace(tokenizer=SimpleNamespace(kind=kind, path=path and str(path)))
-
-
-def test_a_ready_tokenizer_and_the_settings_beside_it_are_inputs(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    assert input_files(config("sentencepiece", None)) == []
-    assert input_files(config("huggingface", path)) == [("tokenizer", path)]
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert [name for name, _ in input_files(config("huggingface", path))] == ["tokenizer", "tokenizer_config"]
-    assert input_files(config("tiktoken", path)) == [("tokenizer", path)]
+def test_the_settings_beside_a_ready_tokenizer_are_inputs(tmp_path):
+    """As it is itself, of any kind: tests/stages/test_tokenizer.py."""
+    path, beside = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    beside.write_text("{}")
+    config = SimpleNamespace(tokenizer=SimpleNamespace(kind="huggingface", path=str(path)))
+    assert input_files(config) == [("tokenizer", path), ("tokenizer_config", beside)]
 
 
 @pytest.mark.parametrize(("line", "message"), [

@@ -6,11 +6,10 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from drover.pipeline.data.documents import Document
-from drover.pipeline.tokenization.checking import Check
 from drover.pipeline.tokenization.kinds import load_tokenizer, ready_file
 from drover.pipeline.tokenizer import make
 from tests.tokenization.conftest import ODD_TEXTS, with_special
+from tests.tokenization.test_checking import checked
 
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
             "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
@@ -61,9 +60,7 @@ def test_what_trains_has_the_same_ids_and_takes_names_in_a_text_for_text(made):
     folder, _ = made
     tokenizer, exported = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder / "hf", local_files_only=True)
     assert (tokenizer.bounds, tokenizer.size % 128) == ((SPECIAL[0], SPECIAL[4]), 0)
-    check = Check()
-    for number, text in enumerate([*ODD_TEXTS, "<think>hm</think>", "a<|eot_id|>b"]):
-        check.document(Document(text, "web", f"page-{number}", {}), tokenizer, exported)
+    check = checked(tokenizer, exported, *ODD_TEXTS, "<think>hm</think>", "a<|eot_id|>b")
     assert check.failures == [] and check.tally["hugging_face_failures"] == check.tally["round_trip_failures"] == 0
     assert tokenizer.special_tokens["<|eot_id|>"] not in tokenizer.encode("a<|eot_id|>b")
 

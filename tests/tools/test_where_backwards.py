@@ -3,7 +3,6 @@
 import json
 import random
 import shlex
-import shutil
 from collections import defaultdict
 
 import pytest
@@ -167,7 +166,7 @@ def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, t
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
     recorded = Recorded(tmp_path / "mini", traced, settings=(PACKED,))
     answers = [asked(capsys, recorded, *question) for question in (("--step", "3"), ("--find", "says", "--limit", "3"))]
-    shutil.rmtree(recorded.train / "packing")
+    next((recorded.train / "packing").rglob("*.bins")).unlink()
     before = sorted(tmp_path.rglob("*"))
     assert asked(capsys, recorded, "--find", "says", "--limit", "3") == answers[1]
     main(["--run", str(recorded.folder), "--json", "--step", "3"])

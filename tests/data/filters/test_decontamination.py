@@ -112,24 +112,22 @@ def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
     many = tmp_path / "many.jsonl"
     write_jsonl(many, [{"text": ITEM}] * (MOST_IN_META + 2))
     write_sets(tmp_path)
-    own = made(kind="decontamination", action="flag", files=[
-        {"path": str(many), "task": "spiders", "fields": ["text"]},
-        {"path": str(tmp_path / "set.jsonl"), "fields": ["question", "tags"]}])
+    own = filter_of((many, ["text"]), (tmp_path / "set.jsonl", ["question", "tags"]), action="flag")
     after = own(Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3}))
     assert after == Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3, "contamination": {
-        "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.jsonl:1"]}})
+        "many": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.jsonl:1"]}})
     found = own.summary(own.findings())
-    assert found["spiders"]["found"] == MOST_IN_META + 2 and found["spiders"]["documents"] == 1
+    assert found["many"]["found"] == MOST_IN_META + 2 and found["many"]["documents"] == 1
     assert (found["set"]["action"], found["set"]["which"]) == ("flag", {"set.jsonl:1": 1})
 
 
 def test_a_task_is_read_as_its_file_says():
     task = REPOSITORY / "configs/tasks/python_line.yaml"
-    own, wrong = (made(kind="decontamination", files=[{"path": str(task)}], n=n, min_words=n) for n in (5, 9))
+    own = filter_of((task, []), n=9, min_words=9)
     assert own.reads() == [task, task.with_suffix(".jsonl")]
     right = 'class Node:\n    def __init__(self, value):\n        self.value = value\n'
     assert outcome(own, right) == "contains items of python_line"
-    assert outcome(wrong, "class Node: def __init__(self, value): value self value") != "contains items of python_line"
+    assert outcome(own, "class Node: def __init__(self, value): value self value") is None
 
 
 @pytest.mark.parametrize(("name", "content", "fields", "told"), table(r"""

@@ -137,8 +137,6 @@ def test_signatures_are_a_function_of_the_text_alone():
     [found] = map(ast.literal_eval, said)
     texts = ["some words that are like these äö one two", "", "a b c d e"]
     assert found == [signatures([text], FINEWEB)[0].tolist() for text in texts]
-    one, short, other = np.array(found, np.uint64)
-    assert (short == NONE).all() and (one != NONE).all() and (one != other).all()
     assert signatures([], FINEWEB).shape == (0, 14)
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,12 +26,12 @@ def numbered(count):
     return lines({"text": f"{own} {random.Random(own).random()}"} for own in range(count))
 
 
-@pytest.mark.parametrize(("behind", "more"), [(bytes(70_000), 0), (bytes(3) + gzip.compress(numbered(7)), 7)],
-                         ids=["at the end", "between members"])
-def test_zeros_behind_gzip_data_are_padding(tmp_path, behind, more):
-    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(numbered(2000)) + behind)
+def test_zeros_behind_gzip_data_are_padding(tmp_path):
+    """Between members and at the end."""
+    (tmp_path / "f.jsonl.gz").write_bytes(
+        gzip.compress(numbered(2000)) + bytes(3) + gzip.compress(numbered(7)) + bytes(70_000))
     documents, rejections = read(tmp_path / "f.jsonl.gz")
-    assert rejections == [] and len(documents) == 2000 + more
+    assert rejections == [] and len(documents) == 2007
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
@@ -83,7 +84,7 @@ def test_a_field_that_cannot_be_kept_is_named(tmp_path):
 
 
 def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):
-    (tmp_path / "f.csv").write_text('id,text\n1,good\n2\n3,a,b\n\n4,"also\ngood"\n5,"never closed\n6,swallowed\n')
+    (tmp_path / "f.csv").write_text('id,text\r\n1,good\r\n2\n3,a,b\n\n4,"also\ngood"\n5,"never closed\n6,swallowed\n')
     documents, rejections = read(files_source(tmp_path / "f.csv", id_field="id"))
     assert [(document.id, document.text) for document in documents] == [("1", "good"), ("4", "also\ngood")]
     assert lost(rejections) == [(2, False), (3, False), (5, True)]
@@ -97,7 +98,7 @@ def test_a_torn_row_group_or_record_batch_costs_its_own_rows(tmp_path, ending, t
     if ending == "parquet":
         start = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
     else:  # the metadata of the second batch, which follows those of the schema and of the first
-        start = data.index(b"\xff" * 4, data.index(b"\xff" * 4, data.index(b"\xff" * 4) + 8) + 8) + 8
+        start = [found.end() for found in re.finditer(b"\xff{4}", data)][2] + 4
     path.write_bytes(data[:start] + b"\xff" * 32 + data[start + 32:])
     documents, [rejection] = read(path)
     assert texts(documents) == rows[:300] + rows[600:]

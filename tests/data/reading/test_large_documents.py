@@ -1,11 +1,10 @@
 """Documents beyond `shard.max_document_mb`: each costs itself, is named, and is never held in memory."""
 
-import json
 import tracemalloc
 
 import pytest
 
-from tests.data.source_files import COMPRESS, files_source, read
+from tests.data.source_files import COMPRESS, files_source, lines, read
 
 REASON = "longer than shard.max_document_mb (1 MB) allows"
 LARGE = 20_000_000
@@ -55,10 +54,10 @@ def test_a_field_of_csv_costs_what_follows_it(tmp_path, text):
 
 
 def test_bytes_of_utf_8_count_and_not_characters(tmp_path):
+    """Of columns too: test_columns.py."""
     for name, text in (("a", "\u20ac" * 333_333 + "x"), ("b", "\u20ac" * 333_334)):
         (tmp_path / f"{name}.txt").write_text(text)
-        values = [{"text": "x" * 900_000}, {"text": text}]
-        (tmp_path / f"{name}.json").write_text(json.dumps(values, ensure_ascii=False))
+        (tmp_path / f"{name}.json").write_bytes(lines([{"text": "x" * 900_000}, {"text": text}]))
     documents, rejections = read(tmp_path / "*", max_document_mb=1.0)
     assert [own.id for own in documents] == ["a.json:1", "a.json:2", "a.txt", "b.json:1"]
     assert [own.file for own in rejections] == ["b.json", "b.txt"]

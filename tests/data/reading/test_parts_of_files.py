@@ -1,7 +1,6 @@
 """Files read in parts: every document once, in order, as if the file were read whole; and what parts say of it."""
 
 import codecs
-import gzip
 import hashlib
 import json
 import os
@@ -20,7 +19,6 @@ from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data import sources, streams
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import reading_units
-from tests.block_digests import block_digests
 from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
 from tests.refusal import refused
 
@@ -112,20 +110,24 @@ def test_what_is_wrong_with_the_file_as_a_whole_is_said_once(tmp_path, ending):
 
 
 def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
+    """A part has the hashes of the blocks that begin in it."""
+    def digests(start, stop):
+        return [hashlib.sha256(content[at:at + 1000]).hexdigest()
+                for at in range(-(-start // 1000) * 1000, min(stop, size), 1000)]
     path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"text": f"{number} " * (number % 50)} for number in range(3000)))
-    size = path.stat().st_size
+    content, size = path.read_bytes(), path.stat().st_size
     for module in ("contract.content_hash", "contract.external_inputs", "data.streams"):
         monkeypatch.setattr(f"drover.pipeline.{module}.BLOCK_BYTES", 1000)
     monkeypatch.setattr(streams, "BUFFER", 4096)
     about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
     assert read(payload_of(path))[3] == [
-        {**about, "whole": True, "start": 0, "digests": [hashlib.sha256(path.read_bytes()).hexdigest()]}]
+        {**about, "whole": True, "start": 0, "digests": [hashlib.sha256(content).hexdigest()]}]
     borders = [0, 1, 999, 1000, 1001, 70_500, 70_999, size - 1, size]
     seen = in_parts(path, borders)[3]
-    assert seen == [{**about, "whole": False, "start": start, "digests": block_digests(path, start, stop)}
+    assert seen == [{**about, "whole": False, "start": start, "digests": digests(start, stop)}
                     for start, stop in pairwise(borders)]
-    whole = f"blocks:{hashlib.sha256(b''.join(map(bytes.fromhex, block_digests(path, 0, size)))).hexdigest()}"
+    whole = f"blocks:{hashlib.sha256(b''.join(map(bytes.fromhex, digests(0, size)))).hexdigest()}"
     assert content_hash(str(path), whole) == whole and gathered(seen[::-1]) == [{**about, "sha256": whole}]
 
 
@@ -135,17 +137,15 @@ def bytes_read():
 
 
 def test_nothing_is_read_twice(tmp_path, monkeypatch):
-    """Hashing included: a part reads its own bytes and what its last record needs beyond them."""
-    path, packed = tmp_path / "f.jsonl", tmp_path / "g.jsonl.gz"
+    """Hashing included: a part reads its own bytes and what its last record needs beyond them. Of whole files,
+    tests/storage/test_object_sources.py has it."""
+    path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"text": f"{number} " * 20} for number in range(5000)))
-    packed.write_bytes(gzip.compress(os.urandom(200_000).hex().encode(), mtime=0))
-    monkeypatch.setattr("drover.pipeline.data.streams.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 10_000)
     monkeypatch.setattr(streams, "BUFFER", 1000)
-    for own, borders, least, more in ((path, (10**5, 2 * 10**5), 10**5, 9000),
-                                      (packed, (), packed.stat().st_size, 150_000)):
-        before = bytes_read()
-        read(payload_of(own, *borders))
-        assert least <= bytes_read() - before < least + more
+    before = bytes_read()
+    read(payload_of(path, 10**5, 2 * 10**5))
+    assert 10**5 <= bytes_read() - before < 10**5 + 9000
 
 
 @pytest.mark.parametrize("change", ["size", "content", "while it is read"])
@@ -161,27 +161,29 @@ def test_a_file_that_changes_is_refused_by_name(tmp_path, change):
     refused(UserError, r"f\.jsonl is not what it was when the stage shard began", list, items)
 
 
-def cut(folder, files, shard_mb=0.001, **fields):
-    """Units of reading, as (file, start, stop) of their pieces, of files of these sizes that hold nothing."""
+def units_of(folder, files, source=(), **settings):
+    """Units of reading files of these sizes that hold nothing; source: fields of their source."""
     for name, size in files.items():
         with open(folder / name, "wb") as file:
             file.truncate(size)
-    found = reading_units(ShardConfig(sources=[files_source(folder / "*", **fields)], shard_mb=shard_mb),
-                          listed_files([(f"s/{name}", folder / name) for name in files]))
+    config = ShardConfig(sources=[files_source(folder / "*", **dict(source))], **settings)
+    found = reading_units(config, listed_files([(f"s/{name}", folder / name) for name in files]))
     assert [payload["name"] for payload in found] == [f"s-{number:05d}" for number in range(len(found))]
+    return found
+
+
+def cut(folder, files, shard_mb=0.001, **source):
+    """(file, start, stop) of the pieces of each unit."""
     return [[(Path(piece["path"]).name, piece["start"], piece["stop"]) for piece in payload["pieces"]]
-            for payload in found]
+            for payload in units_of(folder, files, source, shard_mb=shard_mb)]
 
 
 def test_the_first_units_of_a_source_keep_examples_if_there_are_filters(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "EXAMPLE_UNITS", 2)
-    for name in "abc":
-        (tmp_path / name).write_bytes(bytes(1000))
-    files = listed_files([(f"s/{name}", tmp_path / name) for name in "abc"])
     for filters, kept in (([{"kind": "length", "min_words": 1}], [7, 7, None]), ([], [None] * 3)):
-        config = ShardConfig.model_validate({"sources": [files_source(tmp_path / "*", format="txt")],
-                                             "filters": filters, "shard_mb": 0.001, "dropped_examples": 7})
-        assert [payload.get("examples") for payload in reading_units(config, files)] == kept
+        found = units_of(tmp_path, dict.fromkeys("abc", 1000), {"format": "txt"}, filters=filters, shard_mb=0.001,
+                         dropped_examples=7)
+        assert [payload.get("examples") for payload in found] == kept
 
 
 def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monkeypatch):

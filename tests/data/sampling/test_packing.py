@@ -1,6 +1,5 @@
 """The plan of documents packed by best fit: found, remade or refused. What it makes, test_over_phases.py compares."""
 
-import gc
 import shutil
 
 import numpy as np
@@ -35,17 +34,6 @@ def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
     assert len({one.order.plan_sha256 for one in (data, *others)}) == 3
 
 
-def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):
-    """That nothing is written, tests/tools/test_where_backwards.py has."""
-    table, told = write_numbered(tmp_path, FEW), []
-    kept = packed(tmp_path, table)
-    kept.packings[0].path(1).unlink()
-    own = packed(tmp_path, table, planner=lambda planning: read(planning, told.append))
-    assert "is not in" in told[0] and own.order.plan_sha256 == kept.order.plan_sha256
-    place = own.packings[0].planning.folder
-    del own
-    gc.collect()
-    assert not place.exists()
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "of another shard"])

@@ -97,13 +97,9 @@ def plan_for(config):
 
 
 def test_limits_and_what_is_said():
-    phases = [{"until": 6400}, {"until": 14_400, "mixture": {"web": 1, "code": 1, "books": 1}}]
-    config = config_of(phases=phases, max_epochs={"books": 2, "web": 0.1})
-    web, books = excesses(config.train, plan_for(config))
-    assert web.startswith("train.max_epochs allows 0.1 of web, and the plan takes 0.2")
-    assert books.startswith("train.max_epochs allows 2 of books, and the plan takes 2.")
-    assert not excesses(config_of(phases=phases, max_epochs=4).train, plan_for(config))
-    freely = config_of(phases=[*phases, {"until": 20_000, "mixture": {"web": 0, "code": 0, "books": 1}}])
+    """Limits of a plan in phases, test_packed_phases.py has and tests/launch/test_phases.py."""
+    freely = config_of(phases=[{"until": 6400}, {"until": 14_400, "mixture": {"web": 1, "code": 1, "books": 1}},
+                               {"until": 20_000, "mixture": {"web": 0, "code": 0, "books": 1}}])
     said = plan_lines(freely.train, plan_for(freely))
     assert {"phase 3: steps 91 to 125, 5.6k tokens, 10 sequences of 16 a step",
             "  books: 5.6k tokens (100%) of 801, 6.99 epochs, 9.85 so far"} < {*said}

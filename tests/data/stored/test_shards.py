@@ -69,11 +69,10 @@ def test_a_stored_shard_says_what_the_file_says_whatever_the_cache_holds(made, w
     assert ["has no room" in text for text in said] == [True] * (room == 0.5)  # once
 
 
-@pytest.mark.parametrize(("whole", "kind"), [(True, "cut"), (False, "error"), (False, "truncate")])
-def test_a_store_that_fails_for_a_while_gives_a_right_result(made, moto_server, whole, kind):
-    """Other stores and faults, tests/storage/test_failing_stores.py has."""
-    tokens = made.tokens(moto_server.url, whole=whole)
-    fault = moto_server.fail(kind, times=2, method="GET", path="00003.arrow")
+def test_a_part_that_does_not_come_whole_for_a_while_is_asked_for_again(made, moto_server):
+    """Of whole shards, test_node_cache.py has it; other stores and faults, tests/storage/test_failing_stores.py."""
+    tokens = made.tokens(moto_server.url, whole=False)
+    fault = moto_server.fail("truncate", times=2, method="GET", path="00003.arrow")
     assert everything(tokens(3, made.records[3], 0)) == everything(made.files[3])
     assert fault.met == 2
 
