@@ -86,12 +86,6 @@ def test_overrides_reach_into_lists(written):
     assert config.shard.sources[0].name == "b" and config.train.lr == 2e-4
 
 
-def test_broken_files_are_refused_in_one_sentence(written):
-    assert "not valid YAML" in refusal(written("train: [1\n"))
-    assert "written twice" in refusal(written("name: a\ntrain: {}\nname: b\n"))
-    assert "mapping" in refusal(written("- 1\n"))
-
-
 def test_execution_fields_are_no_identity():
     config = load_config(REPOSITORY / "configs/demo.yaml")
     same = load_config(REPOSITORY / "configs/demo.yaml",

@@ -2,11 +2,10 @@
 
 import pytest
 
-from drover.pipeline.config.batch import with_largest
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.loading import dump_config, load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
-from drover.pipeline.config.phases import PhasePlan, in_phases, only_phases_differ
+from drover.pipeline.config.phases import PhasePlan, only_phases_differ
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
@@ -127,8 +126,6 @@ def test_ranks_are_checked_against_every_phase(load):
     zero = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "deepspeed"})})
     [said] = rank_problems(zero, 1)
     assert "the same number of micro-batches in every step, and in train.phases they are 8, 3" in said
-    assert with_largest(config, 1).train.sequence_length == 256
-    assert [within.train.batch_tokens for _, within in in_phases(config)] == [1024, 1536]
 
 
 def test_without_words_about_it_the_learning_rate_is_that_of_the_whole_run():

@@ -39,11 +39,6 @@ def test_an_alias_inside_of_itself(tmp_path, written, text):
     assert f"{tmp_path}/c.yaml:" in said and "the value of an alias contains the alias itself" in said
 
 
-def test_an_alias_may_be_used_often(written):
-    text = "train: {prompts: &x [a, b]}\nevaluate: {prompts: *x}\n"
-    assert load_config(written(text)).evaluate.prompts == ["a", "b"]
-
-
 def test_aliases_of_aliases_are_counted_before_they_are_written_out(written, monkeypatch):
     """2^40 values in 42 lines; of an override, too."""
     doubled = ", ".join(f"&a{number} [*a{number - 1}, *a{number - 1}]" for number in range(1, 41))
@@ -63,9 +58,10 @@ def test_aliases_of_aliases_are_counted_before_they_are_written_out(written, mon
     (b"name: x\ntrain: {prompts: [caf\xe9]}\n", "c.yaml:2: the byte 0xe9 is not UTF-8"),
     ("name: x\n".encode("utf-16"), "c.yaml is UTF-16, not UTF-8"), (b"[" * 20_000, "nested too deeply"),
     (b"name: \x00\n", "c.yaml, position 6"), (b"name: [a\n", "c.yaml, line 1, column 7"),
+    (b"train: [1\n", "not valid YAML"), (b"name: a\ntrain: {}\nname: b\n", "written twice"), (b"- 1\n", "mapping"),
     *((b"name: !!python/" + tag, "c.yaml:1: the tag tag:yaml.org,2002:python/") for tag in (
         b"name:os.system", b"object/apply:os.system [ls]", b"object/new:x {a: 1}"))])
-def test_files_that_are_no_text(written, data, words):
+def test_files_that_cannot_be_read(written, data, words):
     assert words in refusal(written(data))
 
 

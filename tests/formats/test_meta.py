@@ -110,20 +110,14 @@ def test_one_matrix_for_both_ends_is_seen_however_it_is_stored(stored, parts, tm
     assert (made / "consolidated.00.pth").stat().st_size < 4 * TIED.parameter_count / parts + 20_000, "room for one"
 
 
-META_PARAMS = {
-    "llama2_7b": {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, "vocab_size": -1},
-    "llama3.1_8b": {"dim": 4096, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, "n_heads": 32, "n_kv_heads": 8,
-                    "n_layers": 32, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
-                    "vocab_size": 128256},
-    "llama3.2_1b": {"dim": 2048, "ffn_dim_multiplier": 1.5, "multiple_of": 256, "n_heads": 32, "n_kv_heads": 8,
-                    "n_layers": 16, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
-                    "vocab_size": 128256},
-}
-
-
-@pytest.mark.parametrize("name", META_PARAMS)
-def test_the_published_params_are_the_presets(name, tmp_path):
-    (tmp_path / "params.json").write_text(json.dumps(META_PARAMS[name]))
+@pytest.mark.parametrize(("name", "published"), table("""
+    llama2_7b -> {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, "vocab_size": -1}
+    llama3.1_8b -> {"dim": 4096, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, "n_heads": 32, "n_kv_heads": 8, \
+"n_layers": 32, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": true, "vocab_size": 128256}
+    llama3.2_1b -> {"dim": 2048, "ffn_dim_multiplier": 1.5, "multiple_of": 256, "n_heads": 32, "n_kv_heads": 8, \
+"n_layers": 16, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": true, "vocab_size": 128256}"""))
+def test_the_published_params_are_the_presets(name, published, tmp_path):
+    (tmp_path / "params.json").write_text(published)
     known = PRESETS[name]
     found = config_of(read_params(tmp_path), vocab_size=known.vocab_size, kv_heads=known.kv_heads,
                       tied=known.tied_embeddings)

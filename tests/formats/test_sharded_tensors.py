@@ -84,14 +84,6 @@ def test_every_way_of_reading_gives_the_same(tmp_path, monkeypatch, block, run):
             assert same(reader.read("x", *part), part_of(tensor, *part))
 
 
-def test_a_read_outside_is_refused(tmp_path):
-    write_checkpoint(tmp_path, {"x": torch.randn(8, 6)})
-    with CheckpointReader(tmp_path) as reader:
-        refused(ValueError, "does not lie in", reader.read, "x", (4, 0), (5, 6))
-        with pytest.raises(KeyError):
-            reader.read("y")
-
-
 def test_the_library_reads_the_files(tmp_path):
     """Alone in its file a piece has the tensor's name; types of all widths lie in one file."""
     path, tensor = tmp_path / "a.safetensors", torch.randn(5, 4)

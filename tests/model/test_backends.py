@@ -1,5 +1,8 @@
 """Every way to compute attention inside documents against the dense mask, and the choice among them."""
 
+from dataclasses import replace
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
@@ -151,7 +154,7 @@ def on_gpu(monkeypatch, capability=(9, 0), **changes):
 
 def test_on_a_cpu_auto_goes_document_by_document_and_says_why_it_does_not():
     assert (choose("auto", CPU).backend.name, choose("auto", CPU).fallback) == ("by_document", "")
-    compiled = choose("auto", Where(CPU.device, CPU.dtype, compiled=True, head_dim=64))
+    compiled = choose("auto", replace(CPU, compiled=True))
     assert compiled.backend.name == "sdpa"
     assert compiled.fallback == ("by_document cannot be compiled, because every batch has documents of other lengths, "
                                  "so sdpa computes attention inside documents")
@@ -171,15 +174,25 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
     assert choice.backend.name == name and choice.fallback.startswith(why) and bool(choice.fallback) == bool(why)
 
 
-@pytest.mark.parametrize("name, says", table("""
-    varlen -> 'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here
-    flex -> 'flex' has no backward pass on a cpu device
-    flash -> 'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class
-    nowhere.to_be:Found -> cannot be loaded: No module named 'nowhere'
-    drover.model.attention.sdpa:Sdpb -> has no attribute 'Sdpb'
-    drover.model.attention.backend:Documents -> is no class derived from"""))
-def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, says):
-    refused(ValueError, says, choose, name, CPU)
+class Ignorant(Sdpa):
+    """Of windows."""
+
+    windows: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("name, needed, says", table("""
+    varlen -> none -> 'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here
+    flex -> none -> 'flex' has no backward pass on a cpu device
+    by_document -> compiled -> 'by_document' cannot be compiled
+    flex -> segmented -> 'flex' knows no context parallelism. Take auto, which is by_document here
+    tests.model.test_backends:Ignorant -> windowed -> knows no sliding window. Take auto, which is by_document here
+    flash -> none -> 'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class
+    nowhere.to_be:Found -> none -> cannot be loaded: No module named 'nowhere'
+    drover.model.attention.sdpa:Sdpb -> none -> has no attribute 'Sdpb'
+    drover.model.attention.backend:Documents -> none -> is no class derived from"""))
+def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, needed, says):
+    where = CPU if needed == "none" else replace(CPU, **{needed: True})
+    refused(ValueError, says, choose, name, where)
 
 
 def test_a_backend_from_outside_is_taken_by_its_place():

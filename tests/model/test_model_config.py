@@ -7,6 +7,7 @@ import yaml
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS
+from tests.model.test_backends import CONFIG
 from tests.refusal import table
 
 # Computed once from Meta's params.json files, independently of this code: parameters, bytes of the KV cache for each
@@ -58,6 +59,14 @@ def test_causal_halves_only_attention():
     config = ModelConfig(dim=288, layers=6, heads=6, kv_heads=2, ffn_dim=768, vocab_size=8192)
     matmul = 6 * (6 * (2 * 288 * 288 + 2 * 288 * 96 + 3 * 288 * 768) + 8192 * 288)
     assert config.flops_per_token(256, causal=True) == matmul + 6 * 6 * 288 * 256
+
+
+def test_a_window_takes_from_attentions_operations():
+    plain, windowed = (CONFIG.model_copy(update={"layers": 4, **changes}) for changes in (
+        {}, {"sliding_window": 8, "full_attention_interval": 4}))
+    for causal, full, part in ((False, 32.0, 8.0), (True, 16.0, 7.0)):  # causal: 8 - 8 * 8 / 64
+        assert plain.flops_per_token(32, causal) - windowed.flops_per_token(32, causal) == 12 * 48 * 3 * (full - part)
+        assert plain.flops_per_token(8, causal) == windowed.flops_per_token(8, causal)
 
 
 PROBLEMS = """

@@ -15,22 +15,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("head_dim", "factor", "bands", "golden"), [
-    (128, None, None, {29: 2.61609925e-3, 32: 1.41421356e-3, 34: 9.38473870e-4, 63: 2.45514079e-6}),
-    (64, None, None, {15: 2.13111954e-3, 16: 1.41421356e-3, 17: 9.38473870e-4, 31: 3.01385815e-6}),
-    (128, 8, (29, 6, 29), {29: 2.16657076e-3, 32: 5.24846161e-4, 34: 1.78507813e-4, 63: 3.06892599e-7}),
-    (64, 32, (15, 3, 14), {15: 1.29054793e-3, 16: 4.29556797e-4, 17: 9.70828780e-5, 31: 9.41830673e-8}),
-    (128, 32, (29, 6, 29), {32: 4.29556797e-4, 63: 7.67231497e-8})])
-def test_frequencies(head_dim, factor, bands, golden):
-    """Scaled, some are kept, some between, and some divided by the factor."""
-    frequencies = rotary_frequencies(head_dim, 5e5, RopeScaling(factor=factor) if factor else None)
-    for index, value in golden.items():
-        assert frequencies[index].item() == pytest.approx(value, rel=5e-9)
-    if factor:
-        ratio = rotary_frequencies(head_dim, 5e5) / frequencies
-        kept, divided = (int(torch.isclose(ratio, torch.tensor(each, dtype=ratio.dtype)).sum())
-                         for each in (1.0, float(factor)))
-        assert (kept, head_dim // 2 - kept - divided, divided) == bands
+@pytest.mark.parametrize(("head_dim", "scaling", "golden"), [
+    (128, None, {28: 3.21144599e-3, 29: 2.61609925e-3, 32: 1.41421356e-3, 34: 9.38473870e-4, 63: 2.45514079e-6}),
+    (128, RopeScaling(factor=8), {28: 3.21144599e-3, 29: 2.16657076e-3, 34: 1.78507813e-4, 35: 9.55621235e-5}),
+    (64, RopeScaling(factor=32), {14: 3.21144599e-3, 15: 1.29054793e-3, 17: 9.70828780e-5, 18: 1.94616382e-5})])
+def test_frequencies(head_dim, scaling, golden):
+    """Scaled, the first two of these lie on either side of where frequencies are kept, the last two on either side of
+    where they are divided by the factor."""
+    frequencies = rotary_frequencies(head_dim, 5e5, scaling)
+    assert {index: frequencies[index].item() for index in golden} == pytest.approx(golden, rel=5e-9)
 
 
 def test_in_bfloat16_only_input_and_result_are_rounded():

@@ -18,7 +18,8 @@ def sockets():
 
 
 def talk(ranks, arity):
-    """Values of all ranks joined, rank 0's told, long ones too; what was left in the store, and sockets opened."""
+    """Asserts on each rank that all hear what rank 0 says, that it hears all in order, long values too, and that nobody
+    opens a socket. The most values that were joined at once, and what was left in the store."""
     before = sockets()
     with mock.patch.object(host_channel, "ARITY", arity), mock.patch.object(host_channel, "MOST_BYTES", 1000):
         channel, widest = HostChannel(ranks), []
@@ -26,17 +27,17 @@ def talk(ranks, arity):
         def join(lists):
             widest.append(len(lists))
             return [value for part in lists for value in part]
-        told = [channel.same(("go", ranks.rank))]
-        joined = [channel.joined([(ranks.rank, os.urandom(5000 * ranks.rank))], join)]
-        told.append(channel.same(joined[0]))
-        joined.append(channel.joined([ranks.rank], join))
-        opened = sockets() - before
-        everyone = ranks.gather((told, opened, max(widest, default=0)))
-    left = [key for key in channel._store.list_keys() if "drover/hosts" in key] if ranks.world > 1 else []
+        assert channel.same(("go", ranks.rank)) == ("go", 0)
+        long = channel.joined([(ranks.rank, os.urandom(5000 * ranks.rank))], join)
+        heard, short = channel.same(long), channel.joined([ranks.rank], join)
+        assert sockets() <= before, "a rank has its connection to the store already"
+        everyone = ranks.gather((heard, max(widest, default=0)))
+    if ranks.leads:
+        assert [rank for rank, _ in long] == short == list(range(ranks.world))
+        assert all(value == long for value, _ in everyone)
+    left = [key for key in channel._store.list_keys() if "drover/hosts" in key]
     ranks.barrier()
-    return {"joined": [[rank if isinstance(rank, int) else rank[0] for rank in found or ()] for found in joined],
-            "alike": all(one[0] == everyone[0][0] for one in everyone), "first": told[0],
-            "opened": max(one[1] for one in everyone), "widest": max(one[2] for one in everyone), "left": left}
+    return {"widest": max(most for _, most in everyone), "left": left}
 
 
 OVER_ALL = ("all_reduce", "barrier", "new_group", "broadcast", "all_gather", "gather", "send", "recv")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from drover.model.attention.backend import Where
-from drover.model.attention.by_document import ByDocument
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import attention
 from drover.pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
@@ -18,12 +17,8 @@ CPU = torch.device("cpu")
 
 
 def test_what_cannot_be_had_is_said_to_the_user():
-    where = Where(CPU, torch.float32, compiled=False, head_dim=32)
-    assert isinstance(choose_attention("auto", where).backend, ByDocument)
     refused(UserError, r"train.attention cannot be used here: attention 'varlen' needs a GPU, not", choose_attention,
-            "varlen", where)
-    refused(UserError, "'by_document' cannot be compiled", choose_attention, "by_document",
-            Where(CPU, torch.float32, compiled=True, head_dim=32))
+            "varlen", Where(CPU, torch.float32, compiled=False, head_dim=32))
 
 
 @pytest.mark.parametrize("name, capability, installed, taken", table(r"""

@@ -6,19 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from drover.model.attention.backend import Documents, Where
-from drover.model.attention.choosing import choose
+from drover.model.attention.backend import Documents
 from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.sampling.batch import pack
-from drover.pipeline.parallel.attention import choose_attention
-from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, part_of, places
+from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, places
 from drover.pipeline.parallel.grid import Grid
 from tests.model import test_backends
 from tests.model.test_backends import WAYS, inputs, numbered
 from tests.parallel.groups import run_case
-from tests.parallel.train_steps import windows
-from tests.refusal import refused
 
 ROWS = {
     "one document": ((48,), (48,)),
@@ -26,7 +20,6 @@ ROWS = {
     "mixed": ((1, 9, 1, 5, 32), (7, 41)),
     "shorter than the chunks": ((3, 5, 2, 7, 1, 6, 4, 3, 5, 12), (2,) * 24),
 }
-CPU = torch.device("cpu")
 
 
 def attended(ranks, kv_heads, window):
@@ -73,21 +66,6 @@ def test_few_sizes_of_keys_are_met_however_documents_fall():
     assert len(sizes) <= 8 and all(size % 64 == 0 for size in sizes)
 
 
-@pytest.mark.parametrize("across", [False, True])
-def test_parts_of_a_batch_hold_every_token_with_its_label_and_position(across):
-    whole = pack(windows(0))
-    parts = [part_of(whole, 4, rank, across) for rank in range(4)]
-    index = places(parts[0].lengths, 4)
-    for name in ("tokens", "labels", "positions"):
-        joined = torch.cat([getattr(part, name) for part in parts], dim=1)
-        expected = torch.arange(48).expand(8, 48) if across and name == "positions" else getattr(whole, name)
-        assert torch.equal(torch.empty_like(joined).scatter_(1, index.flatten(1), joined), expected), name
-    assert all(part.targets == whole.targets for part in parts), "every rank knows the group's number"
-    assert parts[0].lengths == (((48,),) * 8 if across else whole.lengths)
-    micro_batches = list(parts[1].split(1))
-    assert [batch.lengths for batch in micro_batches] == [(row,) for row in parts[1].lengths]
-
-
 def exchanges(**settings):
     return run_case(2, "", {"body": "tests.parallel.train_steps:exchanges", **settings})
 
@@ -110,10 +88,3 @@ def test_compiled_blocks_compute_gradients_of_weights_while_activations_gradient
                                        ("cp", again, [1, 8], [1]), ("tp", again, [0, 5], [0, 2, 3])):
         found = exchanges(backend="inductor", parallel={axis: 2}, train=train)
         assert [sorted(set(found[kind])) for kind in ("gathers", "sums")] == [gathers, sums]
-
-
-def test_backends_that_know_no_segments_are_not_taken():
-    where = Where(CPU, torch.float32, compiled=False, head_dim=64, segmented=True)
-    assert choose("auto", where).backend.name == "by_document"
-    refused(UserError, r"'flex' knows no context parallelism\. Take auto, which is by_document here", choose_attention,
-            "flex", where)

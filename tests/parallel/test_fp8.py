@@ -18,6 +18,7 @@ from drover.pipeline.parallel.activation_checkpointing import checkpoint_activat
 from drover.pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
 from tests.conftest import slow
 from tests.parallel.groups import run_case
+from tests.parallel.test_activation_checkpointing import CONFIG, loss
 from tests.parallel.train_steps import MODEL
 from tests.refusal import refused, table
 
@@ -25,8 +26,6 @@ pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs
 
 RECIPES = ["rowwise", "rowwise_with_gw_hp", "tensorwise"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-TINY = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn_dim=48, vocab_size=64, context_length=32)
-TOKENS = torch.arange(32).view(1, 32)
 
 
 def settings(**train):
@@ -34,19 +33,18 @@ def settings(**train):
 
 
 def converted(recipe):
-    """TINY with its initial weights in bfloat16."""
+    """CONFIG with its initial weights in bfloat16."""
     with torch.device("meta"):
-        model = Llama(TINY)
+        model = Llama(CONFIG)
     convert_to_fp8(model, settings(fp8_recipe=recipe), CPU)
     model = model.to_empty(device="cpu").bfloat16()
-    initialise(model, TINY, seed=0)
+    initialise(model, CONFIG, seed=0)
     return model
 
 
 def step(model):
-    loss = model(TOKENS, TOKENS.roll(-1, 1))
-    loss.backward()
-    return loss.detach()
+    (found := loss(model)).backward()
+    return found.detach()
 
 
 def test_the_converted_layers_are_those_that_were_written_down():
@@ -120,7 +118,7 @@ def test_every_layers_products_are_those_of_a_quantiser_of_our_own(recipe):
     """Within the rounding of results to bfloat16; in bf16 they would differ by ten times as much."""
     model, seen = converted(recipe), {}
     for name, module in model.named_modules():
-        if name in division(TINY, settings()).converted:
+        if name in division(CONFIG, settings()).converted:
             module.register_forward_hook(lambda _, given, out, name=name: seen.update({name: [given[0], out]}))
             module.register_full_backward_hook(lambda _, given, out, name=name: seen[name].extend((given[0], out[0])))
     step(model)
@@ -146,7 +144,7 @@ def test_bits_are_equal_over_layouts(recipe):
 
     expected = train(1, accumulation=2)
     for found in (train(2), train(2, parallel={"dp_replicate": 2}), train(2, parallel={"reshard": "never"})):
-        np.testing.assert_allclose(*([loss for loss, _ in one["results"]] for one in (found, expected)), rtol=1e-14)
+        np.testing.assert_allclose(*([value for value, _ in one["results"]] for one in (found, expected)), rtol=1e-14)
         for ours, theirs in zip(found["gradients"], expected["gradients"], strict=True):
             assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
@@ -156,8 +154,8 @@ def test_bits_are_equal_over_layouts(recipe):
     "activation_checkpointing": "selective", "kept_activations": ["wo", "w3"]}], ids=["full", "selective"])
 def test_checkpointing_is_bit_equal_and_parameters_are_what_they_were(recipe, train):
     """Names, order, shapes, type and gradients: what a checkpoint holds does not change."""
-    plain, model, bf16 = converted(recipe), converted(recipe), Llama(TINY).bfloat16()
-    initialise(bf16, TINY, seed=0)
+    plain, model, bf16 = converted(recipe), converted(recipe), Llama(CONFIG).bfloat16()
+    initialise(bf16, CONFIG, seed=0)
     checkpoint_activations(model, settings(**train))
     assert torch.equal(step(model), step(plain)) and list(model.state_dict()) == list(bf16.state_dict())
     for (name, ours), theirs, before in zip(model.named_parameters(), plain.parameters(), bf16.parameters(),

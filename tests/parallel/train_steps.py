@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -67,8 +66,8 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
     after: called with the engine and the step's number before a step, before its weights change, and after it; after
     also with the step's result.
 
-    Returns, on rank 0: `results`, (steps, 2) loss and gradient norm; `initial`, a hash of the first weights;
-    `gradients`, of the first and the last step, whole, by parameter.
+    Returns, on rank 0: `results`, (steps, 2) loss and gradient norm; `gradients`, of the first and the last step,
+    whole, by parameter.
     """
     torch._dynamo.reset()  # nothing of the case before
     model = model_of(tied, shape)
@@ -84,7 +83,6 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
     if severed:
         engine.model.get_submodule(severed).register_forward_hook(lambda module, inputs, output: output.detach())
     built(engine)
-    initial = weights(ranks, engine)
     results, gradients = [], []
 
     def take(step):
@@ -103,7 +101,7 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
                              planned_rate(step, PhasePlan.of(config.train)), StepLimits())
         results.append([result.loss, result.grad_norm])
         after(engine, step, result)
-    return {"results": results, "initial": digest(initial), "gradients": gradients}
+    return {"results": results, "gradients": gradients}
 
 
 @contextlib.contextmanager
@@ -284,11 +282,6 @@ def whole(ranks, mine):
             place = found.setdefault(name, np.full(shape, np.nan))
             place[tuple(slice(a, a + n) for a, n in zip(offset, tensor.shape, strict=True))] = tensor
     return dict(sorted(found.items()))
-
-
-def digest(tensors):
-    """Hash of all values as float32."""
-    return hashlib.sha256(b"".join(value.astype(np.float32).tobytes() for value in tensors.values())).hexdigest()
 
 
 def one_refuses(ranks):

@@ -22,12 +22,9 @@ class OnGpusOnly(Varlen):
 
 @pytest.mark.parametrize("name, where, expected", [
     ("auto", Where(CPU, BF16, True, 128), NAME),
-    ("varlen", Where(CPU, BF16, False, 128, segmented=True), NAME),
     ("auto", Where(CPU, FP32, False, 128), "by_document"),
     ("auto", Where(CPU, FP32, True, 128), NAME),  # in the place of flex
-    ("flex", Where(CPU, BF16, True, 128), NAME),
     ("auto", Where(CPU, FP32, True, 128, segmented=True), "sdpa"),
-    ("auto", Where(CPU, torch.float64, True, 128), "sdpa"),
     ("auto", Where(CPU, BF16, False, 20), "by_document"),
     ("sdpa", Where(CPU, BF16, True, 128), "sdpa"),
     ("mine:Own", Where(CPU, BF16, True, 128), "mine:Own"),  # the engine says that there is none

@@ -68,19 +68,15 @@ TENSOR, CONTEXT, PIPELINE = {"tp": 2}, {"cp": 2}, {"pp": 2}
     (PIPELINE, 4, {}, "shard_reduce-scatter", NETWORK_BYTES, 1, 1 / 2 - 2 / 3 / 4)])
 def test_collectives_that_products_hide_cost_only_what_is_longer(parallel, gpus_per_node, train, channel, rate, times,
                                                                  exposed):
-    """times: how often the bytes of the channel take as long as the products."""
+    """times: how often the bytes of the channel take as long as the products. Nodes have the GPUs that train requests,
+    or that all stages do."""
     products_s = 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS
-    found = lost(config_of(parallel, gpus_per_node, **train), rehearsal(**{channel: times * rate * products_s}))
-    assert found.exchanging == pytest.approx(exposed) and found.waiting == (1 / 4 if parallel is PIPELINE else 0)
-    assert found.time == pytest.approx((1 + exposed) * (1 + found.waiting))
-
-
-def test_nodes_have_the_gpus_that_train_requests():
-    config, products_s = config_of(TENSOR, 8), 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS
-    own = config.launch.model_copy(update={"train": TrainResources(gpus_per_node=1)})
-    found = lost(config.model_copy(update={"launch": own}),
-                 rehearsal(**{"tensor_all-gather": NETWORK_BYTES * products_s}))
-    assert found.exchanging == pytest.approx(0.5)
+    own = LaunchConfig(gpus_per_node=3, train=TrainResources(gpus_per_node=gpus_per_node))
+    for config in (config_of(parallel, gpus_per_node, **train),
+                   config_of(parallel, **train).model_copy(update={"launch": own})):
+        found = lost(config, rehearsal(**{channel: times * rate * products_s}))
+        assert found.exchanging == pytest.approx(exposed) and found.waiting == (1 / 4 if parallel is PIPELINE else 0)
+        assert found.time == pytest.approx((1 + exposed) * (1 + found.waiting))
 
 
 def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):

@@ -13,7 +13,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
 from drover.pipeline.training.guards import UNLIMITED, Guards
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 NAN, INF = math.nan, math.inf
 HERE = [(64, 80)]
@@ -145,9 +145,12 @@ def test_state_goes_through_json_and_every_later_decision_is_the_same():
     assert going_on(GuardConfig(spike_window=40), whole.state()).state()["losses"] == whole.state()["losses"][-40:]
 
 
-@pytest.mark.parametrize("line, abandoned", [
-    ({"samples": [24, 32]}, False), ({"samples": [32, 40]}, True), ({"samples": [32, 48], "rollbacks": 1}, False),
-    ({"samples": [64, 72], "rollbacks": 1}, True), ({"samples": [64, 80], "rollbacks": 2}, False)])
+@pytest.mark.parametrize("line, abandoned", table("""
+    {"samples": [24, 32]} -> false
+    {"samples": [32, 40]} -> true
+    {"samples": [32, 48], "rollbacks": 1} -> false
+    {"samples": [64, 72], "rollbacks": 1} -> true
+    {"samples": [64, 80], "rollbacks": 2} -> false""", json.loads, json.loads))
 def test_lines_that_a_rollback_undid_are_told_from_those_that_still_hold(line, abandoned):
     rollbacks = [Rollback(5, 2, ((32, 40),), "plan", ""), Rollback(9, 6, ((64, 72),), "plan", "")]
     assert is_abandoned(line, rollbacks, ["plan"]) == abandoned and not is_abandoned(line, rollbacks, ["another plan"])
