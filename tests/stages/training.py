@@ -87,9 +87,9 @@ def texts(config, name="mini"):
     return {(record["step"], record["prompt"]): record["text"] for record in lines(config, name, "samples")}
 
 
-def stored_tensors(config, name="mini"):
-    """Weights, moments and generators of the last checkpoint."""
-    newest = max((train_folder(config, name) / "checkpoints").glob("step-????????"))
+def stored_tensors(config, name="mini", step="????????"):
+    """Weights, moments and generators of the last checkpoint, or of that of a step."""
+    newest = max((train_folder(config, name) / "checkpoints").glob(f"step-{step}"))
     with CheckpointReader(newest) as reader:
         return {tensor: reader.read(tensor) for tensor in reader.names()}
 
