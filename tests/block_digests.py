@@ -1,14 +1,11 @@
 """The hashes of a file's blocks, as parts of it have them."""
 
-from __future__ import annotations
-
 import hashlib
-from pathlib import Path
 
 from drover.pipeline.contract import content_hash
 
 
-def block_digests(path: Path, start: int, stop: int) -> list[str]:
+def block_digests(path, start, stop):
     """Hex sha256 of each block that begins in the bytes [start, stop) of a file, in order.
 
     Over ranges that cover a file without overlap, each block is in one of the lists.

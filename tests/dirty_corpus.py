@@ -4,8 +4,6 @@ The text is the English of this Python's own documentation. What was planted is 
 documents must be gone, which must be there, and which of two stays.
 """
 
-from __future__ import annotations
-
 import gzip
 import random
 import re

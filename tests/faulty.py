@@ -9,8 +9,6 @@ file `<name of the fault's file>.go` appears beside it, or when it is asked to e
 As a plugin it is imported by the launcher and by every stage: what imports torch is imported where a fault needs it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -18,13 +16,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
 
 from drover.pipeline.core.files import write_text
 from drover.pipeline.training.hooks import Hook, HookSettings
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SWITCH = "DROVER_FAULTS"
 HOOKS = ["tests.faulty:Faulty"]
@@ -55,14 +49,14 @@ class Fault:
     again: int = 0
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.kind}-rank{self.rank}-step{self.step}"
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind} on rank {self.rank} at step {self.step}{' every time' if self.again else ''}"
 
 
-def parse_faults(text: str) -> list[Fault]:
+def parse_faults(text):
     found = []
     for part in filter(None, map(str.strip, text.split(";"))):
         kind, _, rest = part.partition(":")
@@ -74,14 +68,14 @@ def parse_faults(text: str) -> list[Fault]:
 class Faulty(HookSettings):
     """Makes the faults of DROVER_FAULTS happen."""
 
-    def open(self, loop: Any) -> Hook:
+    def open(self, loop):
         return Faults(loop)
 
 
 class Faults(Hook):
     """The faults of this rank."""
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop):
         self.loop, self.folder, self.say = loop, loop.work.folder / "faults", loop.work.say
         self.mine = [fault for fault in parse_faults(os.environ.get(SWITCH, "")) if fault.rank == loop.ranks.rank]
         for fault in self.mine:
@@ -90,13 +84,13 @@ class Faults(Hook):
         self.scale = Scale(loop.engine)
         step = loop.engine.step
 
-        def faulty(*given: Any) -> Any:
+        def faulty(*given):
             self.happen(loop.progress.step + 1)
             return step(*given)
         if self.mine:
             loop.engine.step = faulty
 
-    def happen(self, step: int) -> None:
+    def happen(self, step):
         self.scale.factor = 1.0
         for fault in self.mine:
             if fault.step != step or self.is_over(fault):
@@ -125,7 +119,7 @@ class Faults(Hook):
                 case "spike":
                     self.scale.factor = fault.factor
 
-    def is_over(self, fault: Fault) -> bool:
+    def is_over(self, fault):
         return not fault.again and (self.folder / fault.name).exists()
 
 
@@ -133,14 +127,14 @@ class Scale:
     """Multiplies the loss of an engine on this rank, and its gradients, by `factor`; also where a stage of a pipeline
     has no loss."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         self.factor = 1.0
         plain = engine.loss
         engine.loss = lambda model, batch: self.scaled(plain(model, batch))
         if hasattr(engine, "schedule"):
             share, meet = engine._share, engine._meet_ends
 
-            def spoil() -> None:
+            def spoil():
                 if not engine.losses:
                     for _, gradient in engine._gradients():
                         gradient.mul_(self.factor)
@@ -148,11 +142,11 @@ class Scale:
             engine._share = lambda loss, number: share(self.scaled(loss), number)
             engine._meet_ends = spoil
 
-    def scaled(self, loss: Any) -> Any:
+    def scaled(self, loss):
         return loss if self.factor == 1.0 else loss * self.factor
 
 
-def hang() -> NoReturn:
+def hang():
     """Sleep for ever, like a rank in a collective that never ends: no signal but SIGKILL and SIGSTOP is heard."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -160,7 +154,7 @@ def hang() -> NoReturn:
         time.sleep(3600)
 
 
-def flip_bit(model: nn.Module, bit: int | None = None) -> str:
+def flip_bit(model, bit=None):
     """Flip a bit of the middle element of this rank's largest piece of a weight, in place; says which."""
     import torch
 
