@@ -23,6 +23,14 @@ FILES = {name: text for name, _, text in re.findall(
 NAMES = [name.removesuffix(".yaml") for name in FILES if name.endswith(".yaml")]
 
 
+def write_pack(folder):
+    """The README's files in a new folder; the folder."""
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model():
     return for_tokenizer(VOCABULARY, context_length=256)
@@ -36,9 +44,7 @@ def harness(model):
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory, harness):
     """The README's files; the model gives the first sum's answer, so that something is right."""
-    place = tmp_path_factory.mktemp("pack")
-    for name, text in FILES.items():
-        (place / name).write_text(text, encoding="utf-8")
+    place = write_pack(tmp_path_factory.mktemp("pack") / "tasks")
     items = lines(place / "sums.jsonl")
     written, = harness.generate_until(requests(("2 + 3 =", {"until": ["\n"], "max_gen_toks": 8})))
     items[0]["sum"] = written.strip()

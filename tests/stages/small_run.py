@@ -12,7 +12,7 @@ from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import output_record
 from drover.pipeline.records.checkpoints import MARKER
-from tests.data.source_files import lines
+from tests.data.source_files import write_jsonl
 from tests.stages.here import prepare_here
 from tests.tiny_models import as_checkpoint
 
@@ -35,9 +35,9 @@ def item(number, gold):
 
 
 def write_task(folder, name, *items):
-    """A task of these items, in files of its name."""
+    """A task of these items, in files of its name, with the folders that lead to them."""
+    write_jsonl(folder / f"{name}.jsonl", items)
     (folder / f"{name}.yaml").write_text(TASK.replace("words", name))
-    (folder / f"{name}.jsonl").write_bytes(lines(items))
 
 
 def settings(folder):

@@ -21,7 +21,6 @@ from tests.stages.training import (
     curve,
     difference,
     events,
-    kill,
     lines,
     manifest_of,
     proven,
@@ -29,7 +28,7 @@ from tests.stages.training import (
     reusing,
     run_train,
     run_with_faults,
-    start,
+    started,
     train_folder,
 )
 from tests.waiting import HANG_S, wait_for
@@ -274,13 +273,10 @@ def stopped(config):
 
 def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh):
     settings = [*LONG, "train.batch_tokens=768"]
-    process = start(fresh, *settings, ranks=3)
-    try:
+    with started(fresh, *settings, ranks=3) as process:
         wait_for(lambda: lines(fresh), of=process)
         os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
         process.wait(HANG_S)
-    finally:
-        kill(process)
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
     told = [f"train.steps={step + 2}", *settings[1:], "--accept-drift"]
