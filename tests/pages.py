@@ -24,6 +24,18 @@ def commands(*pages, needs=None):
             for command in re.findall(r'(?:[^"\n]|"[^"]*")+', block)]
 
 
+def files(*pages):
+    """The text of each file that pages of docs/ show, by the name in its first line."""
+    return {name: text for page in pages for name, text in re.findall(
+        r"```(?:python|yaml)\n# (\S+)\n(.*?)```", (REPOSITORY / f"docs/{page}.md").read_text(), re.DOTALL)}
+
+
+def run_program(page):
+    """Run the Python program of a page of docs/ in this process."""
+    [program] = re.findall(r"```python\n(.*?)```", (REPOSITORY / f"docs/{page}.md").read_text(), re.DOTALL)
+    exec(compile(program, page, "exec"), {})  # noqa: S102 - the page is ours
+
+
 def checkout(home):
     """Make a folder look like the checkout, but for its configurations; the folder."""
     for name in ("launch", "pipeline", "model", "tools", "benchmarks"):

@@ -173,21 +173,16 @@ def corpus(tmp_path):
     return write_config(tmp_path, sources, validation_share=0.2, near_duplicates={"verify": 0.5})
 
 
-def test_every_dropped_document_names_one_that_stays(corpus):
-    """Where only equal ones are dropped, if dropped ones are kept."""
+def test_near_duplicates_are_written_with_what_they_are_copies_of_and_equal_ones_if_dropped_ones_are_kept(corpus):
+    """What stays: tests/data/planning/test_near_duplicates.py."""
     equal = ["shard.near_duplicates=null", "shard.filters=[]"]
-    for name, more in (("a", []), ("b", [*equal, "shard.keep_dropped=true"])):
+    for name, more, kinds in (("a", [], {"duplicate", "near_duplicate"}), ("b", equal, set()),
+                              ("c", [*equal, "shard.keep_dropped=true"], {"duplicate"})):
         assert run(corpus, f"name={name}", *more) == 0
-        rows = [row for path in (folder_of(corpus, name) / "duplicates").glob("*.parquet")
-                for row in parquet.read_table(path).to_pylist()]
-        stay = {(document.source, document.id) for split in SPLITS for document in documents(corpus, split, name)}
-        assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay
-                   for row in rows)
-        kinds = Counter(row["kind"] for row in rows)
-        assert set(kinds) == ({"duplicate"} if more else {"duplicate", "near_duplicate"})
-        assert kinds.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
-    assert run(corpus, "name=c", *equal) == 0
-    assert not (folder_of(corpus, "c") / "duplicates").exists()
+        folder = folder_of(corpus, name) / "duplicates"
+        found = Counter(kind for path in folder.glob("*") for kind in parquet.read_table(path)["kind"].to_pylist())
+        assert set(found) == kinds and folder.exists() == bool(kinds)
+        assert found.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
 
 
 def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run, monkeypatch):

@@ -82,6 +82,16 @@ def difference(found, expected):
                for record in found for key in ("loss", "grad_norm"))
 
 
+def assert_equal_but_for_rounding(config, within):
+    """All lines of the log, also those of repeated steps, are those of the run `whole`, but for sums in another
+    order."""
+    whole = {record["step"]: record for record in curve(config, "whole")}
+    assert {record["step"] for record in lines(config)} == set(whole)
+    assert all(record[key] == whole[record["step"]][key] for record in lines(config)
+               for key in ("samples", "targets", "lr"))
+    assert difference(lines(config), whole) <= within
+
+
 def texts(config, name="mini"):
     """Sample texts by step and prompt."""
     return {(record["step"], record["prompt"]): record["text"] for record in lines(config, name, "samples")}

@@ -6,6 +6,7 @@ import yaml
 
 from tests.data.source_files import lines
 from tests.stages.here import prepare_here
+from tests.stages.test_shard import files_source
 
 PLANNED = 36
 WORDS = ["oak", "elm", "ash", "fir", "yew", "box", "bay", "fig", "plum", "pear", "rose", "lime", "teak", "alder",
@@ -32,10 +33,8 @@ def make_traced(folder, **settings):
     config = {"name": "mini", "runs_dir": str(folder / "runs"),
               "shard": {"shard_mb": 0.003, "validation_share": 0.15, "keep_dropped": True, "max_rejected_share": 0.1,
                         "filters": [{"kind": "length", "min_words": 5}], "sources": [
-                            {"kind": "files", "name": "web", "paths": [str(folder / "in/pages.jsonl")],
-                             "id_field": "id"},
-                            {"kind": "files", "name": "notes", "paths": [str(folder / "in/notes.txt")],
-                             "separator": "\n---\n"}]},
+                            files_source("web", folder / "in/pages.jsonl", id_field="id"),
+                            files_source("notes", folder / "in/notes.txt", separator="\n---\n")]},
               "tokenizer": {"kind": "byte"}, "model": {"context_length": 128},
               "train": {"steps": PLANNED, "sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4,
                         "warmup_steps": 1}, **settings}
