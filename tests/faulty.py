@@ -24,9 +24,8 @@ SWITCH = "DROVER_FAULTS"
 HOOKS = ["tests.faulty:Faulty"]
 PLUGIN = {"plugins": [str(Path(__file__).resolve())], "train": {"hooks": ["faulty:Faulty"]}}
 """Settings for processes that do not find this package."""
-EXIT_STATUS = 13
 GO = ".go"
-OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "bit": int, "again": int}
+OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "again": int}
 MANTISSA = {"torch.float64": 51, "torch.float32": 22, "torch.float16": 9, "torch.bfloat16": 6}
 """The highest bit of the mantissa: flipped, a weight changes by up to half, and nothing blows up at once."""
 
@@ -45,7 +44,6 @@ class Fault:
     step: int
     seconds: float = 2.0
     factor: float = 1000.0
-    bit: int | None = None
     again: int = 0
 
     @property
@@ -104,12 +102,12 @@ class Faults(Hook):
                     while not (self.folder / f"{fault.name}{GO}").exists() and not self.loop.stop.heard:
                         time.sleep(0.05)
                 case "flip":
-                    self.say(f"injected fault: {flip_bit(self.loop.engine.model, fault.bit)}")
+                    self.say(f"injected fault: {flip_bit(self.loop.engine.model)}")
                 case "memory":
                     from torch import OutOfMemoryError
                     raise OutOfMemoryError(f"{SWITCH} asks for it")
                 case "exit":
-                    sys.exit(EXIT_STATUS)
+                    sys.exit(13)
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "hang":
@@ -154,8 +152,8 @@ def hang():
         time.sleep(3600)
 
 
-def flip_bit(model, bit=None):
-    """Flip a bit of the middle element of this rank's largest piece of a weight, in place; says which."""
+def flip_bit(model):
+    """Flip a bit (MANTISSA) of the middle element of this rank's largest piece of a weight, in place; says which."""
     import torch
 
     from drover.pipeline.parallel.grid import own
@@ -163,7 +161,7 @@ def flip_bit(model, bit=None):
 
     name, local = max(((name, own(weight).detach()) for name, weight in model.named_parameters()),
                       key=lambda item: item[1].numel())
-    bit = MANTISSA[str(local.dtype)] if bit is None else bit
+    bit = MANTISSA[str(local.dtype)]
     place = tuple(int(index) for index in torch.unravel_index(torch.tensor(local.numel() // 2), local.shape))
     before = float(local[place])
     local.view(INTEGERS[local.element_size()])[place] ^= 1 << bit

@@ -1,6 +1,5 @@
 """The pages on data do what they say: their commands, in order, on dirty files in which all faults are known."""
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.storage.store import Store
@@ -72,7 +72,7 @@ def test_what_is_dirty_is_gone_and_counted(home, planted):
     counts = made(home, "cleaned").counts
     assert {name: count for name, count in counts["dropped"].items() if count} == {
         "duplicate": 8, "near_duplicate": 6, "empty": 3, "length": 5, "gopher_repetition": 4, "decontamination": 3}
-    reasons = [json.loads(line)["reason"] for line in (folder / "rejected.jsonl").open()]
+    reasons = [record["reason"] for record in read_lines(folder / "rejected.jsonl")]
     assert len(reasons) == counts["rejected"] == 8
     assert sum("max_document_mb" in reason for reason in reasons) == 1
     assert any("HTML page" in reason for reason in reasons)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import read_json, read_lines
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, write_config
 from tests.pages import checkout, commands, files, typed, warm_stages
@@ -60,7 +60,7 @@ def test_the_optimizer_trained_with_its_own_state_and_setting(extended):
 
 def test_the_attention_backend_was_the_one_that_ran(extended):
     folder, _ = extended
-    assert json.loads((folder / "train/events.jsonl").read_text().splitlines()[0])["attention"] == "ours"
+    assert next(read_lines(folder / "train/events.jsonl"))["attention"] == "ours"
 
 
 def test_the_sink_kept_the_lowest_loss(extended):

@@ -1,4 +1,3 @@
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,6 +8,7 @@ from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
@@ -91,7 +91,7 @@ def test_shipped_tasks_are_well_made():
     assert sorted(found) == ["python_line", "python_stdlib"]
     for task in found.values():
         path, = task.data_files["test"]
-        items = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        items = [*read_lines(Path(path))]
         assert len({item["query"] + item["choices"][item["gold"]] for item in items}) == len(items) == 40
         assert all(len(set(item["choices"])) == 4 for item in items)
         assert set(Counter(item["gold"] for item in items).values()) == {10}, "one guess must not beat chance"

@@ -20,7 +20,7 @@ from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from tests.conftest import run_stage
 from tests.cut_off import cut_off_stage
 from tests.data.planning.test_near_duplicates import planted
-from tests.data.source_files import lines
+from tests.data.source_files import write_jsonl
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.stages.here import run_here
 from tests.stages.training import manifest_of
@@ -48,10 +48,8 @@ def corpus_config(place):
     many small units and shards."""
     rng, sources = random.Random(1), []
     for source in ("web", "books"):
-        (place / "in" / source).mkdir(parents=True)
         for number in range(6):
-            (place / "in" / source / f"{number}.jsonl").write_bytes(lines(
-                {"text": text(rng, source)} for _ in range(150)))
+            write_jsonl(place / "in" / source / f"{number}.jsonl", ({"text": text(rng, source)} for _ in range(150)))
         sources.append(files_source(source, place / "in" / source / "*.jsonl"))
     return write_config(place, sources, shard_mb=0.04, validation_share=0.1)
 
@@ -146,10 +144,9 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, run):
 def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
     """Kept with its place, a duplicate, empty or rejected; tests/data/planning/test_passes.py has which, in any
     corpus."""
-    (tmp_path / "in").mkdir()
     texts = ["a\0", "b\0", "\u2581 b", *(f"text {number}" for number in range(30))]
     for number, own in enumerate(([*texts, "", None], [" \n", *texts[:3], "another", 7])):
-        (tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number)).write_bytes(lines({"text": text} for text in own))
+        write_jsonl(tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number), ({"text": text} for text in own))
     config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], validation_share=0.5,
                           max_rejected_share=0.1)
     assert run(config) == 0
