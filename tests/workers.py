@@ -27,8 +27,7 @@ SPREAD = "tests/stages/"
 """Tests of these files are long. Where a file has no fixture of its own, each test is a group."""
 FIXTURE = re.compile(r"""scope=["'](module|class)["']""")
 LONG = ("tests/test_fuzz.py", "tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools",
-        "tests/launch", "tests/parallel", "tests/test_shakespeare.py", "tests/stages", "tests/rehearsal",
-        "tests/benchmarks")
+        "tests/launch", "tests/parallel", "tests/stages", "tests/rehearsal", "tests/benchmarks")
 """The longest groups. They start first, so that no worker is alone with a long one at the end. The fuzz forks a process
 for each case, so it has to be the first of its worker: forks of a process that has used threads may crash."""
 
