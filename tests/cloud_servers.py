@@ -10,8 +10,6 @@ answers 501 to HEAD, DELETE, listings and uploads in parts, and gives no ETag fo
 stand-in: moto's S3, whose XML Google's has too, with what is different there by Google's documentation.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac
@@ -22,7 +20,6 @@ import shutil
 import threading
 import uuid
 from email.utils import formatdate
-from pathlib import Path
 from urllib.parse import parse_qs, quote
 
 import pytest
@@ -131,7 +128,7 @@ class GoogleStandIn:
 
     def __init__(self, storage, key):
         self._storage, self._key = storage, key
-        self._generations, self._numbers = dict[str, int](), itertools.count(1_700_000_000)
+        self._generations, self._numbers = {}, itertools.count(1_700_000_000)
         self._lock = threading.Lock()
 
     def __call__(self, environ, start):
@@ -171,7 +168,7 @@ def google_server(tmp_path_factory):
     """The stand-in's address and server, and two files of keys: its service account's, and one with another key."""
     from cryptography.hazmat.primitives.asymmetric import rsa
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-    folder, files = tmp_path_factory.mktemp("google"), list[Path]()
+    folder, files = tmp_path_factory.mktemp("google"), []
     key = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     for name in ("account", "other"):
         files.append(folder / f"{name}.json")

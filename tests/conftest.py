@@ -1,16 +1,12 @@
 """Shared by the tests: a miniature corpus and configuration, and stages run as users run them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +16,7 @@ from drover.pipeline.config.plugins import warn
 from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
-from tests.warm import WarmProcess, WarmServer
+from tests.warm import WarmServer
 from tests.workers import pytest_addoption, pytest_configure  # noqa: F401 - hooks of this conftest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -47,18 +43,18 @@ MINI = {
 }
 
 
-def slow(*values: Any) -> list[Any]:
+def slow(*values):
     """Values of a parameter that are left to `make test-all`."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def merged(base: dict, changes: dict) -> dict:
+def merged(base, changes):
     """`changes` laid over `base`, section by section."""
     return {**base, **{key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict)
                        else value for key, value in changes.items()}}
 
 
-def write_config(folder: Path, corpus: Path, **changes: object) -> Path:
+def write_config(folder, corpus, **changes):
     """A miniature configuration in `folder` over the text files of `corpus`."""
     source = {"kind": "files", "name": "code", "paths": [f"{corpus}/*.txt"]}
     config = merged({**MINI, "runs_dir": str(folder / "runs")}, {"shard": {"sources": [source]}})
@@ -67,26 +63,24 @@ def write_config(folder: Path, corpus: Path, **changes: object) -> Path:
     return path
 
 
-def environment(threads: int = 1) -> dict[str, str]:
+def environment(threads=1):
     """The environment of a child: ours importable, few threads, no network libraries phoning home, bytecode kept."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
-def run_python(*arguments: object, check: bool = True, cwd: Path = REPOSITORY,
-               **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments, check=True, cwd=REPOSITORY, **variables):
     """An interpreter with these arguments, to its end; variables: more of its environment."""
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env={**environment(), **variables},
                           text=True, capture_output=True, check=check, timeout=HANG_S)
 
 
-def stage_command(stage: str, config: Path, *overrides: str) -> list[str]:
+def stage_command(stage, config, *overrides):
     """The command of one stage, as one process."""
     return [sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(config), *overrides]
 
 
-def start_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, limits: dict[int, int] | None = None,
-                limited: Sequence[int] | None = None, **variables: str) -> WarmProcess:
+def start_stage(stage, config, *overrides, ranks=1, limits=None, limited=None, **variables):
     """Start one stage, by a fork of a process that has imported what it needs (tests/warm.py).
 
     limits: resource limits, of the ranks `limited` only if that is given; variables: more of its environment.
@@ -95,8 +89,7 @@ def start_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, limit
                                {**environment(), **variables}, ranks=ranks, limits=limits, limited=limited)
 
 
-def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect: int = 0,
-              limits: dict[int, int] | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_stage(stage, config, *overrides, ranks=1, expect=0, limits=None, **variables):
     """Run one stage to its end and check its exit status.
 
     Stages without ranks run in an interpreter of their own: a hash seed of each one's own shows what depends on it.
@@ -129,7 +122,7 @@ def pytest_sessionfinish():
 
 
 @cache
-def warm_server() -> WarmServer:
+def warm_server():
     """This session's server of warm processes, started when the first is asked for."""
     return WarmServer(environment())
 
@@ -179,7 +172,7 @@ def place(tmp_path):
 @pytest.fixture
 def no_plugins(monkeypatch):
     """None are imported yet; what importing some changes in this process is undone."""
-    loaded: dict[str, Path] = {}
+    loaded = {}
     monkeypatch.setattr("drover.pipeline.config.plugins._LOADED", loaded)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))

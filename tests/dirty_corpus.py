@@ -4,8 +4,6 @@ The text is the English of this Python's own documentation. What was planted is 
 documents must be gone, which must be there, and which of two stays.
 """
 
-from __future__ import annotations
-
 import gzip
 import random
 import re
@@ -17,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from tests.data.source_files import lines
+from tests.data.source_files import lines, write_jsonl
 
 
 @dataclass
@@ -53,8 +51,6 @@ def write_dirty(folder, size=1):
     chance, planted, texts = random.Random(0), Planted(), folder / "texts"
     prose = paragraphs()
     asked = [prose.pop(at) for at in range(400, 0, -80)]  # what is asked for stands in leaked documents only
-    for name in ("texts/web", "evaluation"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
 
     def documents(kind, count):
         # Four paragraphs in an order of their own, so that no two documents are near each other by chance.
@@ -86,7 +82,7 @@ def write_dirty(folder, size=1):
     dirt = [*copies, *near, *gone]
     chance.shuffle(dirt)
     rows = [*web, *dirt[::2]]
-    (texts / "web/part-0.jsonl").write_bytes(lines(rows[:40]))
+    write_jsonl(texts / "web/part-0.jsonl", rows[:40])
     (texts / "web/part-1.jsonl.gz").write_bytes(gzip.compress(lines(rows[40:]), mtime=0))
     data = lines([*second, *dirt[1::2]])
     (texts / "web/part-2.jsonl.zst").write_bytes(b"".join(  # as pzstd writes it: frames end in the middle of lines
@@ -98,7 +94,7 @@ def write_dirty(folder, size=1):
     (texts / "web/part-4.jsonl").write_text("<!DOCTYPE html><html>404 Not Found</html>")
     (texts / "books.txt").write_text("\n=====\n".join(each["text"] for each in books))
     pq.write_table(pa.Table.from_pylist(tables), texts / "tables.parquet", row_group_size=7)
-    (folder / "evaluation/questions.jsonl").write_bytes(lines(questions))
+    write_jsonl(folder / "evaluation/questions.jsonl", questions)
     return planted
 
 

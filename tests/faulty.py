@@ -9,8 +9,6 @@ file `<name of the fault's file>.go` appears beside it, or when it is asked to e
 As a plugin it is imported by the launcher and by every stage: what imports torch is imported where a fault needs it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -18,21 +16,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
 
 from drover.pipeline.core.files import write_text
 from drover.pipeline.training.hooks import Hook, HookSettings
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SWITCH = "DROVER_FAULTS"
 HOOKS = ["tests.faulty:Faulty"]
 PLUGIN = {"plugins": [str(Path(__file__).resolve())], "train": {"hooks": ["faulty:Faulty"]}}
 """Settings for processes that do not find this package."""
-EXIT_STATUS = 13
 GO = ".go"
-OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "bit": int, "again": int}
+OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "again": int}
 MANTISSA = {"torch.float64": 51, "torch.float32": 22, "torch.float16": 9, "torch.bfloat16": 6}
 """The highest bit of the mantissa: flipped, a weight changes by up to half, and nothing blows up at once."""
 
@@ -51,18 +44,17 @@ class Fault:
     step: int
     seconds: float = 2.0
     factor: float = 1000.0
-    bit: int | None = None
     again: int = 0
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.kind}-rank{self.rank}-step{self.step}"
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind} on rank {self.rank} at step {self.step}{' every time' if self.again else ''}"
 
 
-def parse_faults(text: str) -> list[Fault]:
+def parse_faults(text):
     found = []
     for part in filter(None, map(str.strip, text.split(";"))):
         kind, _, rest = part.partition(":")
@@ -74,14 +66,14 @@ def parse_faults(text: str) -> list[Fault]:
 class Faulty(HookSettings):
     """Makes the faults of DROVER_FAULTS happen."""
 
-    def open(self, loop: Any) -> Hook:
+    def open(self, loop):
         return Faults(loop)
 
 
 class Faults(Hook):
     """The faults of this rank."""
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop):
         self.loop, self.folder, self.say = loop, loop.work.folder / "faults", loop.work.say
         self.mine = [fault for fault in parse_faults(os.environ.get(SWITCH, "")) if fault.rank == loop.ranks.rank]
         for fault in self.mine:
@@ -90,13 +82,13 @@ class Faults(Hook):
         self.scale = Scale(loop.engine)
         step = loop.engine.step
 
-        def faulty(*given: Any) -> Any:
+        def faulty(*given):
             self.happen(loop.progress.step + 1)
             return step(*given)
         if self.mine:
             loop.engine.step = faulty
 
-    def happen(self, step: int) -> None:
+    def happen(self, step):
         self.scale.factor = 1.0
         for fault in self.mine:
             if fault.step != step or self.is_over(fault):
@@ -110,12 +102,12 @@ class Faults(Hook):
                     while not (self.folder / f"{fault.name}{GO}").exists() and not self.loop.stop.heard:
                         time.sleep(0.05)
                 case "flip":
-                    self.say(f"injected fault: {flip_bit(self.loop.engine.model, fault.bit)}")
+                    self.say(f"injected fault: {flip_bit(self.loop.engine.model)}")
                 case "memory":
                     from torch import OutOfMemoryError
                     raise OutOfMemoryError(f"{SWITCH} asks for it")
                 case "exit":
-                    sys.exit(EXIT_STATUS)
+                    sys.exit(13)
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "hang":
@@ -125,7 +117,7 @@ class Faults(Hook):
                 case "spike":
                     self.scale.factor = fault.factor
 
-    def is_over(self, fault: Fault) -> bool:
+    def is_over(self, fault):
         return not fault.again and (self.folder / fault.name).exists()
 
 
@@ -133,14 +125,14 @@ class Scale:
     """Multiplies the loss of an engine on this rank, and its gradients, by `factor`; also where a stage of a pipeline
     has no loss."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         self.factor = 1.0
         plain = engine.loss
         engine.loss = lambda model, batch: self.scaled(plain(model, batch))
         if hasattr(engine, "schedule"):
             share, meet = engine._share, engine._meet_ends
 
-            def spoil() -> None:
+            def spoil():
                 if not engine.losses:
                     for _, gradient in engine._gradients():
                         gradient.mul_(self.factor)
@@ -148,11 +140,11 @@ class Scale:
             engine._share = lambda loss, number: share(self.scaled(loss), number)
             engine._meet_ends = spoil
 
-    def scaled(self, loss: Any) -> Any:
+    def scaled(self, loss):
         return loss if self.factor == 1.0 else loss * self.factor
 
 
-def hang() -> NoReturn:
+def hang():
     """Sleep for ever, like a rank in a collective that never ends: no signal but SIGKILL and SIGSTOP is heard."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -160,8 +152,8 @@ def hang() -> NoReturn:
         time.sleep(3600)
 
 
-def flip_bit(model: nn.Module, bit: int | None = None) -> str:
-    """Flip a bit of the middle element of this rank's largest piece of a weight, in place; says which."""
+def flip_bit(model):
+    """Flip a bit (MANTISSA) of the middle element of this rank's largest piece of a weight, in place; says which."""
     import torch
 
     from drover.pipeline.parallel.grid import own
@@ -169,7 +161,7 @@ def flip_bit(model: nn.Module, bit: int | None = None) -> str:
 
     name, local = max(((name, own(weight).detach()) for name, weight in model.named_parameters()),
                       key=lambda item: item[1].numel())
-    bit = MANTISSA[str(local.dtype)] if bit is None else bit
+    bit = MANTISSA[str(local.dtype)]
     place = tuple(int(index) for index in torch.unravel_index(torch.tensor(local.numel() // 2), local.shape))
     before = float(local[place])
     local.view(INTEGERS[local.element_size()])[place] ^= 1 << bit

@@ -5,8 +5,6 @@ an alarm, is told, and cases after it are not tried. While a reader works, the p
 before, and must not write, connect or start anything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -57,7 +55,7 @@ class Reader:
     allowed: tuple[str, ...] = ()
 
 
-def mutate(path: Path, chance: Random) -> str:
+def mutate(path, chance):
     """Change a file; what was done, in a word."""
     draw, whole = chance.random(), path.read_bytes()
     if draw < 0.04:
@@ -80,9 +78,9 @@ def mutate(path: Path, chance: Random) -> str:
     return "content"
 
 
-def put(*keys: str | int, value: Any) -> Callable[[bytes], bytes]:
+def put(*keys, value):
     """A change of JSON: another value at a place."""
-    def change(whole: bytes) -> bytes:
+    def change(whole):
         tree = node = json.loads(whole)
         for key in keys[:-1]:
             node = node[key]
@@ -91,13 +89,13 @@ def put(*keys: str | int, value: Any) -> Callable[[bytes], bytes]:
     return change
 
 
-def planted(text: str) -> list[tuple[str, Callable[[bytes], bytes]]]:
+def planted(text):
     """Such changes, a line each: `file -> keys of the place -> value`."""
     return [(name, put(*(int(key) if key.isdigit() else key for key in keys.split()), value=value))
             for name, keys, value in table(text, str, str, json.loads)]
 
 
-def _put_otherwise(path: Path, chance: Random) -> str:
+def _put_otherwise(path, chance):
     how = chance.choice(["missing", "folder", "dangling", "loop"])
     if how == "folder":
         path.mkdir()
@@ -106,7 +104,7 @@ def _put_otherwise(path: Path, chance: Random) -> str:
     return how
 
 
-def _structured(whole: bytes, suffix: str, chance: Random) -> bytes:
+def _structured(whole, suffix, chance):
     if suffix == ".jsonl":
         lines = whole.splitlines(keepends=True)
         at = chance.randrange(len(lines))
@@ -124,22 +122,21 @@ def _structured(whole: bytes, suffix: str, chance: Random) -> bytes:
     return _dumped(tree)
 
 
-def _dumped(tree: Any) -> bytes:
+def _dumped(tree):
     text = json.dumps(tree, ensure_ascii=False)
     text = text.replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000).replace(f'"{DIGITS}"', "9" * 5000)
     return text.encode("utf-8", "surrogatepass")
 
 
-def _changed(tree: Any, chance: Random) -> Any:
+def _changed(tree, chance):
     """A tree with one change, at a place that a walk from its root comes to."""
     root = [tree]
-    node: Any = root
-    key: Any = 0
+    node, key = root, 0
     while isinstance(node[key], dict | list) and node[key] and chance.random() < 0.85:
         node = node[key]
         key = chance.choice(list(node)) if isinstance(node, dict) else chance.randrange(len(node))
     value, draw = node[key], chance.randrange(10)
-    near: list[Any] = [[value], *([node[chance.choice(list(node))]] if isinstance(node, dict) else [])]
+    near = [[value], *([node[chance.choice(list(node))]] if isinstance(node, dict) else [])]
     if isinstance(value, int | float):
         near += [-value, value + 1, value - 1, value * 1000, str(value), bool(value), 1 << 60]
     if isinstance(value, str):
@@ -155,7 +152,7 @@ def _changed(tree: Any, chance: Random) -> Any:
     return root[0] if root else None
 
 
-def _bytes(whole: bytes, chance: Random) -> bytes:
+def _bytes(whole, chance):
     at, length, size = chance.randrange(len(whole) + 1), chance.choice([1, 2, 8, 64, 4096]), chance.choice([1, 2, 4, 8])
     if chance.random() < 0.3:  # where headers are
         at = min(at, chance.randrange(64))
@@ -172,7 +169,7 @@ def _bytes(whole: bytes, chance: Random) -> bytes:
                           head + bytes(len(cut)) + tail, written, written, other, bytes(flipped), bytes(flipped)])
 
 
-def _tar(whole: bytes, chance: Random) -> bytes:
+def _tar(whole, chance):
     """With a header changed whose sum is right all the same."""
     import tarfile
     starts = [at for at in range(0, len(whole), 512) if whole[at + 257:at + 262] == b"ustar"]
@@ -188,7 +185,7 @@ def _tar(whole: bytes, chance: Random) -> bytes:
     return bytes(data)
 
 
-def tried(reader: Reader, folder: Path, seed: int, cases: range) -> list[str]:
+def tried(reader, folder, seed, cases):
     """What is wrong with how a reader takes these cases, up to one that ends its process."""
     kept = _contents(folder)
     reading, writing = os.pipe()
@@ -213,7 +210,7 @@ def tried(reader: Reader, folder: Path, seed: int, cases: range) -> list[str]:
     return found
 
 
-def _try(reader: Reader, folder: Path, seed: int, cases: range, kept: dict[Path, bytes], pipe: Any) -> None:
+def _try(reader, folder, seed, cases, kept, pipe):
     sys.dont_write_bytecode = True
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -223,9 +220,9 @@ def _try(reader: Reader, folder: Path, seed: int, cases: range, kept: dict[Path,
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    seen, watching = list[str](), False
+    seen, watching = [], False
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def hear(event, arguments):
         """Note what a reader must not do."""
         opens = event == "open" and isinstance(arguments[0], str | bytes) and arguments[0] != os.devnull
         if watching and event not in reader.allowed and (event in FORBIDDEN or (
@@ -255,11 +252,11 @@ def _try(reader: Reader, folder: Path, seed: int, cases: range, kept: dict[Path,
     pipe.write("end")
 
 
-def _contents(folder: Path) -> dict[Path, bytes]:
+def _contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def _restore(folder: Path, kept: dict[Path, bytes]) -> None:
+def _restore(folder, kept):
     for path in set(folder.rglob("*")) - kept.keys():
         if not path.is_dir():
             path.unlink()
@@ -271,7 +268,7 @@ def _restore(folder: Path, kept: dict[Path, bytes]) -> None:
             path.write_bytes(data)
 
 
-def _change(reader: Reader, folder: Path, seed: int, number: int) -> str:
+def _change(reader, folder, seed, number):
     """Make the case of this number of a reader's files, first those that are known, then mutations; what was done."""
     if number < len(reader.known):
         name, known = reader.known[number]

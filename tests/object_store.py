@@ -159,7 +159,7 @@ def _truncated(application, environ, start):
 
 def answered(application, environ):
     """An application's status, headers and body."""
-    told: list[Any] = []
+    told = []
     data = b"".join(application(environ, lambda *answer: told.append(answer)))
     return (*told[0][:2], data)
 

@@ -1,12 +1,9 @@
 """Pages of the documentation: their commands, and a folder in which these run as in the checkout."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, environment, warm_server
@@ -16,7 +13,7 @@ BLOCK = re.compile(r"(?:<!-- (?:needs|takes) ([^>\n]*) -->\n)?```bash\n(.*?)```"
 WARM = "drover.pipeline.train|drover.pipeline.convert|drover.pipeline.evaluate"
 
 
-def commands(*pages: str, needs: Collection[str] | None = None) -> list[str]:
+def commands(*pages, needs=None):
     """The commands of pages of docs/, in their order, without comments; lines of a quoted program stay together.
 
     needs: only those of blocks that need nothing, or one of these.
@@ -27,7 +24,19 @@ def commands(*pages: str, needs: Collection[str] | None = None) -> list[str]:
             for command in re.findall(r'(?:[^"\n]|"[^"]*")+', block)]
 
 
-def checkout(home: Path) -> Path:
+def files(*pages):
+    """The text of each file that pages of docs/ show, by the name in its first line."""
+    return {name: text for page in pages for name, text in re.findall(
+        r"```(?:python|yaml)\n# (\S+)\n(.*?)```", (REPOSITORY / f"docs/{page}.md").read_text(), re.DOTALL)}
+
+
+def run_program(page):
+    """Run the Python program of a page of docs/ in this process."""
+    [program] = re.findall(r"```python\n(.*?)```", (REPOSITORY / f"docs/{page}.md").read_text(), re.DOTALL)
+    exec(compile(program, page, "exec"), {})  # noqa: S102 - the page is ours
+
+
+def checkout(home):
     """Make a folder look like the checkout, but for its configurations; the folder."""
     for name in ("launch", "pipeline", "model", "tools", "benchmarks"):
         (home / name).symlink_to(REPOSITORY / name)
@@ -37,7 +46,7 @@ def checkout(home: Path) -> Path:
     return home
 
 
-def warm_stages(home: Path) -> Path:
+def warm_stages(home):
     """Let the command of such a folder start the stages that need torch as forks of a process that has imported it
     (tests/warm.py); the folder."""
     python = home / ".warm/python"  # not on PATH: only what the launcher starts is started with it
@@ -48,13 +57,13 @@ def warm_stages(home: Path) -> Path:
     return home
 
 
-def _program(path: Path, text: str) -> None:
+def _program(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
 
 
-def typed(command: str, home: Path) -> subprocess.CompletedProcess[str]:
+def typed(command, home):
     """The result of a shell command in such a folder, with this Python's programs on PATH."""
     path = f"{home}/.bin{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, timeout=HANG_S, check=False,

@@ -1,15 +1,11 @@
 """Calls that end in an error on purpose, what commands print, and tables of both."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any
 
 import pytest
 
 
-def table(text: str, *columns: Callable[[str], Any]) -> list[tuple[Any, ...]]:
+def table(text, *columns):
     """Cases of a test, a line each, such as `arguments -> what is said`.
 
     columns: what makes a value of the text of each column; the text itself is the value of the others.
@@ -18,15 +14,14 @@ def table(text: str, *columns: Callable[[str], Any]) -> list[tuple[Any, ...]]:
             for line in text.splitlines() if line.strip()]
 
 
-def refused(error: type[BaseException], message: str, call: Callable[..., Any], *given: Any, **named: Any) -> str:
+def refused(error, message, call, *given, **named):
     """Assert that a call ends in this error, with a message in which the pattern is found; the message."""
     with pytest.raises(error, match=message) as caught:
         call(*given, **named)
     return str(caught.value)
 
 
-def printed(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *arguments: object,
-            expect: int = 0) -> str:
+def printed(capsys, main, *arguments, expect=0):
     """Run a command to this exit status; what it printed, or where it is to fail, complained."""
     assert main([str(argument) for argument in arguments]) == expect
     found = capsys.readouterr()

@@ -1,8 +1,6 @@
 """The pages on data do what they say: their commands, in order, on dirty files in which all faults are known."""
 
-import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -10,17 +8,17 @@ import pytest
 from pyarrow import parquet
 
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.storage.store import Store
-from tests.conftest import REPOSITORY, write_config
+from tests.conftest import write_config
 from tests.dirty_corpus import write_dirty
 from tests.object_store import set_environment
-from tests.pages import checkout, commands, typed, warm_stages
+from tests.pages import checkout, commands, files, typed, warm_stages
 
 pytestmark = pytest.mark.slow
 PAGES = "tutorial-crawl", "data", "tokens"
-PAGE = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in PAGES)
 COMMANDS = [command for command in commands(*PAGES) if not command.startswith("export ")]
 """The page's object store is SeaweedFS, whose address and keys are in the environment; the bucket has `texts/`."""
 
@@ -30,7 +28,7 @@ def planted(tmp_path_factory, corpus):
     """A folder that looks like the checkout, with the files that the page speaks of, and what is wrong in them."""
     home = warm_stages(checkout(tmp_path_factory.mktemp("home")))
     write_config(home, corpus, name="demo", runs_dir="runs").rename(home / "configs/demo.yaml")
-    for name, text in re.findall(r"```yaml\n# (configs/\w+.yaml)\n(.*?)```", PAGE, re.DOTALL):
+    for name, text in files(*PAGES).items():
         (home / name).write_text(text)
     return home, write_dirty(home)
 
@@ -74,7 +72,7 @@ def test_what_is_dirty_is_gone_and_counted(home, planted):
     counts = made(home, "cleaned").counts
     assert {name: count for name, count in counts["dropped"].items() if count} == {
         "duplicate": 8, "near_duplicate": 6, "empty": 3, "length": 5, "gopher_repetition": 4, "decontamination": 3}
-    reasons = [json.loads(line)["reason"] for line in (folder / "rejected.jsonl").open()]
+    reasons = [record["reason"] for record in read_lines(folder / "rejected.jsonl")]
     assert len(reasons) == counts["rejected"] == 8
     assert sum("max_document_mb" in reason for reason in reasons) == 1
     assert any("HTML page" in reason for reason in reasons)

@@ -8,16 +8,15 @@ import pytest
 import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import read_json, read_lines
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, write_config
-from tests.pages import checkout, typed, warm_stages
+from tests.pages import checkout, commands, files, typed, warm_stages
 
 pytestmark = pytest.mark.slow
 
 PAGE = (REPOSITORY / "docs/extending.md").read_text()
-FILES = {name: text for _, name, text in re.findall(r"```(python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)}
-[COMMAND] = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
+[COMMAND] = commands("extending")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def extended(tmp_path_factory, corpus):
     demo = write_config(home, texts, name="demo", runs_dir=str(home / "runs"),
                         train={"steps": 6, "warmup_steps": 2, "lr": 0.05, "validation_every": 6, "sample_every": 6})
     demo.rename(home / "configs/demo.yaml")
-    for name, text in FILES.items():
+    for name, text in files("extending").items():
         (home / "configs" / name).write_text(text)
     done = typed(COMMAND, home)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +60,7 @@ def test_the_optimizer_trained_with_its_own_state_and_setting(extended):
 
 def test_the_attention_backend_was_the_one_that_ran(extended):
     folder, _ = extended
-    assert json.loads((folder / "train/events.jsonl").read_text().splitlines()[0])["attention"] == "ours"
+    assert next(read_lines(folder / "train/events.jsonl"))["attention"] == "ours"
 
 
 def test_the_sink_kept_the_lowest_loss(extended):

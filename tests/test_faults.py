@@ -10,7 +10,6 @@ import sys
 from contextlib import suppress
 
 import pytest
-import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
@@ -18,7 +17,7 @@ from drover.pipeline.contract.state import read_attempts
 from tests.conftest import REPOSITORY, environment, run_python, start_stage, write_config
 from tests.cut_off import cut_off_stage
 from tests.faulty import HOOKS
-from tests.stages.training import curve, kill
+from tests.stages.training import changed, curve, kill
 from tests.waiting import HANG_S, wait_for
 
 SAME_BYTES = ("shard", "tokenizer", "encode", "convert", "evaluate")
@@ -50,10 +49,7 @@ def before(tmp_path, undisturbed):
     def make(stage):
         for earlier in list(STAGES)[:list(STAGES).index(stage)]:
             shutil.copytree(undisturbed.parent / "runs/mini" / earlier, tmp_path / "runs/mini" / earlier)
-        config = tmp_path / "mini.yaml"
-        config.write_text(yaml.safe_dump({**yaml.safe_load(undisturbed.read_text()),
-                                          "runs_dir": str(tmp_path / "runs")}))
-        return config
+        return changed(undisturbed, tmp_path, {})
     return make
 
 

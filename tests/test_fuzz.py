@@ -43,7 +43,7 @@ from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollb
 from drover.pipeline.tokenization.export import names_code, settings_text
 from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
 from tests.conftest import REPOSITORY
-from tests.evaluation.test_tasks import write_task
+from tests.evaluation.test_tasks import write_planted
 from tests.formats.test_meta import LLAMA2, as_meta
 from tests.formats.test_weights import as_pickled
 from tests.launch.run_folders import HandMade, ago
@@ -354,7 +354,7 @@ READERS = (
         vocabulary.json -> file -> null
         vocabulary.json -> bos_id -> 1099511627776""")]),
     Reader("items", _items, _read_items, cost=2, known=(("items.arrow", _offsets_beyond),)),
-    Reader("tasks", write_task, _read_tasks, cost=3, known=(
+    Reader("tasks", write_planted, _read_tasks, cost=3, known=(
         ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: x\n"),
         ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: {data_files: /}\n"),
         ("planted.yaml", lambda whole: b"[" * 5000))),

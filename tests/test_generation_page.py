@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import re
 import shlex
 import shutil
 import sys
@@ -14,7 +13,7 @@ from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.model_options import add_sampling_options
 from tests.conftest import REPOSITORY, environment
 from tests.object_store import free_ports, running
-from tests.pages import commands, typed
+from tests.pages import commands, run_program, typed
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_serve import pytestmark as needs_server
 from tests.waiting import wait_for
@@ -46,8 +45,7 @@ def test_the_commands_of_the_terminal(home, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_python_of_the_page(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(code, "docs/generation.md", "exec"), {})  # noqa: S102 - the page's own
+    run_program("generation")
     texts = ast.literal_eval(capsys.readouterr().out)
     assert len(texts) == 2 and all(texts)
 

@@ -45,7 +45,7 @@ def test_every_requirement_has_a_lower_bound_and_an_upper_one_where_private_inte
 def closure(extras):
     """The names of all distributions that pip installs for every run and these extras, by what is installed here. What
     torch brings for GPUs is left out."""
-    found, waiting = dict[str, set[str]](), [one for extra in (None, *extras) for one in requirements(extra).values()]
+    found, waiting = {}, [one for extra in (None, *extras) for one in requirements(extra).values()]
     while waiting:
         one = waiting.pop()
         name = re.sub("[-_.]+", "-", one.name).lower()

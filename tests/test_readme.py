@@ -5,19 +5,18 @@ Commands after `<!-- needs a cluster -->` and `<!-- takes minutes -->` are not r
 where it is installed; those of `make` are checked against the Makefile.
 """
 
-import json
 import re
 import shutil
 from importlib.util import find_spec
 
 import pytest
-import yaml
 
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, write_config
-from tests.pages import checkout, commands, typed, warm_stages
+from tests.data.source_files import COMPRESS, lines
+from tests.pages import checkout, commands, files, typed, warm_stages
 
 README = (REPOSITORY / "README.md").read_text()
 HAVE_TESTS = {"extending", "weights", "evaluation", "generation", "tutorial-crawl", "tutorial-tinystories",
@@ -39,16 +38,14 @@ def home(tmp_path_factory, corpus):
     path = write_config(folder, corpus, name="demo", runs_dir="runs", evaluate={"tasks": ["python_line"]},
                         train={"steps": 30, "warmup_steps": 5, "validation_every": 10, "micro_batch": 8})
     path.rename(folder / "configs/demo.yaml")
-    mine = yaml.safe_load(re.search(r"```yaml\n# configs/mine.yaml\n(.*?)```", README, re.DOTALL)[1])
-    (folder / "configs/mine.yaml").write_text(yaml.safe_dump(mine))
-    files = sorted(corpus.glob("*.txt"))
+    (folder / "configs/mine.yaml").write_text(files("../README")["configs/mine.yaml"])
+    texts = sorted(corpus.glob("*.txt"))
     (folder / "data/notes/deep").mkdir(parents=True)
-    for file in files[::2]:
+    for file in texts[::2]:
         shutil.copy(file, folder / "data/notes/deep" / file.name)
     (folder / "data/web").mkdir()
-    lines = "".join(json.dumps({"content": file.read_text()}) + "\n" for file in files[1::2])
-    import zstandard
-    (folder / "data/web/part.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
+    (folder / "data/web/part.jsonl.zst").write_bytes(COMPRESS[".zst"](
+        lines({"content": file.read_text()} for file in texts[1::2])))
     return folder
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json
@@ -19,6 +18,7 @@ from drover.tools.where.__main__ import main as where
 from tests.conftest import run_stage
 from tests.refusal import printed
 from tests.released.make import STEPS
+from tests.stages.here import run_here
 from tests.stand_ins import never
 
 RELEASED = sorted((Path(__file__).parent / "released").glob("*.tar.xz"))
@@ -35,7 +35,7 @@ def test_it_is_in_order_and_up_to_date(run, capsys):
     assert "nothing is wrong" in printed(capsys, verify, "--run", run, "--processes", "1")
     assert "proven" in printed(capsys, audit, "--run", run)
     for stage in STAGES:
-        assert stage_main(stage, never, ["--config", str(run / "config.yaml")]) == 0
+        assert run_here(stage, run / "config.yaml", body=never) == 0
         assert "up to date" in capsys.readouterr().out
 
 

@@ -1,12 +1,10 @@
-"""The character models that are compared with nanoGPT: their size and budget, and the chain on their configuration."""
-
+"""The character models that are compared with nanoGPT: their size and budget."""
 
 import pytest
 
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
-CONFIG = REPOSITORY / "configs/shakespeare_char.yaml"
 ROWS = 640
 """65 characters, 256 bytes and 256 special ids, padded to a multiple of 128."""
 
@@ -26,6 +24,6 @@ def test_the_models_are_no_larger_than_nanogpts(name, layers, width):
 
 
 def test_the_small_one_sees_as_many_tokens_as_nanogpts():
-    train = load_config(CONFIG).train
+    train = load_config(REPOSITORY / "configs/shakespeare_char.yaml").train
     assert (train.steps, train.batch_tokens, train.sequence_length) == (2000, 12 * 64, 64)
     assert train.precision == "fp32"

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import shlex
 import sys
 from importlib.util import find_spec
@@ -11,11 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from tests.conftest import MINI, REPOSITORY, environment, merged
+from tests.data.planning.staged_corpora import texts_of
 from tests.object_store import free_ports, running
-from tests.pages import checkout, commands, typed
+from tests.pages import checkout, commands, files, typed
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -62,8 +60,7 @@ def outcomes(home):
 
 
 def test_the_page_shows_the_configuration_that_is_shipped():
-    [shown] = re.findall(rf"```yaml\n# {CONFIG}\n(.*?)```", (REPOSITORY / f"docs/{STORIES}.md").read_text(), re.DOTALL)
-    assert yaml.safe_load(shown) == yaml.safe_load((REPOSITORY / CONFIG).read_text())
+    assert yaml.safe_load(files(STORIES)[CONFIG]) == yaml.safe_load((REPOSITORY / CONFIG).read_text())
 
 
 def test_every_command_runs(outcomes):
@@ -74,12 +71,9 @@ def test_every_command_runs(outcomes):
 
 
 def test_the_text_file_has_the_stories_of_the_parquet_file(home, outcomes):
-    taken = []
-    for folder in (home / "runs/tinystories/shard", home / "runs/from-files/shard"):
-        manifest = read_manifest(folder)
-        taken.append({document.text.strip() for split in SPLITS for record in shard_records(manifest, split)
-                      for document in read_shard(folder, record)})
-    assert taken[0] == taken[1] and len(taken[0]) == 400
+    stored, cut = ({text.strip() for text in texts_of(home / "runs" / name / "shard").values()}
+                   for name in ("tinystories", "from-files"))
+    assert stored == cut and len(cut) == 400
 
 
 def greedy(outcomes):

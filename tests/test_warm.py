@@ -2,15 +2,14 @@
 
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import run_python, stage_command, start_stage
-from tests.stages.training import curve, descendants, kill, lines, proven, rank_process, run_train, start
+from tests.stages.training import curve, descendants, lines, proven, rank_process, run_train, started
 from tests.waiting import wait_for
-
-LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000"]
 
 
 @pytest.mark.parametrize("overrides", [["--help"], ["train.lr=x", "train.warmup=3"], ["--colour"]])
@@ -30,30 +29,29 @@ def test_ranks_train_as_under_torchs_own_agent(fresh):
     assert curve(fresh) == curve(fresh, "cold") and proven(fresh, "cold")
 
 
+@contextmanager
+def two_ranks(config):
+    """Training without end that has done a step."""
+    before = len(lines(config))
+    with started(config, "train.steps=100000", "train.checkpoint.every_steps=100000", ranks=2) as process:
+        wait_for(lambda: len(lines(config)) > before, of=process)
+        yield process
+
+
 def test_ranks_end_with_the_first_that_fails_and_with_their_agent(fresh):
-    process = start(fresh, *LONG, ranks=2)
-    try:
-        wait_for(lambda: lines(fresh), of=process)
+    with two_ranks(fresh) as process:
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         assert process.wait() == 1
-        before = len(lines(fresh))
-        process = start(fresh, *LONG, ranks=2)
-        wait_for(lambda: len(lines(fresh)) > before, of=process)
+    with two_ranks(fresh) as process:
         ranks = descendants(process.pid)
         assert len(ranks) == 2
         process.kill()
         assert process.wait() == -signal.SIGKILL
         wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-    finally:
-        kill(process)
 
 
 def test_a_request_to_stop_reaches_the_ranks(fresh):
-    process = start(fresh, *LONG, ranks=2)
-    try:
-        wait_for(lambda: lines(fresh), of=process)
+    with two_ranks(fresh) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 1
-    finally:
-        kill(process)
     assert (fresh.parent / f"runs/mini/train/checkpoints/step-{lines(fresh)[-1]['step']:08d}/COMPLETE.json").is_file()

@@ -1,6 +1,5 @@
 """docs/weights.md does what it says: its commands and its Python, in order, on a miniature run and a miniature 1B."""
 
-import re
 import shlex
 
 import pytest
@@ -8,14 +7,11 @@ import torch
 
 from drover.__main__ import main
 from drover.pipeline.formats.weights import open_weights
-from tests.conftest import REPOSITORY
 from tests.formats.exporting import write_model
-from tests.pages import commands
+from tests.pages import commands, run_program
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_run
 
-PAGE = (REPOSITORY / "docs/weights.md").read_text()
 COMMANDS = commands("weights")
-[SNIPPET] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -36,5 +32,5 @@ def test_every_command_of_the_page_works(home, capsys):
     with open_weights(home / "demo-back") as weights, open_weights(home / "runs/demo") as run:
         assert weights.config.context_length == 64
         assert all(torch.equal(weights.read(name), run.read(name)) for name in run.shapes)
-    exec(compile(SNIPPET, "docs/weights.md", "exec"), {})  # noqa: S102 - the page is ours
+    run_program("weights")
     assert capsys.readouterr().out.rstrip().endswith("2 torch.float32")

@@ -1,17 +1,11 @@
 """Small models with opinions, and the folders that they lie in: a run, a Hugging Face folder."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
 import torch
 
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.files import write_json
-from drover.pipeline.tokenization.base import Tokenizer
 from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.kinds import write_record
 from drover.pipeline.tokenization.simple import ByteTokenizer
@@ -25,7 +19,7 @@ DESCENDANT = {"head_dim": 16, "qkv_bias": True, "qk_norm": True, "sliding_window
 """Where Llama's descendants differ, all at once: of three layers the last sees all, the second is not rotated."""
 
 
-def opinionated(config: ModelConfig, seed: int = 1) -> Llama:
+def opinionated(config, seed=1):
     """A random model whose next token depends on all that is before it, with scores far enough apart."""
     model = Llama(config)
     initialise(model, config, seed=seed)
@@ -37,12 +31,12 @@ def opinionated(config: ModelConfig, seed: int = 1) -> Llama:
     return model.eval().requires_grad_(False)
 
 
-def for_tokenizer(tokenizer: Tokenizer, seed: int = 1, **changes: object) -> Llama:
+def for_tokenizer(tokenizer, seed=1, **changes):
     """Such a model with a row for each id of a tokenizer."""
     return opinionated(ModelConfig(**{**SHAPE, "vocab_size": tokenizer.size, **changes}), seed)
 
 
-def write_run(folder: Path, models: dict[int, Llama], tokenizer: Tokenizer | None, **settings: object) -> Path:
+def write_run(folder, models, tokenizer, **settings):
     """A run with a checkpoint of each model, by step, and a tokenizer without a file, unless it is to have none."""
     write_json(folder / "config.yaml", {"name": folder.name, **settings})
     if tokenizer is not None:
@@ -55,7 +49,7 @@ def write_run(folder: Path, models: dict[int, Llama], tokenizer: Tokenizer | Non
     return folder
 
 
-def as_checkpoint(folder: Path, model: Llama, step: int = 7, kinds: Sequence[str] = ("model", "exp_avg")) -> Path:
+def as_checkpoint(folder, model, step=7, kinds=("model", "exp_avg")):
     """A checkpoint as a run writes it: a state of the optimizer beside the weights, `vocab_size` left to the
     tokenizer."""
     records = write_checkpoint(folder, {f"{kind}.{name}": parameter.detach() for name, parameter
@@ -66,7 +60,7 @@ def as_checkpoint(folder: Path, model: Llama, step: int = 7, kinds: Sequence[str
     return folder
 
 
-def write_huggingface(folder: Path, model: Llama, tokenizer: Tokenizer) -> Path:
+def write_huggingface(folder, model, tokenizer):
     """An export with its tokenizer."""
     folder.mkdir(parents=True)
     write_model(folder, model, dtype=torch.float32, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)

@@ -1,12 +1,6 @@
 """Waiting for what must happen, with a limit for hangs only."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from time import monotonic, sleep
-from typing import Any, TypeVar
-
-T = TypeVar("T")
 
 HANG_S = 900
 """After so long a process or a condition counts as hung. No test may depend on it: where everything takes ten times as
@@ -14,7 +8,7 @@ long as on a fast machine, the slowest wait is still far from it. pytest's own l
 that the one who waits is the one who complains."""
 
 
-def wait_for(condition: Callable[[], T], story: Callable[[], str] = str, *, of: Any = None) -> T:
+def wait_for(condition, story=str, *, of=None):
     """Wait until `condition()` gives something true, and give that.
 
     Args:
@@ -30,6 +24,6 @@ def wait_for(condition: Callable[[], T], story: Callable[[], str] = str, *, of: 
     return found
 
 
-def _output(process: Any) -> str:
+def _output(process):
     """What an ended process printed, where that was kept."""
     return "".join(f"\n{said}" for said in process.communicate() if said)

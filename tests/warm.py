@@ -14,8 +14,6 @@ do not show what they inherit from the launcher, nor that they end when it does 
 The server has one thread and never computes: a fork takes along no lock that somebody holds and no pool of threads.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc
@@ -33,10 +31,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.utils.tensorboard",
@@ -56,47 +52,47 @@ PR_SET_NAME = 15
 class WarmProcess:
     """A running child of the server, used like `subprocess.Popen`; its output is kept in files."""
 
-    def __init__(self, address: str, arguments: list[str], environment: dict[str, str], **options: Any) -> None:
+    def __init__(self, address, arguments, environment, **options):
         self.args, self.returncode = arguments, None
         self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with self
         self._connection = _ask(address, arguments, environment, REPOSITORY, [file.fileno() for file in self._files],
                                 **options)
         self.pid = int(self._answer(None))
 
-    def poll(self) -> int | None:
+    def poll(self):
         """The exit status, negative for a signal; None while the process runs."""
         if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
             self.returncode = int(self._answer(None))
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         if self.returncode is None:
             self.returncode = int(self._answer(timeout))
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout=None):
         """Wait for the end; all that was printed."""
         self.wait(timeout)
         return self._said(self._files[0]), self._said(self._files[1])
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def printed(self) -> str:
+    def printed(self):
         """What it has printed so far, read without moving the place where it writes."""
         file = self._files[0].fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode()
 
     @staticmethod
-    def _said(file: IO[str]) -> str:
+    def _said(file):
         file.seek(0)
         return file.read()
 
-    def _answer(self, timeout: float | None) -> bytes:
+    def _answer(self, timeout):
         if not select.select([self._connection], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         answer = self._connection.recv(64)
@@ -104,8 +100,7 @@ class WarmProcess:
         return answer
 
 
-def _ask(address: str, arguments: list[str], environment: dict[str, str], directory: Path, files: list[int],
-         **options: Any) -> socket.socket:
+def _ask(address, arguments, environment, directory, files, **options):
     """Ask the server for a process; a connection that tells its pid and then its exit status."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
@@ -115,14 +110,14 @@ def _ask(address: str, arguments: list[str], environment: dict[str, str], direct
     return connection
 
 
-def stand_in(address: str, arguments: list[str]) -> int:
+def stand_in(address, arguments):
     """Be `python -m <module>` for whoever started this process, by a warm one: its streams, its end, its requests to
     stop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is somebody to pass it on to
     connection = _ask(address, arguments, dict(os.environ), Path.cwd(), [1, 2])
     pid = int(connection.recv(64))
 
-    def pass_on(number: int, _: object) -> None:
+    def pass_on(number, _):
         with suppress(ProcessLookupError):  # it may just have ended
             os.kill(pid, number)
     signal.signal(signal.SIGTERM, pass_on)
@@ -134,7 +129,7 @@ def stand_in(address: str, arguments: list[str]) -> int:
 class WarmServer:
     """The process that forks them, as the tests see it. It ends with the session that started it."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self.address = f"{self._folder.name}/socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -146,8 +141,7 @@ class WarmServer:
             env=environment, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(), held))
         os.close(held)
 
-    def start(self, arguments: Sequence[str], environment: dict[str, str], *, ranks: int = 1,
-              limits: dict[int, int] | None = None, limited: Sequence[int] | None = None) -> WarmProcess:
+    def start(self, arguments, environment, *, ranks=1, limits=None, limited=None):
         """Start `python -m <arguments>` with exactly this environment, as one process or as ranks.
 
         limits: soft limits, by their number in the module `resource`; limited: the ranks that have them, all if None.
@@ -155,14 +149,14 @@ class WarmServer:
         return WarmProcess(self.address, list(arguments), environment, ranks=ranks, limits=limits or {},
                            limited=list(range(ranks) if limited is None else limited))
 
-    def close(self) -> None:
+    def close(self):
         os.close(self._held)
         self._process.wait()
         self._listener.close()
         self._folder.cleanup()
 
 
-def serve(listener: socket.socket, held: int) -> None:
+def serve(listener, held):
     """Fork a child for every connection, and tell it the child's pid and then its exit status."""
     for name in IMPORTED:
         importlib.import_module(name)
@@ -172,7 +166,7 @@ def serve(listener: socket.socket, held: int) -> None:
     os.set_blocking(tell, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(tell)
-    running: dict[int, socket.socket] = {}
+    running = {}
     while True:
         ready, _, _ = select.select([listener, held, told], [], [])
         if held in ready:
@@ -203,7 +197,7 @@ def serve(listener: socket.socket, held: int) -> None:
                 os.close(file)
 
 
-def _tell_ends(running: dict[int, socket.socket]) -> None:
+def _tell_ends(running):
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -212,14 +206,14 @@ def _tell_ends(running: dict[int, socket.socket]) -> None:
             connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _import_more(arguments: list[str]) -> None:
+def _import_more(arguments):
     for word, names in MORE.items():
         if any(argument.endswith((f"drover.pipeline.{word}", f"engine={word}")) for argument in arguments):
             for name in names:
                 importlib.import_module(name)
 
 
-def _become(request: dict[str, Any]) -> None:
+def _become(request):
     """Be the process that was asked for; does not return."""
     os.chdir(request["directory"])
     os.environ.clear()
@@ -229,7 +223,7 @@ def _become(request: dict[str, Any]) -> None:
     _end_with(lambda: _run_ranks(request))
 
 
-def _end_with(run: Any) -> None:
+def _end_with(run):
     """End this process as the interpreter would after `run()`: its exit status, its words, its threads."""
     status = 1
     try:
@@ -250,7 +244,7 @@ def _end_with(run: Any) -> None:
         os._exit(status)
 
 
-def _run(arguments: list[str], limits: dict[str, int]) -> None:
+def _run(arguments, limits):
     for number, limit in limits.items():
         resource.setrlimit(int(number), (limit, resource.getrlimit(int(number))[1]))
     module, *sys.argv[1:] = arguments
@@ -258,14 +252,14 @@ def _run(arguments: list[str], limits: dict[str, int]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _run_ranks(request: dict[str, Any]) -> None:
+def _run_ranks(request):
     """The elastic agent: one process for each rank, all ended when one of them fails."""
     import torch.distributed as dist
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     processes = [_fork_rank(request, rank, port, listener) for rank in range(request["ranks"])]
-    asked: list[int] = []
+    asked = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
     # Only now: the store has threads. The ranks wait in the queue of the port until it answers.
@@ -286,7 +280,7 @@ def _run_ranks(request: dict[str, Any]) -> None:
     sys.exit(int(failed or bool(asked)))
 
 
-def _fork_rank(request: dict[str, Any], rank: int, port: int, listener: socket.socket) -> int:
+def _fork_rank(request, rank, port, listener):
     pid, ranks = os.fork(), request["ranks"]
     if pid:
         return pid
@@ -301,7 +295,7 @@ def _fork_rank(request: dict[str, Any], rank: int, port: int, listener: socket.s
     raise AssertionError("not reached")
 
 
-def _signal(processes: set[int], number: int) -> None:
+def _signal(processes, number):
     for pid in processes:
         os.kill(pid, number)  # not yet waited for, so still itself
 

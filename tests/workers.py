@@ -5,8 +5,6 @@ runs it, sends its reports back and takes the next one. The tests of a file are 
 The terminal shows one line for each file, when the file is done.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -16,9 +14,8 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 from _pytest.reports import TestReport
@@ -30,13 +27,12 @@ SPREAD = "tests/stages/"
 """Tests of these files are long. Where a file has no fixture of its own, each test is a group."""
 FIXTURE = re.compile(r"""scope=["'](module|class)["']""")
 LONG = ("tests/test_fuzz.py", "tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools",
-        "tests/launch", "tests/parallel", "tests/test_shakespeare.py", "tests/stages", "tests/rehearsal",
-        "tests/benchmarks")
+        "tests/launch", "tests/parallel", "tests/stages", "tests/rehearsal", "tests/benchmarks")
 """The longest groups. They start first, so that no worker is alone with a long one at the end. The fuzz forks a process
 for each case, so it has to be the first of its worker: forks of a process that has used threads may crash."""
 
 
-def group_name(nodeid: str, root: Path) -> str:
+def group_name(nodeid, root):
     """Name of the group of tests that a test belongs to."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/slurm/"):
@@ -48,11 +44,10 @@ def group_name(nodeid: str, root: Path) -> str:
 class Worker:
     """A forked process that runs groups of tests, as the parent sees it."""
 
-    def __init__(self, number: int, session: pytest.Session, groups: list[list[pytest.Item]],
-                 others: list[Worker]) -> None:
+    def __init__(self, number, session, groups, others):
         self.number = number
         self.busy = False
-        self.left: list[pytest.Item] = []
+        self.left = []
         """Tests of its group that have not ended."""
         self.pipe, other = Pipe()
         self.pid = os.fork()
@@ -69,16 +64,16 @@ class Worker:
                 os._exit(status)
         other.close()
 
-    def is_gone(self) -> bool:
+    def is_gone(self):
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def end(self) -> int:
+    def end(self):
         """Wait for the end of the process; its exit status."""
         self.pipe.close()
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def run_groups(number: int, session: pytest.Session, groups: list[list[pytest.Item]], pipe: Connection) -> int:
+def run_groups(number, session, groups, pipe):
     """Run the groups whose numbers the parent sends; the exit status of this worker."""
     config = session.config
     # Where this runs in the background or under nohup they are ignored, and what the tests start would inherit that.
@@ -89,7 +84,7 @@ def run_groups(number: int, session: pytest.Session, groups: list[list[pytest.It
         capture.stop_global_capturing()
         capture.start_global_capturing()
         capture.suspend_global_capture()
-    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    factory = config._tmp_path_factory
     factory._basetemp = factory.getbasetemp() / f"worker{number}"
     factory._basetemp.mkdir(exist_ok=True)
     config.pluginmanager.register(Reporting(pipe))
@@ -110,11 +105,11 @@ def run_groups(number: int, session: pytest.Session, groups: list[list[pytest.It
 class Reporting:
     """Plugin of a worker: send what comes of each test to the parent."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe):
         self.pipe = pipe
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
+    def pytest_runtest_protocol(self, item, nextitem):
         for report in runtestprotocol(item, log=False, nextitem=nextitem):
             self.pipe.send(item.config.hook.pytest_report_to_serializable(config=item.config, report=report))
         return True
@@ -123,26 +118,26 @@ class Reporting:
 class Parent:
     """Plugin of the process that collects: fork the workers, deal out the groups, report."""
 
-    def __init__(self, config: pytest.Config, count: int) -> None:
+    def __init__(self, config, count):
         self.config, self.count = config, count
         self.start = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+    def pytest_runtestloop(self, session):
         if session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
         self.lines = FileLines(self.config, session.items, self.start)
-        by_name: dict[str, list[pytest.Item]] = defaultdict(list)
+        by_name = defaultdict(list)
         for item in session.items:
             by_name[group_name(item.nodeid, self.config.rootpath)].append(item)
         self.groups = sorted(by_name.values(), key=lambda group: rank(group[0].nodeid))
         self.waiting = list(range(len(self.groups)))
-        self.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined] # one folder for all workers
+        self.config._tmp_path_factory.getbasetemp()  # one folder for all workers
         gc.collect()
         gc.freeze()
-        self.workers: list[Worker] = []
+        self.workers = []
         try:
             for number in range(min(self.count, len(self.groups))):
                 self._start_worker(number, session)
@@ -161,12 +156,12 @@ class Parent:
             self._fail(session, f"a worker failed after its last test (exit statuses {statuses})")
         return True
 
-    def _fail(self, session: pytest.Session, reason: str) -> NoReturn:
+    def _fail(self, session, reason):
         """Fail the run for what is no test's fault."""
         session.shouldfail = reason
         raise session.Failed(reason)
 
-    def _receive(self, session: pytest.Session) -> None:
+    def _receive(self, session):
         """Take what the workers send, or notice that one of them is gone."""
         ready = wait([worker.pipe for worker in self.workers if worker.busy], timeout=1)
         for worker in [worker for worker in self.workers if worker.busy and (worker.pipe in ready or worker.is_gone())]:
@@ -183,12 +178,12 @@ class Parent:
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
 
-    def _start_worker(self, number: int, session: pytest.Session) -> None:
+    def _start_worker(self, number, session):
         worker = Worker(number, session, self.groups, self.workers)
         self.workers.append(worker)
         self._deal(worker)
 
-    def _deal(self, worker: Worker) -> None:
+    def _deal(self, worker):
         """Give a worker the next group that waits."""
         worker.busy = bool(self.waiting)
         if worker.busy:
@@ -196,7 +191,7 @@ class Parent:
             worker.left = [*self.groups[group]]
             worker.pipe.send(group)
 
-    def _replace(self, session: pytest.Session, worker: Worker) -> str:
+    def _replace(self, session, worker):
         """Report the test that ended its worker as failed, and give the rest of its group to a new worker."""
         self.workers.remove(worker)
         status = worker.end()
@@ -212,12 +207,12 @@ class Parent:
         self._start_worker(worker.number, session)
         return "replaced"
 
-    def _report(self, report: TestReport) -> None:
+    def _report(self, report):
         self.config.hook.pytest_runtest_logreport(report=report)
         self.lines.add(report)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
+    def pytest_report_teststatus(self, report):
         """No letter for each test: the terminal has a line for each file."""
         if not isinstance(report, TestReport) or hasattr(report, "wasxfail"):
             return None
@@ -229,14 +224,14 @@ class Parent:
 class FileLines:
     """A line on the terminal for each file whose tests are done, and one for each failed test."""
 
-    def __init__(self, config: pytest.Config, items: list[pytest.Item], start: float) -> None:
+    def __init__(self, config, items, start):
         self.terminal, self.start, self.total, self.done = config.get_terminal_writer(), start, len(items), 0
         self.left = Counter(item.nodeid.partition("::")[0] for item in items)
-        self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-        self.seconds: Counter[str] = Counter()
+        self.outcomes = defaultdict(Counter)
+        self.seconds = Counter()
         self._write(f"{self.total} tests of {len(self.left)} files")
 
-    def add(self, report: TestReport) -> None:
+    def add(self, report):
         file = report.nodeid.partition("::")[0]
         self.seconds[file] += report.duration
         if report.when == "call" or not report.passed:
@@ -244,7 +239,7 @@ class FileLines:
         if report.failed:
             self._write(f"{report.nodeid} failed", red=True)
 
-    def end(self, nodeid: str) -> None:
+    def end(self, nodeid):
         """Count a test as done; write the file's line after its last one."""
         file = nodeid.partition("::")[0]
         self.done += 1
@@ -253,21 +248,21 @@ class FileLines:
             counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes[file].items()))
             self._write(f"{file}: {counts} in {self.seconds[file]:.1f} s")
 
-    def _write(self, text: str, **markup: bool) -> None:
+    def _write(self, text, **markup):
         minutes, seconds = divmod(int(time.monotonic() - self.start), 60)
         self.terminal.line(f"[{100 * self.done // max(1, self.total):3d}% {minutes:2d}:{seconds:02d}] {text}", **markup)
         self.terminal.flush()
 
 
-def rank(nodeid: str) -> int:
+def rank(nodeid):
     """Place of a group in the order in which they start."""
     return next((place for place, start in enumerate(LONG) if nodeid.startswith(start)), len(LONG))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--workers", type=int, default=0, metavar="N", help="run the tests in N forked processes")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if config.option.workers:
         config.pluginmanager.register(Parent(config, config.option.workers))

@@ -41,7 +41,7 @@ def test_every_target_counts_exactly_once(lengths, batch, world):
     # Token t of document d is d * 100 + t, so a window shows what it holds.
     rows = [np.arange(length, dtype=np.int64) + 100 * number for number, length in enumerate(lengths)]
     text = ValidationText(rows, 1)
-    seen: Counter[int] = Counter()
+    seen = Counter()
     shares = [ValidationBatches({"x": text}, length=window, batch=batch, rank=rank, world=world)
               for rank in range(world)]
     assert len({len(list(share)) for share in shares} | {len(share) for share in shares}) == 1

@@ -19,7 +19,7 @@ from drover.pipeline.evaluation.lm_eval_model import DroverModel
 from drover.pipeline.evaluation.tasks import find_tasks, write_absolute
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.lm_eval import main
-from tests.evaluation.test_task_packs import FILES
+from tests.evaluation.test_task_packs import write_pack
 from tests.refusal import printed, refused, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
@@ -36,11 +36,8 @@ def home(tmp_path_factory):
     models = {step: for_tokenizer(TOKENIZER, seed=step, context_length=512) for step in (2, 7)}
     write_run(folder / "run", models, TOKENIZER, evaluate={"sequence_length": 256, "batch": 3})
     write_huggingface(folder / "hf", models[7], TOKENIZER)
-    (folder / "tasks").mkdir()
-    for name, text in FILES.items():
-        (folder / "tasks" / name).write_text(text, encoding="utf-8")
     (folder / "absolute").mkdir()
-    write_absolute(find_tasks([folder / "tasks"]).values(), folder / "absolute")
+    write_absolute(find_tasks([write_pack(folder / "tasks")]).values(), folder / "absolute")
     return folder
 
 

@@ -1,5 +1,6 @@
 """Paired differences against scipy and against numbers worked out by hand."""
 
+import json
 import math
 import random
 
@@ -7,7 +8,7 @@ import pytest
 from scipy import stats
 
 from drover.pipeline.evaluation.paired import difference, scored, sign_test
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 
 @pytest.mark.parametrize(("higher", "lower"), [
@@ -74,13 +75,13 @@ def test_f1_by_hand():
     assert difference(nothing, added([False, False], [True, False]), "f1").lower == 1
 
 
-@pytest.mark.parametrize(("first", "second", "expected"), [
-    ([None], [(1.0, 1.0)], (0, math.nan, None, None)),
-    ([(1.0, 2.0), None, (3.0, 4.0)], [(2.0, 2.0), (9.0, 1.0), None], (1, 0.5, None, None)),
-    ([(1.0, 1.0)] * 3, [(1.0, 1.0)] * 3, (3, 0.0, 0.0, 1.0))])
+@pytest.mark.parametrize(("first", "second", "expected"), table("""
+    [null] -> [[1, 1]] -> [0, NaN, null, null]
+    [[1, 2], null, [3, 4]] -> [[2, 2], [9, 1], null] -> [1, 0.5, null, null]
+    [[1, 1], [1, 1], [1, 1]] -> [[1, 1], [1, 1], [1, 1]] -> [3, 0, 0, 1]""", json.loads, json.loads, json.loads))
 def test_items_without_a_value_are_left_out_of_both(first, second, expected):
     found = difference(first, second)
-    assert (found.items, found.difference, found.stderr, found.p_normal) == pytest.approx(expected, nan_ok=True)
+    assert [found.items, found.difference, found.stderr, found.p_normal] == pytest.approx(expected, nan_ok=True)
 
 
 def test_items_that_weigh_differently_are_not_the_same():

@@ -1,5 +1,6 @@
 """Tasks mean what lm-evaluation-harness means by them: the numbers are those of its own evaluation of another class."""
 
+import json
 import logging
 import os
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.tiny_models import for_tokenizer
 
 ITERS = 40
@@ -141,8 +142,13 @@ def test_items_without_a_right_choice_are_counted(model, folder):
     assert found["answer_bits_per_byte"] > 0
 
 
-@pytest.mark.parametrize(("gold", "multiple_input", "right"), [
-    (1, 0, [1]), ("b", 0, [1]), ("x", 0, []), (-100, 0, []), ([2, 7, 0], 0, [0, 2]), ("a", 3, [0])])
+@pytest.mark.parametrize(("gold", "multiple_input", "right"), table("""
+    1 -> 0 -> [1]
+    "b" -> 0 -> [1]
+    "x" -> 0 -> []
+    -100 -> 0 -> []
+    [2, 7, 0] -> 0 -> [0, 2]
+    "a" -> 3 -> [0]""", json.loads, int, json.loads))
 def test_right_choices(gold, multiple_input, right):
     task = SimpleNamespace(multiple_input=multiple_input, doc_to_choice=lambda doc: ["a", "b", "c"],
                            doc_to_target=lambda doc: "shared ending" if multiple_input else gold,

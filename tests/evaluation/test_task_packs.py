@@ -1,6 +1,5 @@
 """The forms of tasks that configs/tasks/README.md shows, as they stand there, on a small model."""
 
-import json
 import math
 import os
 import re
@@ -8,6 +7,7 @@ import re
 import pytest
 
 from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.paired import scored
 from drover.pipeline.evaluation.placing import Placed
@@ -23,6 +23,14 @@ FILES = {name: text for name, _, text in re.findall(
 NAMES = [name.removesuffix(".yaml") for name in FILES if name.endswith(".yaml")]
 
 
+def write_pack(folder):
+    """The README's files in a new folder; the folder."""
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model():
     return for_tokenizer(VOCABULARY, context_length=256)
@@ -36,10 +44,8 @@ def harness(model):
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory, harness):
     """The README's files; the model gives the first sum's answer, so that something is right."""
-    place = tmp_path_factory.mktemp("pack")
-    for name, text in FILES.items():
-        (place / name).write_text(text, encoding="utf-8")
-    items = lines(place / "sums.jsonl")
+    place = write_pack(tmp_path_factory.mktemp("pack") / "tasks")
+    items = [*read_lines(place / "sums.jsonl")]
     written, = harness.generate_until(requests(("2 + 3 =", {"until": ["\n"], "max_gen_toks": 8})))
     items[0]["sum"] = written.strip()
     write_jsonl(place / "sums.jsonl", items)
@@ -50,10 +56,6 @@ def pack(tmp_path_factory, harness):
 def results(pack, harness):
     return {task.name: measure_task(harness, task, None, 20, os.devnull)
             for task in tasks_named(NAMES, [pack], "the test")}
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def bits(model, pairs):
@@ -68,7 +70,7 @@ def test_all_forms_are_shown():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_can_be_read_alone(results, pack, name):
     found = results[name]
-    data = lines(pack / f"{name.removesuffix('_2shot')}.jsonl")
+    data = [*read_lines(pack / f"{name.removesuffix('_2shot')}.jsonl")]
     assert found["items"] == len(data) and found["version"] == "1.0"
     assert found["few_shot"] == (2 if name == "capitals_2shot" else 0)
     assert found["chance"] == (pytest.approx((1 / 3 + 1 / 3 + 1 / 4) / 3) if "capitals" in name else None)
@@ -82,7 +84,7 @@ def test_every_row_can_be_read_alone(results, pack, name):
 def test_bits_of_pages_with_their_errors(results, pack, model):
     """Those of `score`, which test_paired.py has by hand; the delta method carries them to perplexities."""
     found, single = results["pages"]["metrics"], results["pages"]["per_item"]["metrics"]["bits_per_byte"]
-    expected = bits(model, [("", item["page"]) for item in lines(pack / "pages.jsonl")])
+    expected = bits(model, [("", item["page"]) for item in read_lines(pack / "pages.jsonl")])
     assert single == [(pytest.approx(each, rel=1e-5), size) for each, size in expected]
     assert found["bits_per_byte"] == pytest.approx(scored(single), rel=1e-6)
     ratio, stderr = found["bits_per_byte"].values()

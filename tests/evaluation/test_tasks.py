@@ -1,4 +1,3 @@
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,37 +8,18 @@ from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
-from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, Uniform
 from tests.refusal import refused
-
-YAML = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: choices
-doc_to_target: gold
-target_delimiter: "{delimiter}"
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-"""
-ITEMS = [{"query": f"{number} is ", "choices": ["wrong", "false!", "yes", "no"], "gold": 2} for number in range(8)]
+from tests.stages.small_run import item, write_task
 
 
-def write_task(folder, name="planted", data="items.jsonl", items=ITEMS, delimiter=""):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.yaml").write_text(YAML.format(name=name, data=data, delimiter=delimiter))
-    if items is not None:
-        write_jsonl(folder / data, items)
+def write_planted(folder, name="planted"):
+    write_task(folder, name, *(item(number, 2) for number in range(8)))
 
 
 def config(folder, *tasks, **more):
@@ -54,20 +34,20 @@ def run(folder, name, limit=None):
 
 @pytest.mark.parametrize("place", ["one", "one/deep"])
 def test_input_files_are_the_yaml_and_its_data_named_wherever_they_are(tmp_path, place):
-    write_task(tmp_path / place)
-    write_task(tmp_path / "one", name="other", data="more.jsonl")
+    write_planted(tmp_path / place)
+    write_planted(tmp_path / "one", "other")
     found = input_files(config(tmp_path / "one", "planted"))
     assert found == [("planted/planted.yaml", tmp_path / place / "planted.yaml"),
-                     ("planted/items.jsonl", tmp_path / place / "items.jsonl")]
+                     ("planted/planted.jsonl", tmp_path / place / "planted.jsonl")]
     assert input_files(config(tmp_path / "one")) == []
 
 
 def test_included_files_are_inputs_too(tmp_path):
-    write_task(tmp_path)
+    write_planted(tmp_path)
     (tmp_path / "twice.yaml").write_text("include: planted.yaml\ntask: twice\nprocess_docs: !function helper.process\n")
     (tmp_path / "helper.py").write_text("def process(docs):\n    return docs\n")
     names = [name for name, _ in input_files(config(tmp_path, "twice"))]
-    assert names == ["twice/twice.yaml", "twice/planted.yaml", "twice/helper.py", "twice/items.jsonl"]
+    assert names == ["twice/twice.yaml", "twice/planted.yaml", "twice/helper.py", "twice/planted.jsonl"]
     assert [run(tmp_path, "twice", limit)["items"] for limit in (None, 4)] == [8, 4]
 
 
@@ -77,7 +57,7 @@ def test_included_files_are_inputs_too(tmp_path):
     (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "defined twice"),
     (["task: glob\ndataset_kwargs: {data_files: {test: 'no*.jsonl'}}\n"], "glob", "no file matches")])
 def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
-    write_task(tmp_path)
+    write_planted(tmp_path)
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.yaml").write_text(text)
     refused(UserError, message, input_files, config(tmp_path, task))
@@ -86,7 +66,7 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
 
 def test_folders_that_go_while_tasks_are_looked_for_are_passed_over(tmp_path, monkeypatch):
     """A run may lie among the tasks, and another rank of it renames its folders."""
-    write_task(tmp_path / "tasks")
+    write_planted(tmp_path / "tasks")
     (tmp_path / "run/units.tmp").mkdir(parents=True)
     scandir = os.scandir
 
@@ -101,8 +81,8 @@ def test_folders_that_go_while_tasks_are_looked_for_are_passed_over(tmp_path, mo
 
 
 def test_data_that_is_no_json_is_a_user_error(tmp_path):
-    write_task(tmp_path, items=None)
-    (tmp_path / "items.jsonl").write_text("{not json\n")
+    write_planted(tmp_path)
+    (tmp_path / "planted.jsonl").write_text("{not json\n")
     refused(UserError, r"planted.*cannot be loaded", run, tmp_path, "planted")
 
 
@@ -111,7 +91,7 @@ def test_shipped_tasks_are_well_made():
     assert sorted(found) == ["python_line", "python_stdlib"]
     for task in found.values():
         path, = task.data_files["test"]
-        items = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        items = [*read_lines(Path(path))]
         assert len({item["query"] + item["choices"][item["gold"]] for item in items}) == len(items) == 40
         assert all(len(set(item["choices"])) == 4 for item in items)
         assert set(Counter(item["gold"] for item in items).values()) == {10}, "one guess must not beat chance"

@@ -3,8 +3,6 @@
     python -m tests.stages.limited evaluate 100 --config run.yaml ...
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import resource
@@ -23,7 +21,7 @@ above 32 MB. Smaller ones lie in its heap, and aligned pieces that were freed th
 glibc 2.38: one pass in twenty over a model in blocks grew to 232 MB for 12."""
 
 
-def limit(megabytes: float) -> None:
+def limit(megabytes):
     """Let this process take so much private memory beyond what it has now."""
     used = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines()
                 if line.startswith("VmData:"))
@@ -31,7 +29,7 @@ def limit(megabytes: float) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def main() -> int:
+def main():
     stage, megabytes, *options = sys.argv[1:]
     for name in ("torch", "drover.pipeline.contract.entry", *IMPORTED[stage]):
         importlib.import_module(name)

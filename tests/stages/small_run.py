@@ -12,7 +12,7 @@ from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import output_record
 from drover.pipeline.records.checkpoints import MARKER
-from tests.data.source_files import lines
+from tests.data.source_files import write_jsonl
 from tests.stages.here import prepare_here
 from tests.tiny_models import as_checkpoint
 
@@ -35,9 +35,9 @@ def item(number, gold):
 
 
 def write_task(folder, name, *items):
-    """A task of these items, in files of its name."""
+    """A task of these items, in files of its name, with the folders that lead to them."""
+    write_jsonl(folder / f"{name}.jsonl", items)
     (folder / f"{name}.yaml").write_text(TASK.replace("words", name))
-    (folder / f"{name}.jsonl").write_bytes(lines(items))
 
 
 def settings(folder):
@@ -89,7 +89,7 @@ def copy_of(small_run, tmp_path):
     return small_run, f"runs_dir={tmp_path}", "name=copy"
 
 
-def told_of(output, part):
-    """What the stage said of one of its parts: whether it was kept."""
-    line, = (line for line in output.splitlines() if line.startswith(f"evaluate  {part}: "))
-    return "kept" if line.endswith("measured before, kept") else "measured"
+def told_of(output, *parts):
+    """What the stage said of each of these parts, once: whether it was kept."""
+    return ["kept" if line.endswith("measured before, kept") else "measured" for part in parts
+            for line in output.splitlines() if line.startswith(f"evaluate  {part}: ")]

@@ -2,14 +2,12 @@
 
 import resource
 import shutil
-from pathlib import Path
 
 import pytest
 
-from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training.uploads import CopiedCheckpoints
-from tests.stages.training import assert_equal_to_the_bit, events, reusing, run_train, train_folder
+from tests.stages.training import assert_equal_to_the_bit, events, manifest_of, reusing, run_train, train_folder
 
 SETTINGS = ["train.steps=16", "train.checkpoint.keep=2"]
 
@@ -41,32 +39,30 @@ def fresh(once, encoded, tmp_path):
 
 @pytest.fixture
 def copied(fresh, once):
-    """The same, and the folder that is its store."""
-    return fresh, Path(shutil.copytree(once.parent / "store", fresh.parent / "store"))
+    """The same, and the folder `store` beside it."""
+    shutil.copytree(once.parent / "store", fresh.parent / "store")
+    return fresh
 
 
 def resumed(copied, *settings, **options):
-    return run_train(copied[0], *SETTINGS, f"train.checkpoint.copy_to=file://{copied[1]}", *settings,
-                     **options)
+    return run_train(copied, *SETTINGS, f"train.checkpoint.copy_to=file://{copied.parent}/store", *settings, **options)
 
 
 def test_damaged_copies_and_checkpoints_give_way_to_sound_ones(copied):
     """Also after a disk that filled up while a copy was fetched."""
     result = resumed(copied, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
     assert "full" in result.stderr and "step-00000016.tmp" in result.stderr
-    assert not list((train_folder(copied[0]) / "checkpoints").iterdir())
-    part = copied[1] / "step-00000016/rank-00000.safetensors"
-    data = bytearray(part.read_bytes())
-    data[-5] ^= 1
-    part.write_bytes(data)
+    assert not list((train_folder(copied) / "checkpoints").iterdir())
+    part = copied.parent / "store/step-00000016/rank-00000.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
     said = resumed(copied).stdout
     assert "the copy of step-00000016 is damaged" in said and "other content" in said
     assert "continuing after step 8" in said
-    (train_folder(copied[0]) / "manifest.json").unlink()
-    (train_folder(copied[0]) / "checkpoints/step-00000016/index.json").write_text("{}")
+    (train_folder(copied) / "manifest.json").unlink()
+    (train_folder(copied) / "checkpoints/step-00000016/index.json").write_text("{}")
     said = resumed(copied).stdout
     assert "step-00000016 is damaged" in said and "fetching step-00000016" in said
-    assert_equal_to_the_bit(copied[0])
+    assert_equal_to_the_bit(copied)
 
 
 def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
@@ -78,7 +74,7 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
     assert "step-00000004 could not be copied" in result.stdout and "Training continues" in result.stdout
     assert "The last checkpoint could not be copied" in result.stderr and url in result.stderr
     assert events(fresh, "checkpoint_copy_failed")[0]["step"] == 4
-    assert read_manifest(train_folder(fresh)) is None and not copies(url).whole
+    assert manifest_of(fresh) is None and not copies(url).whole
 
     moto_server.server.faults.clear()
     run_train(fresh, *copying)
@@ -90,26 +86,26 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
 def test_checkpoints_of_another_training_are_refused_with_what_differs(copied):
     """Those of a run of another name: tests/training/uploads."""
     def stored():
-        return {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()}
+        return {path: path.read_bytes() for path in (copied.parent / "store").rglob("*") if path.is_file()}
     before = stored()
     for setting, said in (("train.lr=0.02", "train.lr: 0.01 -> 0.02"), ("--force", "--force discards")):
         assert said in resumed(copied, setting, expect=2).stderr
-    run_train(copied[0], *SETTINGS)
+    run_train(copied, *SETTINGS)
     assert "they were started separately" in resumed(copied, "train.steps=20", "--accept-drift", expect=2).stderr
     assert stored() == before
 
 
 @pytest.mark.slow
 def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
-    url = f"file://{copied[1].parent}/elsewhere"
-    settings, folder = f"train.checkpoint.copy_to={url}", train_folder(copied[0])
-    run_train(copied[0], *SETTINGS)
+    url = f"file://{copied.parent}/elsewhere"
+    settings, folder = f"train.checkpoint.copy_to={url}", train_folder(copied)
+    run_train(copied, *SETTINGS)
     (folder / "manifest.json").unlink()
-    run_train(copied[0], *SETTINGS, settings)
+    run_train(copied, *SETTINGS, settings)
     assert copies(url).whole == [16]
-    run_train(copied[0], settings, "train.steps=20", "--accept-drift")
+    run_train(copied, settings, "train.steps=20", "--accept-drift")
     assert copies(url).whole == [16, 20]
-    drift = read_manifest(folder).drift
+    drift = manifest_of(copied).drift
     shutil.rmtree(folder)
-    run_train(copied[0], settings, "train.steps=20")
-    assert read_manifest(folder).drift == drift != []
+    run_train(copied, settings, "train.steps=20")
+    assert manifest_of(copied).drift == drift != []

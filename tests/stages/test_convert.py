@@ -9,7 +9,6 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
-from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.formats.weights import HuggingFaceWeights, load_model, open_weights
 from drover.pipeline.storage.__main__ import main
 from drover.pipeline.storage.mirror import COPY, OWNER
@@ -20,7 +19,15 @@ from tests.refusal import printed, refused
 from tests.stages.here import prepare_here, run_here
 from tests.stages.small_run import fake_training
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import changed, manifest_of, reusing, run_train, run_with_faults, train_folder
+from tests.stages.training import (
+    changed,
+    manifest_of,
+    reusing,
+    run_train,
+    run_with_faults,
+    stored_tensors,
+    train_folder,
+)
 from tests.tokenization.conftest import ODD_TEXTS, texts  # noqa: F401 - a fixture
 
 
@@ -98,15 +105,13 @@ def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(run, fresh):
     assert "the mean of step-00000005, step-00000008, step-00000012: " in run("convert", fresh, *AVERAGE).out
     out = train_folder(fresh).parent / "convert"
     assert manifest_of(fresh, "convert").counts["averaged"] == [path.name for path in saved]
+    parts = [stored_tensors(fresh, step=path.name[5:]) for path in saved]
     with HuggingFaceWeights(out / "hf") as exported:
         assert len(exported.shapes) > 10
         for name, shape in exported.shapes.items():
-            parts = []
-            for path in saved:
-                with CheckpointReader(path) as reader:
-                    parts.append(reader.read(f"model.{name}").double())
-            assert not torch.equal(parts[0], parts[2])
-            mean = ((parts[0] + parts[1] + parts[2]) / 3).float()
+            first, second, third = (stored[f"model.{name}"].double() for stored in parts)
+            assert not torch.equal(first, third)
+            mean = ((first + second + third) / 3).float()
             assert torch.equal(exported.read(name, (0,) * len(shape), shape), mean), name
 
 

@@ -30,11 +30,11 @@ def chain(tmp_path_factory, two_sources):
 
 
 @contextmanager
-def flipped(path, at=None):
-    """One bit of the file is another one; size and time are not."""
+def flipped(path, at=None, bit=0):
+    """One bit of the file is another one, in the middle or at a byte; size and time are not."""
     stat, whole = path.stat(), path.read_bytes()
     changed = bytearray(whole)
-    changed[len(whole) // 2 if at is None else at] ^= 1
+    changed[len(whole) // 2 if at is None else at] ^= 1 << bit
 
     def write(data):
         path.write_bytes(data)

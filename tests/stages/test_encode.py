@@ -20,7 +20,7 @@ from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from drover.tools.verify.__main__ import verify
 from drover.tools.verify.checks import token_problems
 from tests.conftest import run_stage
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.stages.training import copy_run, manifest_of
 from tests.token_shards import shards_in
 
@@ -75,9 +75,12 @@ def test_too_narrow_a_type_is_refused_with_the_numbers():
     refused(UserError, "up to 65535, but the vocabulary has 128256", chosen_dtype, EncodeConfig(dtype="uint16"), 128256)
 
 
-@pytest.mark.parametrize(("position", "value", "problem"), [
-    (0, 7, "does not begin with BOS"), (-1, 7, "does not end with EOS"), (5, "bos", "some are inside of documents"),
-    (3, 60000, "the id 60000 is outside the vocabulary of 768"), (4, 600, "does not decode to its text")])
+@pytest.mark.parametrize(("position", "value", "problem"), table("""
+    0 -> 7 -> does not begin with BOS
+    -1 -> 7 -> does not end with EOS
+    5 -> 1 -> some are inside of documents
+    3 -> 60000 -> the id 60000 is outside the vocabulary of 768
+    4 -> 600 -> does not decode to its text""", int, int))
 def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value, problem):
     run = run_folder(copy)
     vocabulary, record = load_tokenizer(run / "tokenizer"), manifest_of(copy, "encode").outputs[0]
@@ -85,7 +88,7 @@ def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value,
     path, proved = run / "encode" / record["path"], {0: (next(read_shard(run / "shard", source)).text, np.empty(0))}
     prove(path, record, source, vocabulary, proved)
     tokens = np.memmap(path, "uint16", "r+", record["data_offset"], record["tokens"])
-    tokens[position] = vocabulary.bos_id if value == "bos" else value
+    tokens[position] = value
     refused(UserError, problem, prove, path, record, source, vocabulary, proved)
 
 

@@ -67,7 +67,7 @@ def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copi
     run("evaluate", *copied, "evaluate.validation_tokens=null")
     assert read_json(folder / "results.json") == evaluated[1], "the default takes all of so little"
     told = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001").out
-    assert [told_of(told, part) for part in ("validation text", "baselines", "task words", "continuations")] == [
+    assert told_of(told, "validation text", "baselines", "task words", "continuations") == [
         "measured", "measured", "kept", "kept"]
     results = read_json(folder / "results.json")["validation"]
     for source, entry in results["sources"].items():
@@ -127,7 +127,7 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     tasks("one")
     before = results()
     told = tasks("one", more=["evaluate.contamination=true"]).out
-    assert [told_of(told, part) for part in ("task one", "validation text", "contamination")] == [
+    assert told_of(told, "task one", "validation text", "contamination") == [
         "kept", "kept", "measured"]
     after = results()
     parts = after["tasks"]["one"].pop("contamination")
@@ -151,7 +151,7 @@ def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themsel
     for names, new, how in ((["broken", "one"], "broken", "measured"), (["one", "two"], "two", "kept")):
         told = tasks(*names).out
         assert list(results()["tasks"]) == names
-        assert [told_of(told, part) for part in ("validation text", "continuations", "task one", f"task {new}")] == [
+        assert told_of(told, "validation text", "continuations", "task one", f"task {new}") == [
             "kept", "kept", "kept", how]
         assert "changed: evaluate.tasks.0" in told and f"changed: input file {new}/{new}.yaml is new" in told
     assert results() == first
@@ -172,11 +172,11 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
         tasks("one", "two", expect=INTERRUPTED)
     parts = ("validation text", "task one", "task two")
     told = tasks("one", "two").out
-    assert [told_of(told, part) for part in parts] == ["kept", "kept", "measured"]
+    assert told_of(told, *parts) == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
         patch.setattr("drover.pipeline.contract.run.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
         told = tasks("two", "one").out
-    assert {told_of(told, part) for part in parts} == {"measured"}
+    assert told_of(told, *parts) == ["measured"] * 3
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
     assert "input file one/one.jsonl has other content" in tasks("one", expect=2).err
     assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["two", "one"]

@@ -1,18 +1,14 @@
 """A model that is larger than what a rank may take is exported, proven and evaluated, under a limit that the kernel
 keeps; taken whole, neither can be done under it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from drover.pipeline.core.files import read_json
-from tests.conftest import REPOSITORY, environment, write_config
+from tests.conftest import run_python, write_config
 from tests.stages.here import prepare_here
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
 from tests.stages.training import manifest_of
-from tests.waiting import HANG_S
 
 LAYERS = 72
 CONVERT_MB, EVALUATE_MB = 140, 330
@@ -39,15 +35,11 @@ def run(tmp_path_factory):
     return config
 
 
-def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, env={**environment(), **LARGE_TENSORS},
-                          capture_output=True, text=True, timeout=HANG_S, check=False)
-
-
 def limited(stage, megabytes, config, *overrides, ranks=1):
     """The stage, in processes that may each take so much memory beyond what they import."""
     agent = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return python(*agent, "-m", "tests.stages.limited", stage, str(megabytes), "--config", str(config), *overrides)
+    return run_python(*agent, "-m", "tests.stages.limited", stage, megabytes, "--config", config, *overrides,
+                      check=False, **LARGE_TENSORS)
 
 
 @pytest.fixture(scope="module")

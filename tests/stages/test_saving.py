@@ -4,7 +4,6 @@ import itertools
 import resource
 import shutil
 import signal
-from contextlib import contextmanager
 
 import pytest
 
@@ -14,12 +13,11 @@ from tests.stages.training import (
     assert_equal_to_the_bit,
     curve,
     events,
-    kill,
     proven,
     rank_process,
     run_train,
     run_with_faults,
-    start,
+    started,
     train_folder,
 )
 from tests.waiting import HANG_S, wait_for
@@ -69,8 +67,9 @@ def test_killed_before_any_change_of_files_that_a_save_makes_training_goes_on(be
 def test_a_save_that_fails_for_a_moment_is_tried_again_and_one_that_keeps_failing_stops_all_ranks(fresh):
     """The disk of rank 1 is full when the first checkpoint is due, and has room again a moment later, or never."""
     settings = ["train.checkpoint.every_steps=8", "train.steps=16"]
+    full = {"ranks": 2, "limits": {resource.RLIMIT_FSIZE: FULL}, "limited": [1]}
     run_train(fresh, "name=whole", *settings, ranks=2)
-    with limited(fresh, *settings, "train.checkpoint.attempts=60") as process:
+    with started(fresh, *settings, "train.checkpoint.attempts=60", **full) as process:
         wait_for(lambda: events(fresh, "checkpoint_failed"), of=process)
         resource.prlimit(rank_process(process.pid, 1), resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE))
         said, complaint = process.communicate(HANG_S)
@@ -79,18 +78,9 @@ def test_a_save_that_fails_for_a_moment_is_tried_again_and_one_that_keeps_failin
     assert "step-00000008.tmp" in events(fresh, "checkpoint_failed")[0]["error"]
     assert saved_steps(fresh) == [8, 16] and curve(fresh) == curve(fresh, "whole")
 
-    with limited(fresh, "name=failing", settings[0], "train.steps=100000", "train.checkpoint.attempts=2") as process:
+    with started(fresh, "name=failing", settings[0], "train.steps=100000", "train.checkpoint.attempts=2",
+                 **full) as process:
         said, complaint = process.communicate(timeout=HANG_S)
     assert process.returncode != 0 and "attempt 2 of 2" in said
     assert complaint.count("stops here") == 1 and "full" in complaint
     assert not list((train_folder(fresh, "failing") / "checkpoints").iterdir())
-
-
-@contextmanager
-def limited(config, *settings):
-    """Training on two ranks, of which the second has a full disk."""
-    process = start(config, *settings, ranks=2, limits={resource.RLIMIT_FSIZE: FULL}, limited=[1])
-    try:
-        yield process
-    finally:
-        kill(process)

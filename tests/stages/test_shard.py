@@ -20,7 +20,7 @@ from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from tests.conftest import run_stage
 from tests.cut_off import cut_off_stage
 from tests.data.planning.test_near_duplicates import planted
-from tests.data.source_files import lines
+from tests.data.source_files import write_jsonl
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.stages.here import run_here
 from tests.stages.training import manifest_of
@@ -48,10 +48,8 @@ def corpus_config(place):
     many small units and shards."""
     rng, sources = random.Random(1), []
     for source in ("web", "books"):
-        (place / "in" / source).mkdir(parents=True)
         for number in range(6):
-            (place / "in" / source / f"{number}.jsonl").write_bytes(lines(
-                {"text": text(rng, source)} for _ in range(150)))
+            write_jsonl(place / "in" / source / f"{number}.jsonl", ({"text": text(rng, source)} for _ in range(150)))
         sources.append(files_source(source, place / "in" / source / "*.jsonl"))
     return write_config(place, sources, shard_mb=0.04, validation_share=0.1)
 
@@ -149,10 +147,9 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, run):
 def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
     """Kept with its place, a duplicate, empty or rejected; tests/data/planning/test_passes.py has which, in any
     corpus."""
-    (tmp_path / "in").mkdir()
     texts = ["a\0", "b\0", "\u2581 b", *(f"text {number}" for number in range(30))]
     for number, own in enumerate(([*texts, "", None], [" \n", *texts[:3], "another", 7])):
-        (tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number)).write_bytes(lines({"text": text} for text in own))
+        write_jsonl(tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number), ({"text": text} for text in own))
     config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], validation_share=0.5,
                           max_rejected_share=0.1)
     assert run(config) == 0
@@ -176,21 +173,16 @@ def corpus(tmp_path):
     return write_config(tmp_path, sources, validation_share=0.2, near_duplicates={"verify": 0.5})
 
 
-def test_every_dropped_document_names_one_that_stays(corpus):
-    """Where only equal ones are dropped, if dropped ones are kept."""
+def test_near_duplicates_are_written_with_what_they_are_copies_of_and_equal_ones_if_dropped_ones_are_kept(corpus):
+    """What stays: tests/data/planning/test_near_duplicates.py."""
     equal = ["shard.near_duplicates=null", "shard.filters=[]"]
-    for name, more in (("a", []), ("b", [*equal, "shard.keep_dropped=true"])):
+    for name, more, kinds in (("a", [], {"duplicate", "near_duplicate"}), ("b", equal, set()),
+                              ("c", [*equal, "shard.keep_dropped=true"], {"duplicate"})):
         assert run(corpus, f"name={name}", *more) == 0
-        rows = [row for path in (folder_of(corpus, name) / "duplicates").glob("*.parquet")
-                for row in parquet.read_table(path).to_pylist()]
-        stay = {(document.source, document.id) for split in SPLITS for document in documents(corpus, split, name)}
-        assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay
-                   for row in rows)
-        kinds = Counter(row["kind"] for row in rows)
-        assert set(kinds) == ({"duplicate"} if more else {"duplicate", "near_duplicate"})
-        assert kinds.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
-    assert run(corpus, "name=c", *equal) == 0
-    assert not (folder_of(corpus, "c") / "duplicates").exists()
+        folder = folder_of(corpus, name) / "duplicates"
+        found = Counter(kind for path in folder.glob("*") for kind in parquet.read_table(path)["kind"].to_pylist())
+        assert set(found) == kinds and folder.exists() == bool(kinds)
+        assert found.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
 
 
 def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run, monkeypatch):

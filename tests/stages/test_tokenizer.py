@@ -10,7 +10,7 @@ from drover.pipeline.data.text_shards import shard_records
 from drover.pipeline.tokenization import fast
 from drover.pipeline.tokenization.kinds import load_tokenizer
 from tests.conftest import run_stage, write_config
-from tests.data.source_files import lines
+from tests.data.source_files import write_jsonl
 from tests.stages.conftest import halves
 from tests.stages.test_shard import files_source
 from tests.stages.training import copy_run, manifest_of
@@ -21,7 +21,7 @@ from tests.tokenization.conftest import ODD_TEXTS, byte_level, chunks, files, te
 def sharded(tmp_path_factory, corpus):
     """Config of a run whose shard stage is done, over the corpus and odd texts, a third of them held out."""
     folder = tmp_path_factory.mktemp("sharded")
-    (folder / "odd.jsonl").write_bytes(lines({"text": f"{text} {number}"} for number, text in enumerate(ODD_TEXTS * 8)))
+    write_jsonl(folder / "odd.jsonl", ({"text": f"{text} {number}"} for number, text in enumerate(ODD_TEXTS * 8)))
     sources = [files_source("code", corpus / "*.txt"), files_source("odd", folder / "odd.jsonl")]
     config = write_config(folder, corpus, shard={"validation_share": 0.3, "sources": sources})
     run_stage("shard", config)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -82,14 +82,24 @@ def difference(found, expected):
                for record in found for key in ("loss", "grad_norm"))
 
 
+def assert_equal_but_for_rounding(config, within):
+    """All lines of the log, also those of repeated steps, are those of the run `whole`, but for sums in another
+    order."""
+    whole = {record["step"]: record for record in curve(config, "whole")}
+    assert {record["step"] for record in lines(config)} == set(whole)
+    assert all(record[key] == whole[record["step"]][key] for record in lines(config)
+               for key in ("samples", "targets", "lr"))
+    assert difference(lines(config), whole) <= within
+
+
 def texts(config, name="mini"):
     """Sample texts by step and prompt."""
     return {(record["step"], record["prompt"]): record["text"] for record in lines(config, name, "samples")}
 
 
-def stored_tensors(config, name="mini"):
-    """Weights, moments and generators of the last checkpoint."""
-    newest = max((train_folder(config, name) / "checkpoints").glob("step-????????"))
+def stored_tensors(config, name="mini", step="????????"):
+    """Weights, moments and generators of the last checkpoint, or of that of a step."""
+    newest = max((train_folder(config, name) / "checkpoints").glob(f"step-{step}"))
     with CheckpointReader(newest) as reader:
         return {tensor: reader.read(tensor) for tensor in reader.names()}
 
@@ -130,9 +140,14 @@ def rank_process(pid, rank):
     return next(below for below in descendants(pid) if Path(f"/proc/{below}/comm").read_text().strip() == f"rank{rank}")
 
 
-def start(config, *overrides, ranks=1, faults="", **limits):
-    """Training in the background; end it with `kill`. limits: see start_stage."""
-    return start_stage("train", config, *overrides, *hooked(faults), ranks=ranks, DROVER_FAULTS=faults, **limits)
+@contextmanager
+def started(config, *overrides, how=signal.SIGKILL, **options):
+    """Training in the background, which is ended by this signal with the block. options: see start_stage."""
+    process = start_stage("train", config, *overrides, **options)
+    try:
+        yield process
+    finally:
+        kill(process, how)
 
 
 def kill(process, how=signal.SIGKILL):
@@ -161,12 +176,9 @@ def train_and_kill(config, *overrides, ranks, after_step, how=signal.SIGKILL, lo
     """
     path = train_folder(config) / f"{log}.jsonl"
     earlier = len(_lines_so_far(path))
-    process = start(config, *overrides, ranks=ranks)
-    try:
+    with started(config, *overrides, ranks=ranks, how=how) as process:
         wait_for(lambda: any(record["step"] >= after_step for record in map(json.loads, _lines_so_far(path)[earlier:])
                              if record.get("event", "checkpoint") == "checkpoint"), of=process)
-    finally:
-        kill(process, how)
 
 
 def _lines_so_far(path):
@@ -181,9 +193,4 @@ def run_train(config, *overrides, **options):
 
 def run_with_faults(config, faults, *overrides, ranks=1, expect=0):
     """A run of the stage to its end, with faults on purpose (tests/faulty.py)."""
-    return run_train(config, *overrides, *hooked(faults), ranks=ranks, expect=expect, DROVER_FAULTS=faults)
-
-
-def hooked(faults):
-    """The setting that lets faults happen."""
-    return [f"train.hooks={HOOKS}"] if faults else []
+    return run_train(config, *overrides, f"train.hooks={HOOKS}", ranks=ranks, expect=expect, DROVER_FAULTS=faults)

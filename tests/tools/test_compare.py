@@ -11,7 +11,7 @@ from drover.pipeline.evaluation import running
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.compare import main
 from tests.evaluation.test_contamination import corpus, text_of
-from tests.evaluation.test_task_packs import FILES
+from tests.evaluation.test_task_packs import write_pack
 from tests.refusal import table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
@@ -34,16 +34,13 @@ def write_trained(folder, models, held=TEXTS):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run with two checkpoints and validation text, the second as an export, two small tasks."""
+    """A run with two checkpoints and validation text, the second as an export, small tasks."""
     folder = tmp_path_factory.mktemp("home")
     models = {step: for_tokenizer(TOKENIZER, seed=step) for step in STEPS}
     write_trained(folder / "run", models)
     write_huggingface(folder / "hf", models[7], TOKENIZER)
     write_trained(folder / "empty", {}, [])
-    (folder / "tasks").mkdir()
-    for name in ("capitals", "pages"):
-        for suffix in ("yaml", "jsonl"):
-            (folder / f"tasks/{name}.{suffix}").write_text(FILES[f"{name}.{suffix}"], encoding="utf-8")
+    write_pack(folder / "tasks")
     return folder
 
 

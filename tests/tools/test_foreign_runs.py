@@ -16,7 +16,7 @@ from drover.pipeline.encode import encode
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import lm_eval
 from tests.conftest import merged, slow
-from tests.evaluation.test_task_packs import FILES
+from tests.evaluation.test_task_packs import write_pack
 from tests.refusal import refused, table
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tools.recorded import Recorded
@@ -56,9 +56,7 @@ def home(tmp_path_factory, encoded):
     config = merged(load_config(data / "config.yaml").model_dump(mode="json"), theirs)
     (data / "config.yaml").write_text(sealed_text(yaml.safe_dump(config)))
     write_run(home / "model", {3: for_tokenizer(ByteTokenizer())}, ByteTokenizer(), **theirs)
-    (home / "tasks").mkdir()
-    for name in ("capitals.yaml", "capitals.jsonl"):
-        (home / "tasks" / name).write_text(FILES[name])
+    write_pack(home / "tasks")
     return home
 
 

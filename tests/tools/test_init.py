@@ -6,11 +6,10 @@ import shlex
 import pytest
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import Run
-from drover.pipeline.shard import shard
 from drover.tools.init import look, main, propose
 from tests.refusal import printed, table
+from tests.stages.here import run_here
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
     config = load_config("my-notes.yaml")
     assert config.shard.validation_rule == "tail" and len(config.shard.sources[0].paths) == 2
     assert config.train.prompts == ["On day 0.0 we", "On day 1.0 we", "On day 2.0 we"]
-    assert stage_main("shard", shard, ["--config", "my-notes.yaml", "launch.processes=1"]) == 0
+    assert run_here("shard", "my-notes.yaml", "launch.processes=1") == 0
     counts = Run(config).finished("shard").counts
     assert (counts["documents_in"], counts["rejected"]) == (6, 0)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from drover.tools.verify.checks import WENT, Findings
 from drover.tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
 from tests.conftest import run_stage, write_config
 from tests.refusal import printed
+from tests.stages.test_damaged_inputs import flipped
 
 pytestmark = pytest.mark.slow
 PLACES = (0.0, 0.4, 1.0)
@@ -49,18 +51,6 @@ def named(report):
     return {problem.file for problem in report.problems}
 
 
-def flip(path, place):
-    """Change one bit; size and time stay. Returns what undoes it."""
-    stat, data = path.stat(), path.read_bytes()
-    at = int(place * (len(data) - 1))
-
-    def write(content):
-        path.write_bytes(content)
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    write(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1:])
-    return lambda: write(data)
-
-
 def test_an_untouched_run_is_in_order(whole, capsys):
     report = verify(whole)
     assert not report.problems and report.shards == report.shards_read > 4
@@ -81,10 +71,11 @@ def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):
     assert len(others) > 50 and len(records) > 20
     rounds = [(others, place) for place in PLACES] + [([path], PLACES[len(path.name) % 3]) for path in records]
     for paths, place in rounds:
-        undo = [flip(path, place) for path in paths]
-        report = verify(whole)
-        for back in undo:
-            back()
+        with ExitStack() as damage:
+            for path in paths:
+                at = int(place * (path.stat().st_size - 1))
+                damage.enter_context(flipped(path, at, at % 8))
+            report = verify(whole)
         assert not (missed := set(map(str, paths)) - named(report)), f"{place}: {missed}"
         assert all(problem.do and problem.what for problem in report.problems)
     assert not verify(whole).problems
@@ -192,8 +183,8 @@ def test_token_shards_that_are_read_from_a_store_may_be_away(copied):
     values["train"]["tokens_from"] = "s3://bucket/tokens"
     (copied / "config.yaml").write_text(sealed_text(yaml.safe_dump(values)))
     text = copied / "shard" / tokens[0].relative_to(copied / "encode").with_suffix(".tar")
-    flip(text, 0.4)
-    report = verify(copied)
+    with flipped(text):
+        report = verify(copied)
     assert report.notes[FAR] == [str(tokens[0])] and named(report) == {str(text)}
 
 

@@ -1,14 +1,12 @@
 """A small corpus of known documents, as tokens: for the tools that follow and export documents."""
 
-import json
 import random
 
 import yaml
 
-from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.encode import encode
-from drover.pipeline.shard import shard
-from drover.pipeline.tokenizer import make_tokenizer
+from tests.data.source_files import lines
+from tests.stages.here import prepare_here
+from tests.stages.test_shard import files_source
 
 PLANNED = 36
 WORDS = ["oak", "elm", "ash", "fir", "yew", "box", "bay", "fig", "plum", "pear", "rose", "lime", "teak", "alder",
@@ -29,22 +27,18 @@ def make_traced(folder, **settings):
              for number in range(90)]
     pages[70]["text"] = pages[3]["text"]
     pages[20]["text"] = "too short\u00e9"
-    lines = [json.dumps(page, ensure_ascii=False) for page in pages]
-    (folder / "in/pages.jsonl").write_text("\n".join([*lines[:40], "{broken", *lines[40:]]))
+    (folder / "in/pages.jsonl").write_bytes(lines(pages[:40]) + b"{broken\n" + lines(pages[40:]))
     notes = [f"Note {number}: {sentence(draw, draw.randrange(6, 44))}" for number in range(60)]
     (folder / "in/notes.txt").write_text("\n---\n".join([*notes, pages[5]["text"]]))
-    config = {"name": "mini", "runs_dir": str(folder / "runs"), "launch": {"processes": 1},
+    config = {"name": "mini", "runs_dir": str(folder / "runs"),
               "shard": {"shard_mb": 0.003, "validation_share": 0.15, "keep_dropped": True, "max_rejected_share": 0.1,
                         "filters": [{"kind": "length", "min_words": 5}], "sources": [
-                            {"kind": "files", "name": "web", "paths": [str(folder / "in/pages.jsonl")],
-                             "id_field": "id"},
-                            {"kind": "files", "name": "notes", "paths": [str(folder / "in/notes.txt")],
-                             "separator": "\n---\n"}]},
+                            files_source("web", folder / "in/pages.jsonl", id_field="id"),
+                            files_source("notes", folder / "in/notes.txt", separator="\n---\n")]},
               "tokenizer": {"kind": "byte"}, "model": {"context_length": 128},
               "train": {"steps": PLANNED, "sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4,
                         "warmup_steps": 1}, **settings}
     path = folder / "mini.yaml"
     path.write_text(yaml.safe_dump(config))
-    for stage, body in (("shard", shard), ("tokenizer", make_tokenizer), ("encode", encode)):
-        assert stage_main(stage, body, ["--config", str(path)]) == 0
+    prepare_here(path)
     return path

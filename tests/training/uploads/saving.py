@@ -79,6 +79,10 @@ class Run:
         self.started.append(self.uploads)
         return self.uploads
 
+    def gone_on_from(self):
+        """The step that a start goes on from."""
+        return self.start().newest_valid()[1].step
+
     def begin(self):
         """A start that saves and copies, after what it finds."""
         found = self.start().newest_valid()

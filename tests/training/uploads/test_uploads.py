@@ -37,11 +37,9 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
 def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_checkpoint_here(run, name):
     run.train(4, 8)
     run.store.put(f"{checkpoint_name(8)}/{name}", b"{")
-    copying = run.start()
-    assert copying.newest_valid()[1].step == 8
+    assert run.gone_on_from() == 8
     run.remove_here(8)
-    copying = run.start()
-    assert copying.newest_valid()[1].step == copying.uploaded == 4
+    assert run.gone_on_from() == run.uploads.uploaded == 4
     assert run.whole == [4]
     run.store.put(f"{checkpoint_name(4)}/{name}", b"{")
     run.remove_here(4)
@@ -55,8 +53,7 @@ def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(
     aside = run.checkpoints.folder / f"{module.SET_ASIDE}{checkpoint_name(8)}"
     aside.mkdir()
     (aside / MARKER).write_text("of the damaged checkpoint")
-    copying = run.start()
-    assert copying.newest_valid()[1].step == 8 and run.whole == [4, 8]
+    assert run.gone_on_from() == 8 and run.whole == [4, 8]
 
 
 def test_copies_of_damaged_training_are_taken_back_by_the_next_start_or_at_once(run, monkeypatch):
@@ -70,8 +67,7 @@ def test_copies_of_damaged_training_are_taken_back_by_the_next_start_or_at_once(
     assert run.whole == [4, 8, 12] and "the next start removes them" in run.said[-1]
     for step in (8, 12):
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
-    copying = run.start()
-    assert copying.newest_valid()[1].step == 4 and run.whole == [4]
+    assert run.gone_on_from() == 4 and run.whole == [4]
     run.train(8, 12)
     run.begin().uploads.on_damage(4)
     assert run.whole == [4]
