@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 import termios
-from pathlib import Path
 
 import pytest
 
@@ -86,10 +85,7 @@ def test_a_killed_rank_is_named_and_started_again(ready):
     result = ready.submit("--stage", "train", "launch.max_restarts=1", FAKE_train="killed")
     killed = f"rank 1 on {os.uname().nodename}: killed by SIGKILL"
     assert result.returncode == 137 and f"crashed: {killed}; starting again" in result.stderr
-    assert f"2 starts in a row without a new checkpoint (launch.max_restarts=1); the last one: {killed}, as the" \
-           in result.stderr
     assert read_state(ready.run / "train").status == "failed"
-    assert (ready.run / "logs/train/latest").readlink() == Path("local.1")
     wait_for(lambda: not ready.alive())
 
 

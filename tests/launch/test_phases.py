@@ -77,7 +77,7 @@ def write_checkpoint(run, **progress):
 
 
 @pytest.mark.parametrize("before, now, grain, samples, accepted, said", table(r"""
-    [{until: 5120}, {until: 20480}] -> [{until: 5120}, {until: 40k}] -> null -> 128 -> true -> train.phases[1].until: 20.48k
+    [{until: 5120}, {until: 20480}] -> [{until: 5120}, {until: 40k}] -> null -> 128 -> true -> train.phases[1].until
     [{until: 10240}] -> [{until: 10240, batch_tokens: 2048}] -> null -> 128 -> false -> phases\[0\].batch_tokens: 1024
     [] -> [{until: 10240}, {until: 40960}] -> 64 -> 128 -> true -> train.phases[1] was added (phase 2
     [] -> [{until: 10240, batch_tokens: 2048}] -> 64 -> 128 -> false -> train.phases\[0\].batch_tokens: 1024 .. 2048
