@@ -181,22 +181,21 @@ def test_text_is_quoted_that_another_reader_takes_for_a_number(asked):
     assert "*id" not in said, "each pod is readable by itself"
 
 
-def test_what_cannot_run_there_is_refused_at_once(asked, tmp_path, monkeypatch):
-    assert "Leave out --json and --cluster slurm" in asked("jobset", "--cluster", "slurm", expect=2)
-    said = asked("jobset", "launch.container={}", "launch.wrap=[env]", expect=2)
-    for words in ("Pods need an image", "runs/My_Run is in no volume", "launch.wrap and launch.srun_args are for"):
-        assert words in said
+@pytest.mark.parametrize("words, said", refusal.table("""
+    jobset --cluster slurm -> Leave out --json and --cluster slurm
+    jobset launch.container={} launch.wrap=[env] -> Pods need an image | runs/My_Run is in no volume | launch.wrap and \
+launch.srun_args are for
+    skypilot launch.gpu_type=null launch.device=mps launch.gpus_per_node=0 launch.train.gpus_per_node=8 \
+launch.container.mounts=[/folder:/data] -> Set launch.gpu_type | launch.container.mounts is CLAIM:/FOLDER there | \
+launch.device=mps is Apple | the configuration ../run.yaml is outside of it
+    jobset runs_dir=/elsewhere -> /elsewhere/My_Run is in no volume
+    jobset runs_dir=/data2 -> /data2/My_Run is in no volume
+    jobset runs_dir=/zoo -> /zoo/My_Run is in no volume"""))
+def test_what_cannot_run_there_is_refused_at_once(asked, tmp_path, monkeypatch, words, said):
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
-    said = asked("skypilot", "--config", "../run.yaml", "launch.gpu_type=null", "launch.device=mps",
-                 "launch.gpus_per_node=0", "launch.train.gpus_per_node=8",
-                 "launch.container.mounts=[/folder:/data]", expect=2)
-    for words in ("Set launch.gpu_type", "launch.container.mounts is CLAIM:/FOLDER there", "launch.device=mps is Apple",
-                  "the configuration ../run.yaml is outside of it"):
-        assert words in said
-    for folder in ("/elsewhere", "/data2", "/zoo"):
-        said = asked("jobset", "--config", "../run.yaml", f"runs_dir={folder}", expect=2)
-        assert f"{folder}/My_Run is in no volume" in said
+    complaint = asked(*words.split(), "--config", "../run.yaml", expect=2)
+    assert all(part in complaint for part in said.split(" | ")), complaint
 
 
 def test_training_that_does_not_fit_is_refused_unless_it_is_asked_for(asked):
