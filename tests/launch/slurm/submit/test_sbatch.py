@@ -225,31 +225,38 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
     assert (slurm.queue / "101.environment").read_text().split() == ["SLURM_CONF=/etc/slurm.conf"]
 
 
-def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
-    slurm.programs.say("sinfo", "debug*|4|4|16000|(null)|infinite|1-infinite\nodd line\nodd|1|64+||none||\n"
-                                "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite")
-    said = slurm.refused("--stage all")
-    assert "train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
-           "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
-    assert "there is no partition bug (launch.partition); there are big, debug" in slurm.refused(
-        "--stage all launch.partition=bug")
-    assert "4,194,304 MB each" in slurm.refused("--stage all launch.cpus=2 launch.mem=4T")
-    assert "requests 3 nodes with 8 cores, 2 GPUs, 0 MB each" in slurm.refused(
-        """--stage all --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1
-        train.batch_tokens=12288 --no-rehearse""")
-    slurm.accepted("--stage all launch.cpus=2")
+SITE = """\
+debug*|4|4|16000|(null)|1:00:00|1-2
+long|4|64|16000|(null)|infinite|1-infinite
+odd line
+odd|1|64+||none||
+big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
 
 
-def test_limits_of_a_partition_are_told_before_anything_queues(slurm):
+@pytest.mark.parametrize("words, said", table("""
+    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 \
+with 4 cores, 0 GPUs, 16,000 MB. | launch.cpus
+    launch.partition=bug -> there is no partition bug (launch.partition); there are big, debug, long
+    launch.cpus=2 launch.mem=4T -> 4,194,304 MB each
+    --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
+-> requests 3 nodes with 8 cores, 2 GPUs, 0 MB each
+    --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes, but the partition debug (without launch.qos) \
+allows 2: request fewer
+    launch.time=60 launch.convert.time=61 -> convert: requests 61 min, but the partition debug (without launch.qos) \
+allows 60: request less"""))
+def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, said):
     """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
-    slurm.programs.say("sinfo", "debug*|4|64|16000|(null)|1:00:00|1-2\nlong|4|64|16000|(null)|infinite|1-infinite")
-    all_stages = "--stage all --nodes 4 launch.time=60"
-    said = slurm.refused(f"{all_stages} launch.convert.time=61")
-    assert "train: requests 4 nodes, but the partition debug (without launch.qos) allows 2: request fewer" in said
-    assert "convert: requests 61 min, but the partition debug (without launch.qos) allows 60: request less" in said
-    assert "evaluate" not in said and not list(slurm.queue.iterdir())
-    for fits in "launch.partition=debug,long", "launch.qos=high":  # which may lift a partition's limits
-        slurm.accepted(f"{all_stages} name={fits[7:10]} {fits}")
+    slurm.programs.say("sinfo", SITE)
+    complaint = slurm.refused(f"--stage all {words}")
+    assert all(part in complaint for part in said.split(" | ")) and not list(slurm.queue.iterdir()), complaint
+
+
+@pytest.mark.parametrize("words", [
+    "launch.cpus=2", "--nodes 4 launch.partition=debug,long", "--nodes 4 launch.qos=high launch.cpus=2"])
+def test_what_a_partition_takes_is_queued(slurm, words):
+    """A quality of service may lift a partition's limits."""
+    slurm.programs.say("sinfo", SITE)
+    slurm.accepted(f"--stage all launch.time=60 {words}")
 
 
 def test_a_refused_submission_says_what_is_queued(slurm):
