@@ -69,13 +69,6 @@ def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     _refuse_plan(run_of(tmp_path, max_epochs=3), forced=False)
 
 
-def write_checkpoint(run, **progress):
-    """The marker of a checkpoint that the run wrote after some steps."""
-    write_json(run.folder / f"train/checkpoints/step-{progress['step']:08d}/COMPLETE.json", {
-        "format": 2, "progress": vars(TrainingProgress(**progress)), "files": [],
-        "config": run.config.model_dump(mode="json")})
-
-
 @pytest.mark.parametrize("before, now, grain, samples, accepted, said", table(r"""
     [{until: 5120}, {until: 20480}] -> [{until: 5120}, {until: 40k}] -> null -> 128 -> true -> train.phases[1].until
     [{until: 10240}] -> [{until: 10240, batch_tokens: 2048}] -> null -> 128 -> false -> phases\[0\].batch_tokens: 1024
@@ -96,7 +89,10 @@ def test_another_past_is_refused_before_the_job_queues(tmp_path, before, now, gr
     def of(phases, grain=None):
         return run_of(tmp_path, phases=phases, grain_tokens=grain, **({} if phases else {"steps": 40}))
 
-    write_checkpoint(of(before), step=8, samples=samples)
+    past = of(before)
+    write_json(past.folder / "train/checkpoints/step-00000008/COMPLETE.json", {
+        "format": 2, "progress": vars(TrainingProgress(step=8, samples=samples)), "files": [],
+        "config": past.config.model_dump(mode="json")})
     if not accepted:
         refused(UserError, said, _refuse_plan, of(now, grain), forced=False)
     _refuse_plan(of(now, grain), forced=not accepted)
