@@ -83,27 +83,21 @@ def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):
     assert (finding.state, finding.found) == (PROBLEM, "there is no such partition")
 
 
-@pytest.mark.parametrize("kinds, site, expected", table("""
+@pytest.mark.parametrize("kinds, site, partitions, expected", table("""
     [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {JobRequeue: "0"} -> \
-{partition: gpu, gpus_per_node: 8, cpus: 12, requeue: false, limit: 2-00:00:00, nodes: 12, of shard: cpu}
-    [[debug, true, 3, 4, 6000, 0, infinite]] -> {JobRequeue: "0"} -> {partition: debug, gpus_per_node: 0, cpus: 4, \
-requeue: false, limit: null, nodes: 3, of shard: null}
-    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {} -> {time: "20:00", limit: "20:00", nodes: 2}""",
-    *[yaml.safe_load] * 3))
-def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, site, expected):
-    """It keeps to the limits of the partition: limit, of time, and nodes."""
+null -> {partition: gpu, gpus_per_node: 8, cpus: 12, requeue: false, limit: 2-00:00:00, nodes: 12, of shard: cpu}
+    [[debug, true, 3, 4, 6000, 0, infinite]] -> {JobRequeue: "0"} -> null -> {partition: debug, gpus_per_node: 0, \
+cpus: 4, requeue: false, limit: null, nodes: 3, of shard: null}
+    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {} -> null -> {time: "20:00", limit: "20:00", nodes: 2}
+    [[new, false, 4, 64, 9000, 8, infinite], [old, false, 4, 64, 9000, 4, infinite], [cpu, false, 4, 64, 9000, 0, \
+infinite]] -> {} -> [old, cpu] -> {partition: old, gpus_per_node: 4, of shard: cpu}""", *[yaml.safe_load] * 4))
+def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, site, partitions, expected):
+    """It keeps to the limits of the partition: limit, of time, and nodes; and to the partitions that are named."""
     path = tmp_path / "mine.yaml"
-    path.write_text(profile([NodeKind(*kind) for kind in kinds], site, {}))
+    path.write_text(profile([NodeKind(*kind) for kind in kinds], site, {}, partitions))
     launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
     assert expected.items() <= {**launch.model_dump(), "limit": launch.limits.time, "nodes": launch.limits.nodes,
                                 "of shard": launch.shard.partition}.items()
-
-
-def test_the_profile_is_of_the_partitions_that_were_named():
-    gpus = {"new": 8, "old": 4, "cpu": 0}
-    kinds = [NodeKind(name, False, 4, 64, 257000, number, "infinite") for name, number in gpus.items()]
-    found = yaml.safe_load(profile(kinds, {}, {}, ["old", "cpu"]))
-    assert (found["partition"], found["gpus_per_node"], found["shard"]) == ("old", 4, {"partition": "cpu"})
 
 
 def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from drover.launch.checks import _refuse_plan
 from drover.launch.describe import consumption_lines, training_facts
@@ -14,7 +15,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from drover.pipeline.records.checkpoints import TrainingProgress
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
                               "mixture": {"web": 1, "code": 1}}]
@@ -68,46 +69,31 @@ def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     _refuse_plan(run_of(tmp_path, max_epochs=3), forced=False)
 
 
-def write_checkpoint(run, **progress):
-    """The marker of a checkpoint that the run wrote after some steps."""
-    write_json(run.folder / f"train/checkpoints/step-{progress['step']:08d}/COMPLETE.json", {
-        "format": 2, "progress": vars(TrainingProgress(**progress)), "files": [],
-        "config": run.config.model_dump(mode="json")})
-
-
-def test_another_past_is_refused_before_the_job_queues(tmp_path, capsys):
-    write_checkpoint(run_of(tmp_path), step=12, samples=224)
-    other = run_of(tmp_path, phases=[{"until": 10_240, "batch_tokens": 2048}, PHASES[1]])
-    refused(UserError, r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048", _refuse_plan, other, forced=False)
-    _refuse_plan(other, forced=True)
-    _refuse_plan(run_of(tmp_path, phases=[*PHASES, {"until": "40k"}]), forced=False)
-    assert "plan changed after step 12: train.phases[2] was added (phase 3" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("before", "now", "said"), [
-    ([], PHASES, ""),
-    ([], [{"until": 10_240, "batch_tokens": 2048}], r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048"),
-    ([], [{"until": 20_480, "mixture": {"web": 1, "code": 1}}], r"train\.phases\[0\]\.mixture: None -> \{"),
-    ([], [{"until": 20_480, "lr": 0.1}], r"train\.phases\[0\]\.lr: None -> 0\.1"),
-    ([], [{"until": 5120}, PHASES[1]], r"phases\[0\]\.until is 5\.12k, after step 5; it was step 40, and step 8 of it"),
-    ([], [{"until": 20_480}, PHASES[1]], "cut into chunks of 64 tokens, and would now be cut into chunks of 128"),
-    ([{"until": 20_480}], [], ""),
-    ([{"until": 20_480, "batch_tokens": 2048}], [], r"train\.batch_tokens: 2048 -> 1024"),
-    ([{"until": 20_480, "lr": 0.1}], [], r"train\.lr: 0\.1 -> 0\.003"),
-    ([{"until": 4096}, {"until": 20_480}], [], r"train\.phases\[1\] has begun and is gone")])
-def test_a_training_without_phases_is_one_phase(tmp_path, before, now, said, capsys):
+@pytest.mark.parametrize("before, now, grain, samples, accepted, said", table(r"""
+    [{until: 5120}, {until: 20480}] -> [{until: 5120}, {until: 40k}] -> null -> 128 -> true -> train.phases[1].until
+    [{until: 10240}] -> [{until: 10240, batch_tokens: 2048}] -> null -> 128 -> false -> phases\[0\].batch_tokens: 1024
+    [] -> [{until: 10240}, {until: 40960}] -> 64 -> 128 -> true -> train.phases[1] was added (phase 2
+    [] -> [{until: 10240, batch_tokens: 2048}] -> 64 -> 128 -> false -> train.phases\[0\].batch_tokens: 1024 .. 2048
+    [] -> [{until: 20480, mixture: {web: 1, code: 1}}] -> 64 -> 128 -> false -> phases\[0\].mixture: None .. {
+    [] -> [{until: 20480, lr: 0.1}] -> 64 -> 128 -> false -> train.phases\[0\].lr: None .. 0.1
+    [] -> [{until: 5120}] -> 64 -> 128 -> false -> until is 5.12k, after step 5; it was step 40, and step 8 of it
+    [] -> [{until: 20480, sequence_length: 128}] -> null -> 128 -> false -> of 64 tokens, and would now .* chunks of 128
+    [] -> [{until: 40960}] -> 64 -> 160 -> false -> 160 samples were used; with train.phases from the start .* be 128
+    [{until: 20480}] -> [] -> null -> 128 -> true -> train.steps
+    [{until: 20480, batch_tokens: 2048}] -> [] -> null -> 128 -> false -> train.batch_tokens: 2048 .. 1024
+    [{until: 20480, lr: 0.1}] -> [] -> null -> 128 -> false -> train.lr: 0.1 .. 0.003
+    [{until: 4096}, {until: 20480}] -> [] -> null -> 128 -> false -> train.phases\[1\] has begun and is gone""",
+    *[yaml.safe_load] * 5))
+def test_another_past_is_refused_before_the_job_queues(tmp_path, before, now, grain, samples, accepted, said, capsys):
+    """A training without phases is one phase."""
     def of(phases, grain=None):
         return run_of(tmp_path, phases=phases, grain_tokens=grain, **({} if phases else {"steps": 40}))
-    write_checkpoint(of(before), step=8, samples=128)
-    if said:
-        refused(UserError, said, _refuse_plan, of(now), forced=False)
-        return
-    _refuse_plan(of(now, 64 if now else None), forced=False)
-    assert "plan changed after step 8: train." in capsys.readouterr().out
 
-
-def test_phases_are_refused_where_their_samples_would_not_follow_those_used(tmp_path):
-    write_checkpoint(run_of(tmp_path, phases=[], steps=40), step=8, samples=160)
-    refused(UserError, "160 samples were used; with train.phases from the start it would be 128", _refuse_plan,
-            run_of(tmp_path, grain_tokens=64), forced=False)
-    _refuse_plan(run_of(tmp_path, phases=[], steps=50), forced=False)
+    past = of(before)
+    write_json(past.folder / "train/checkpoints/step-00000008/COMPLETE.json", {
+        "format": 2, "progress": vars(TrainingProgress(step=8, samples=samples)), "files": [],
+        "config": past.config.model_dump(mode="json")})
+    if not accepted:
+        refused(UserError, said, _refuse_plan, of(now, grain), forced=False)
+    _refuse_plan(of(now, grain), forced=not accepted)
+    assert not accepted or f"plan changed after step 8: {said}" in capsys.readouterr().out

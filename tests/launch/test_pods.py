@@ -11,12 +11,12 @@ import yaml
 
 from drover.launch.submit import show_plan
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import processes
 from drover.pipeline.contract.stages import STAGES
 from tests import refusal
 from tests.conftest import REPOSITORY
 from tests.pages import commands
+from tests.stages.training import manifest_of
 from tests.waiting import HANG_S
 
 CLOUD = """
@@ -34,6 +34,61 @@ launch:
   secrets: [HF_TOKEN]
 train: {sequence_length: 64, batch_tokens: 4096}
 """
+
+
+TRAINING = """
+name: stage
+image: registry/drover:1
+workingDir: /data
+command:
+- bash
+- -c
+- |-
+  set -e
+  export A=b
+  exec python -m torch.distributed.run --nnodes=2 --node-rank=$JOB_COMPLETION_INDEX \
+--master-addr=my-run-train-0-0.my-run --master-port=29500 --nproc-per-node=8 -m drover.pipeline.train \
+--config /etc/drover/config.yaml
+env:
+- {name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: '120'}
+- {name: NCCL_DEBUG, value: INFO}
+- {name: OMP_NUM_THREADS, value: '4'}
+- {name: PYTHONUNBUFFERED, value: '1'}
+- {name: DROVER_LAUNCHED, value: '1'}
+- {name: DROVER_CPUS, value: '32'}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: my-run, key: HF_TOKEN, optional: false}}}
+- {name: DROVER_STORE_SECRET, valueFrom: {secretKeyRef: {name: my-run, key: DROVER_STORE_SECRET, optional: true}}}
+resources:
+  requests: {cpu: 32, memory: 128Gi, nvidia.com/gpu: 8}
+  limits: {nvidia.com/gpu: 8}
+volumeMounts:
+- {name: config, mountPath: /etc/drover/config.yaml, subPath: config.yaml}
+- {name: shm, mountPath: /dev/shm}
+- {name: volume-0, mountPath: /data}
+- {name: volume-1, mountPath: /scratch}
+"""
+"""A container of training's pods, but for the id of the submission."""
+TASK = """
+name: train
+workdir: .
+num_nodes: 2
+resources:
+  accelerators: H100:8
+  cpus: 32+
+  memory: 1024+
+  image_id: docker:registry/drover:1
+  job_recovery: {max_restarts_on_errors: 7}
+volumes: {/data: runs-claim, /scratch: scratch}
+envs: {NCCL_DEBUG: INFO, OMP_NUM_THREADS: '4', PYTHONUNBUFFERED: '1', DROVER_LAUNCHED: '1', DROVER_CPUS: '32'}
+secrets: {HF_TOKEN: null}
+run: |
+  set -e
+  export A=b
+  exec python -m torch.distributed.run --nnodes=2 --node-rank=$SKYPILOT_NODE_RANK \
+--master-addr="$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port=29500 --nproc-per-node=8 -m drover.pipeline.train \
+--config run.yaml train.lr=1e-3 launch.mem=1T launch.train.nodes=2 runs_dir=/data/runs
+"""
+"""The task of training."""
 
 
 @pytest.fixture
@@ -70,23 +125,10 @@ def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path, monkeypatch):
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
     assert {name: job["template"]["spec"]["completions"] for name, job in jobs.items()} == {
         **dict.fromkeys(STAGES, 1), "train": 2}
-    container = pod(jobs["train"])["containers"][0]
-    assert container["command"] == ["bash", "-c", (
-        "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$JOB_COMPLETION_INDEX "
-        "--master-addr=my-run-train-0-0.my-run --master-port=29500 --nproc-per-node=8 -m drover.pipeline.train "
-        "--config /etc/drover/config.yaml")]
-    assert {variable["valueFrom"]["secretKeyRef"]["name"] for variable in container["env"] if "valueFrom" in variable
-            } == {"my-run"}
-    assert [variable["valueFrom"]["secretKeyRef"]["optional"] for variable in container["env"][-2:]] == [False, True]
+    container, = pod(jobs["train"])["containers"]
+    assert container["env"].pop(4)["name"] == "DROVER_CHAIN" and container == yaml.safe_load(TRAINING)
     assert "--nnodes=1 --node-rank=$JOB_COMPLETION_INDEX --master-addr=my-run-evaluate-0-0.my-run " in pod(
         jobs["evaluate"])["containers"][0]["command"][2]
-    assert container["resources"] == {"requests": {"cpu": 32, "memory": "128Gi", "nvidia.com/gpu": 8},
-                                      "limits": {"nvidia.com/gpu": 8}}
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
-        "/etc/drover/config.yaml", "/dev/shm", "/data", "/scratch"}
-    assert " ".join(variable["name"] for variable in container["env"]) == (
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT NCCL_DEBUG OMP_NUM_THREADS PYTHONUNBUFFERED DROVER_CHAIN DROVER_LAUNCHED "
-        "DROVER_CPUS HF_TOKEN DROVER_STORE_SECRET")
     shard = pod(jobs["shard"])["containers"][0]
     assert (shard["resources"]["limits"], shard["workingDir"]) == ({}, "/data")
     assert {one["name"]: one.get("value") for one in shard["env"]}["DROVER_CPUS"] == "4"
@@ -100,18 +142,7 @@ def test_a_pipeline_of_skypilot_has_a_task_for_each_stage(printed):
     name, *tasks = printed("skypilot", "--nodes", "2", "--stage", "encode,train", "train.lr=1e-3", "launch.mem=1T")
     assert {task["envs"].pop("DROVER_CHAIN")[:2] for task in tasks} == {"20"}
     assert (name, [task["name"] for task in tasks]) == ({"name": "My_Run"}, ["encode", "train"])
-    assert "accelerators" not in tasks[0]["resources"]
-    assert tasks[1] == {
-        "name": "train", "workdir": ".", "num_nodes": 2,
-        "resources": {"accelerators": "H100:8", "cpus": "32+", "memory": "1024+",
-                      "image_id": "docker:registry/drover:1", "job_recovery": {"max_restarts_on_errors": 7}},
-        "volumes": {"/data": "runs-claim", "/scratch": "scratch"}, "secrets": {"HF_TOKEN": None},
-        "envs": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1",
-                 "DROVER_CPUS": "32"},
-        "run": "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$SKYPILOT_NODE_RANK "
-               '--master-addr="$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port=29500 --nproc-per-node=8 '
-               "-m drover.pipeline.train --config run.yaml train.lr=1e-3 launch.mem=1T launch.train.nodes=2 "
-               "runs_dir=/data/runs\n"}
+    assert "accelerators" not in tasks[0]["resources"] and tasks[1] == yaml.safe_load(TASK)
 
 
 def test_kubernetes_takes_every_name_and_value(printed):
@@ -150,22 +181,21 @@ def test_text_is_quoted_that_another_reader_takes_for_a_number(asked):
     assert "*id" not in said, "each pod is readable by itself"
 
 
-def test_what_cannot_run_there_is_refused_at_once(asked, tmp_path, monkeypatch):
-    assert "Leave out --json and --cluster slurm" in asked("jobset", "--cluster", "slurm", expect=2)
-    said = asked("jobset", "launch.container={}", "launch.wrap=[env]", expect=2)
-    for words in ("Pods need an image", "runs/My_Run is in no volume", "launch.wrap and launch.srun_args are for"):
-        assert words in said
+@pytest.mark.parametrize("words, said", refusal.table("""
+    jobset --cluster slurm -> Leave out --json and --cluster slurm
+    jobset launch.container={} launch.wrap=[env] -> Pods need an image | runs/My_Run is in no volume | launch.wrap and \
+launch.srun_args are for
+    skypilot launch.gpu_type=null launch.device=mps launch.gpus_per_node=0 launch.train.gpus_per_node=8 \
+launch.container.mounts=[/folder:/data] -> Set launch.gpu_type | launch.container.mounts is CLAIM:/FOLDER there | \
+launch.device=mps is Apple | the configuration ../run.yaml is outside of it
+    jobset runs_dir=/elsewhere -> /elsewhere/My_Run is in no volume
+    jobset runs_dir=/data2 -> /data2/My_Run is in no volume
+    jobset runs_dir=/zoo -> /zoo/My_Run is in no volume"""))
+def test_what_cannot_run_there_is_refused_at_once(asked, tmp_path, monkeypatch, words, said):
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
-    said = asked("skypilot", "--config", "../run.yaml", "launch.gpu_type=null", "launch.device=mps",
-                 "launch.gpus_per_node=0", "launch.train.gpus_per_node=8",
-                 "launch.container.mounts=[/folder:/data]", expect=2)
-    for words in ("Set launch.gpu_type", "launch.container.mounts is CLAIM:/FOLDER there", "launch.device=mps is Apple",
-                  "the configuration ../run.yaml is outside of it"):
-        assert words in said
-    for folder in ("/elsewhere", "/data2", "/zoo"):
-        said = asked("jobset", "--config", "../run.yaml", f"runs_dir={folder}", expect=2)
-        assert f"{folder}/My_Run is in no volume" in said
+    complaint = asked(*words.split(), "--config", "../run.yaml", expect=2)
+    assert all(part in complaint for part in said.split(" | ")), complaint
 
 
 def test_training_that_does_not_fit_is_refused_unless_it_is_asked_for(asked):
@@ -184,11 +214,9 @@ def test_the_pages_commands_print_its_configuration(printed, tmp_path):
 @pytest.mark.slow
 def test_two_pods_train(printed, fresh, tmp_path):
     """Their scripts are run here: one has another address for the first pod, and the ConfigMap is a file."""
-    config = yaml.safe_load(fresh.read_text())
-    config["launch"] = {"processes": 1, "python": sys.executable, "container": {"image": "i",
-                                                                                "mounts": [f"claim:{tmp_path}"]}}
-    (tmp_path / "cloud.yaml").write_text(yaml.safe_dump(config))
-    settings, jobset = printed("jobset", "--nodes", "2", "--stage", "train", "--config", tmp_path / "cloud.yaml")
+    settings, jobset = printed("jobset", "--nodes", "2", "--stage", "train", "--config", fresh, "launch.processes=1",
+                               f"launch.python={sys.executable}",
+                               f"launch.container={{image: i, mounts: ['claim:{tmp_path}']}}")
     (tmp_path / "frozen.yaml").write_text(settings["data"]["config.yaml"])
     container = pod(jobset["spec"]["replicatedJobs"][0])["containers"][0]
     script = (container["command"][2].replace("mini-train-0-0.mini", "127.0.0.1")
@@ -198,4 +226,4 @@ def test_two_pods_train(printed, fresh, tmp_path):
                              env={**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}) for index in (0, 1)]
     said = [pod.communicate(timeout=HANG_S)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], said
-    assert Run(load_config(tmp_path / "cloud.yaml", check=False)).manifest("train").counts["steps"] == 12
+    assert manifest_of(fresh).counts["steps"] == 12

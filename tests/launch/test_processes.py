@@ -72,8 +72,7 @@ def test_lines_keep_the_last_drawing_of_a_live_line_and_a_closed_output_ends_not
     log, (read, write), (reader, closed) = io.BytesIO(), os.pipe(), os.pipe()
     os.close(reader)
     shown = os.fdopen(closed, "w")
-    for chunk in (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest"):
-        os.write(write, chunk)
+    os.write(write, b"\r\x1b[K1/3\r\x1b[K2/3\r\x1b[Kdone 3/3\nnext\r\nrest")
     pass_on(read, write, shown, log)
     tell(shown, "nobody reads this")
     with suppress(BrokenPipeError):

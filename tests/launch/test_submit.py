@@ -66,11 +66,11 @@ def test_plan_of_a_fresh_run(launcher):
         assert words in shown
 
 
-def test_what_cannot_be_exported_is_refused(launcher):
-    both = "--dry-run --cluster local model.qk_norm=true model.no_rope_layer_interval=2 --stage "
-    told = launcher.refused(f"{both} all")
-    assert "class of transformers computes such" in told and "--stage shard,tokenizer,encode,train" in told
-    assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(f"{both} shard,tokenizer,encode,train")
+def test_what_cannot_be_exported_can_be_trained(launcher):
+    """Both together are refused where they would be exported."""
+    assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(
+        "--dry-run --cluster local model.qk_norm=true model.no_rope_layer_interval=2 --stage "
+        "shard,tokenizer,encode,train")
 
 
 def test_finished_partial_and_stale_stages(launcher):
@@ -109,6 +109,14 @@ train.warmup_steps 99 | dim (256) must be divisible by heads (7)
     --stage all stages.curv.every=5 -> stages.curv: there is no stage curv; shard, tokenizer
     --stage train train.attention=nosuch:Nope --stage all -> train.attention names nosuch:Nope, but there is no \
 module nosuch
+    --stage all --cluster local model.qk_norm=true model.no_rope_layer_interval=2 -> class of transformers computes \
+such | --stage shard,tokenizer,encode,train
+    --stage train --cluster local --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \
+would not run on a Mac
+    --stage train --cluster slurm --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \
+would not run on a Mac
+    --stage train --dry-run launch.device=mps train.precision=bf16 parallel.engine=deepspeed -> train.precision 'bf16' \
+is not for launch.device 'mps' | parallel.engine 'deepspeed' is not for launch.device 'mps'
     --why trian -> There is no stage trian
     --explain train.lrr -> There is no setting 'train.lrr'""")])
 def test_refusals_start_nothing(launcher, arguments, said):
@@ -161,15 +169,6 @@ def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launch
     assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free at", told)
     assert "launch.check_fit=false starts it anyway" in told and not launcher.run.exists()
     assert "-m drover.pipeline.train" in launcher.accepted(large, "launch.check_fit=false")
-
-
-@pytest.mark.parametrize("cluster", ["local", "slurm"])
-def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher, cluster):
-    asked = f"--stage train --cluster {cluster} --dry-run launch.device=mps"
-    assert "launch.device=mps is Apple's GPU, but the stages would not run on a Mac" in launcher.refused(asked)
-    told = launcher.refused(f"{asked} train.precision=bf16 parallel.engine=deepspeed")
-    assert all(f"{part} is not for launch.device 'mps'" in told
-               for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
 
 
 @pytest.fixture

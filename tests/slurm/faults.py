@@ -58,6 +58,16 @@ class OnCluster:
     def __init__(self, cluster: Cluster, run: Path) -> None:
         self.cluster, self.run = cluster, run
 
+    def call(self, *command: str, expect: int = 0, **how: Any) -> str:
+        """Call a program, which is to end with this exit status; all that it printed."""
+        answer = self.cluster.run(*command, check=False, **how)
+        assert answer.returncode == expect, f"{command}\n{answer.stdout}{answer.stderr}\n{self.story()}"
+        return answer.stdout + answer.stderr
+
+    def note(self, step: int) -> Path:
+        """What rank 0 makes when it waits before a step."""
+        return self.run / f"train/faults/wait-rank0-step{step}"
+
     def until(self, condition: Callable[[], T], what: str) -> T:
         """Wait for `condition()`; if that is in vain, tell what happened."""
         return wait_for(condition, lambda: f"{what}\n{self.story()}")
@@ -111,10 +121,8 @@ class Training(OnCluster):
 
     def launcher(self, *arguments: str, expect: int = 0) -> str:
         """Call launch/submit.py; all that it printed."""
-        answer = self.cluster.run(sys.executable, "launch/submit.py", *arguments, cwd=REPOSITORY, check=False,
-                                  variables=self.environment)
-        assert answer.returncode == expect, f"{answer.stdout}{answer.stderr}\n{self.story()}"
-        return answer.stdout + answer.stderr
+        return self.call(sys.executable, "launch/submit.py", *arguments, expect=expect, cwd=REPOSITORY,
+                         variables=self.environment)
 
     def submit(self, *overrides: str, stages: str = "train", nodes: int = 2) -> str:
         """Submit the run; what was printed."""
@@ -128,14 +136,14 @@ class Training(OnCluster):
     def next_wait(self) -> int:
         """Wait until rank 0 waits before a step where it has not waited yet; which one that is."""
         self._waited = self.next(lambda: next((step for step in WAITS if step > self._waited and
-                                               self._note(step).exists()), 0), "rank 0 to wait before a step")
+                                               self.note(step).exists()), 0), "rank 0 to wait before a step")
         self.last = self.starts[-1]
         return self._waited
 
     def go_on(self, *, to_the_end: bool = False) -> None:
         """Let rank 0 go on from where it waits, to where it does next."""
         for step in WAITS if to_the_end else [self._waited]:
-            note = self._note(step)
+            note = self.note(step)
             note.parent.mkdir(parents=True, exist_ok=True)
             note.with_name(note.name + GO).touch()
 
@@ -154,9 +162,6 @@ class Training(OnCluster):
         start = self.next_start()
         assert start["job"] == self.last["job"] and start["restart"] > self.last["restart"], self.story()
         return start
-
-    def _note(self, step: int) -> Path:
-        return self.run / f"train/faults/wait-rank0-step{step}"
 
     # ---- how it stands
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import audit
 from tests.conftest import REPOSITORY, merged, run_stage, write_config
 from tests.faulty import GO, PLUGIN
+from tests.launch.launcher import holding
 from tests.slurm.clusters import Cluster
 from tests.slurm.faults import OnCluster
 
@@ -48,16 +49,15 @@ class Submitted(OnCluster):
     def type(self, command, **variables):
         """What a user types, in the home, whose code it runs; what was printed."""
         typed = command.replace("drover ", "python -m drover ", 1)
-        answer = self.cluster.run("bash", "-c", typed, check=False, cwd=self.home, variables={
+        said = self.call("bash", "-c", typed, cwd=self.home, variables={
             "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             **variables})
-        assert answer.returncode == 0, f"{command}\n{answer.stdout}{answer.stderr}\n{self.story()}"
-        assert "Traceback" not in answer.stderr
-        return answer.stdout + answer.stderr
+        assert "Traceback" not in said
+        return said
 
     def lose_a_node(self):
         """Once training waits, kill the last of its nodes; then let it go on elsewhere."""
-        note = self.run / f"train/faults/wait-rank0-step{WAIT}"
+        note = self.note(WAIT)
         self.next(note.exists, "rank 0 to wait before a step")
         self.lost = self.events("attempt")[-1]["nodes"][-1]
         self.cluster.kill_node(self.lost)
@@ -93,12 +93,9 @@ def done(cluster, tmp_path_factory, corpus):
 
 def copy_of_the_repository(folder):
     """A copy without git, different from the original in a line."""
-    for part in PARTS:
-        if (REPOSITORY / part).is_dir():
-            shutil.copytree(REPOSITORY / part, folder / part, symlinks=True,
-                            ignore=shutil.ignore_patterns("__pycache__"))
-        elif (REPOSITORY / part).is_file():
-            shutil.copy(REPOSITORY / part, folder / part)
+    folder.mkdir()
+    parts = [part for part in PARTS if (REPOSITORY / part).exists()]
+    subprocess.run(["cp", "-a", *parts, folder], cwd=REPOSITORY, check=True)
     for name in STAGES:
         with open(folder / "pipeline" / f"{name}.py", "a") as file:
             file.write("# a line that only this copy has\n")
@@ -128,9 +125,7 @@ def test_training_has_the_losses_of_one_process(done, corpus, tmp_path):
 
 def test_no_file_holds_the_shells_secrets(done):
     assert (done.run / "report.html").is_file() and list(done.run.glob("logs/train/*/node0.log"))
-    holding = [path for path in done.run.rglob("*") if path.is_file()
-               and any(secret.encode() in path.read_bytes() for secret in (TOKEN, PASSWORD, KEY))]
-    assert not holding
+    assert not holding(done.run, TOKEN, PASSWORD, KEY)
 
 
 def test_the_rest_of_the_page_does_what_it_says(done):

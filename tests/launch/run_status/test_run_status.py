@@ -12,7 +12,7 @@ import yaml
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import wanted_ids
 from drover.launch.slurm.nodes import add_strike
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo
+from drover.launch.slurm.scheduler import COLUMNS
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import write_json, write_text
 from tests.launch.run_folders import SETTINGS
@@ -21,8 +21,8 @@ from tests.launch.slurm.test_wait_reasons import DOWN
 from tests.refusal import table
 
 
-@pytest.mark.parametrize("said, answer, state, remark", [
-    ("preempted", JobInfo("16", "PENDING", "BeginTime", restarts=1), "waiting", "after about two minutes"), *table(r"""
+@pytest.mark.parametrize("said, answer, state, remark", table(r"""
+    preempted -> PENDING BeginTime -> waiting -> after about two minutes
     preempted -> COMPLETING -> running -> ^$
     null -> RUNNING -> running -> ^$
     running -> PENDING launch failed requeued held -> waiting -> `scontrol release 16`
@@ -41,7 +41,7 @@ from tests.refusal import table
     running -> null -> running -> ^Slurm does not answer
     preempted -> null -> stopped -> ^Slurm does not answer
     failed -> null -> failed -> ^Slurm does not answer
-    null -> null -> waiting -> ^Slurm does not answer""", yaml.safe_load, yaml.safe_load)])
+    null -> null -> waiting -> ^Slurm does not answer""", yaml.safe_load, yaml.safe_load))
 def test_its_word_and_the_queue(run, said, answer, state, remark):
     seen = run.training(said, step=300, reason="why").status(answer and {"16": answer, **DEPENDENTS})
     assert [row.state for row in seen.rows] == [*["done"] * 3, state, *["waiting"] * 3]

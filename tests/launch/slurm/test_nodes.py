@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import yaml
 
 from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
@@ -53,26 +54,19 @@ def test_lost_nodes(programs):
     assert [*lost(["n1"], programs.scheduler()).values()] == gone
 
 
-def test_a_waiting_job_leaves_out_more(programs):
-    for before, after in (("n9", "n3,n9"), ("(null)", "n3")):
-        programs.do("scontrol",
-                    f'case "$*" in *hostnames*) echo n9;; *) echo "JobId=15 ExcNodeList={before} A=x";; esac')
-        assert programs.scheduler().leave_out("15", ["n3"]) is None
-        assert programs.calls()[-1] == f"scontrol update JobId=15 ExcNodeList={after}"
+@pytest.mark.parametrize("change, given, before, after", table("""
+    leave_out -> [[n3]] -> ExcNodeList=n9 -> ExcNodeList=n3,n9
+    leave_out -> [[n3]] -> ExcNodeList=(null) -> ExcNodeList=n3
+    wait_for_another -> ["14", "12"] -> Dependency=afterok:14(unfulfilled),singleton -> Dependency=afterok:12,singleton
+    wait_for_another -> ["14", "12"] -> Dependency=afterany:3:14(unfulfilled) -> Dependency=afterany:3:12
+    wait_for_another -> ["14", "12"] -> Dependency=afterok:140(failed) -> nothing""", str, yaml.safe_load))
+def test_a_waiting_job_leaves_out_more_and_waits_for_another_one_instead(programs, change, given, before, after):
+    programs.do("scontrol", f'case "$*" in *hostnames*) echo n9;; *) echo "JobId=15 {before} A=x";; esac')
+    look, changed = "scontrol --oneliner show job 15", getattr(programs.scheduler(), change)
+    assert changed("15", *given) is None
+    assert programs.calls()[-1] == (look if after == "nothing" else f"scontrol update JobId=15 {after}")
     programs.say("scontrol", error="Invalid job id specified", status=1)
-    assert programs.scheduler().leave_out("15", ["n3"]) == "Invalid job id specified"
-    assert programs.calls()[-1] == "scontrol --oneliner show job 15"
-
-
-def test_a_waiting_job_waits_for_another_one_instead(programs):
-    for before, after in (("afterok:14(unfulfilled),singleton", "afterok:12,singleton"), ("afterok:140(failed)", ""),
-                          ("afterany:3:14(unfulfilled)", "afterany:3:12")):
-        programs.do("scontrol", f'echo "JobId=15 Dependency={before} A=x"')
-        assert programs.scheduler().wait_for_another("15", "14", "12") is None
-        assert programs.calls()[-1] == (f"scontrol update JobId=15 Dependency={after}" if after else
-                                     "scontrol --oneliner show job 15")
-    programs.say("scontrol", error="Invalid job id specified", status=1)
-    assert programs.scheduler().wait_for_another("15", "14", "12") == "Invalid job id specified"
+    assert changed("15", *given) == "Invalid job id specified" and programs.calls()[-1] == look
 
 
 def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():

@@ -1,5 +1,7 @@
 """What is made of Slurm's answers; the texts were recorded from Slurm 22.05.8."""
 
+import re
+
 import pytest
 import yaml
 
@@ -103,20 +105,19 @@ def test_nodes(programs):
     assert programs.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
 
 
-def test_a_users_own_formats_are_left_out(programs):
+def test_a_users_own_formats_and_options_are_left_out(programs):
     programs.do("squeue", f"env > {programs.folder}/environment")
     scheduler = Scheduler({"PATH": str(programs.folder), "SQUEUE_FORMAT": "%i", "SLURM_CLUSTERS": "other",
-                           "SLURM_CONF": "/etc/slurm.conf"})
+                           "SBATCH_PARTITION": "other", "SLURM_CONF": "/etc/slurm.conf"})
     assert scheduler.jobs(["1"]) == {"1": JobInfo("1")}
     seen = (programs.folder / "environment").read_text()
-    assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen and "SLURM_CLUSTERS" not in seen
+    assert re.findall("SLURM.*|SBATCH.*|SQUEUE.*", seen) == ["SLURM_CONF=/etc/slurm.conf"]
 
 
-def test_sbatch_reads_no_options_from_the_shell_and_all_that_it_says_is_kept(programs):
-    said = "sbatch: error: Name a project.\nsbatch: error: Batch job submission failed: Unspecified error"
-    programs.do("sbatch", f"[ -z $SBATCH_PARTITION ] && cat >&2 <<'END'\n{said}\nEND\nexit 1")
-    scheduler = Scheduler({"PATH": str(programs.folder), "SBATCH_PARTITION": "other"})
-    assert scheduler.submit("#!/bin/sh\n") == (
+def test_all_that_sbatch_says_is_kept(programs):
+    programs.say("sbatch", error="sbatch: error: Name a project.\n"
+                                 "sbatch: error: Batch job submission failed: Unspecified error", status=1)
+    assert programs.scheduler().submit("#!/bin/sh\n") == (
         "", "Name a project.; Batch job submission failed: Unspecified error")
     programs.say("sbatch", "7;cluster")
-    assert scheduler.submit("#!/bin/sh\n") == ("7", None)
+    assert programs.scheduler().submit("#!/bin/sh\n") == ("7", None)

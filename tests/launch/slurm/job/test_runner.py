@@ -85,6 +85,9 @@ train is done
 (presently disabled), and no later job of the chain waits to go on: submit the same command again
     crash -> {left_s: 179} -> 0 -> crashed requeue -> ["12"] -> the time limit is too near
     refuse -> {} -> 1 -> failed stop -> [] -> there is nothing to train on
+    no step/no step/no step/no step -> {} -> 0 -> crashed requeue -> ["12"] -> trying again (3 of 3)
+    no step/work -> {} -> 0 -> done leave -> [] -> there is no step: Unable to create step for job 12: Requested nodes \
+are busy; trying again (1 of 3)
     crash -> {states: {"12": PENDING}} -> 143 -> crashed leave -> [] -> Slurm has taken the job""",
     str, yaml.safe_load, int, str, yaml.safe_load))
 def test_what_follows_from_each_end_of_a_start(job, plan, slurm, status, ends, requeued, words):
@@ -120,17 +123,16 @@ def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
     assert bool(job.slurm.requeued) == ("queueing" in words)
 
 
-@pytest.mark.parametrize("bad, used", [("n2", ("n1", "n3")), ("n1", ("n2", "n3"))])
-def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job, bad, used):
-    """Where it is the first one, which has the runner, the ranks meet on the next."""
-    job.slurm.nodes, found = ("n1", "n2", "n3"), [Found({}, ["all is well"]), Found({bad: "no GPU"})]
+def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
+    """It is the first one, which has the runner: the ranks meet on the next."""
+    job.slurm.nodes, found = ("n1", "n2", "n3"), [Found(), Found({"n1": "no GPU"})]
     runs = []
     status, log = job.go("work", preflight=True, trial=lambda spec, here, *_: runs.append(here.nodes) or found.pop(),
                          **SPARE)
-    assert status == 0 and runs == [("n1", "n2"), used] and job.ends() == [DONE], log
-    assert f"preflight found a bad node: {bad}: no GPU; the job continues with its other nodes" in log
-    assert not job.slurm.requeued and f"--nodelist={','.join(used)} " in job.commands[0]
-    assert job.environments[0]["MASTER_ADDR"] == ("localhost" if bad == "n2" else "n1"), "as Slurm says, the last one"
+    assert status == 0 and runs == [("n1", "n2"), ("n2", "n3")] and job.ends() == [DONE], log
+    assert "preflight found a bad node: n1: no GPU; the job continues with its other nodes" in log
+    assert not job.slurm.requeued and "--nodelist=n2,n3 " in job.commands[0]
+    assert job.environments[0]["MASTER_ADDR"] == "n1", "as Slurm says, the last one"
 
 
 def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatch):
@@ -140,13 +142,6 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
 
     monkeypatch.setattr(job.slurm, "requeue", requeue)
     assert job.go("asked")[0] == 0 and job.ends() == ["preempted requeue"]
-
-
-def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job):
-    status, log = job.go(*["no step"] * srun.STEP_TRIES)
-    assert status == 0 and job.ends() == ["crashed requeue"] and log.count("trying again") == 3
-    assert "there is no step: Unable to create step for job 12" in log and "(1 of 3)" in log
-    assert job.go("no step", "work", restart=1)[0] == 0 and len(job.events("attempt")) == 2
 
 
 def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):

@@ -1,7 +1,6 @@
 """A step of ranks: what srun's words mean, and when it is ended."""
 
 import json
-import re
 
 import pytest
 import yaml
@@ -14,26 +13,26 @@ from tests.refusal import table
 from tests.waiting import HANG_S
 
 
-@pytest.mark.parametrize("status, said, cause, exit_code, started", table("""
-    143 -> n2: task 1: Killed -> rank 1 on n2: killed -> null -> true
+@pytest.mark.parametrize("status, said, cause, exit_code, started, rank, lost", table("""
+    143 -> n2: task 1: Killed -> rank 1 on n2: killed -> null -> true -> 1 -> []
     143 -> n1: tasks 0-1: Terminated | n2: task 3: Exited with exit code 2 -> rank 3 on n2: exited with exit code 2 \
--> 2 -> true
-    143 -> n1: tasks 4,6: Exited with exit code 143 -> ranks 4,6 on n1: exited with exit code 143 -> 143 -> true
+-> 2 -> true -> 3 -> []
+    143 -> n1: tasks 4,6: Exited with exit code 143 -> ranks 4,6 on n1: exited with exit code 143 -> 143 -> true -> 4 \
+-> []
     143 -> n2: task 1: Killed | Node failure on n3 | Task launch for StepId=1.0 failed on node n4: Socket timed out | \
-Node failure on n3 -> lost n3, n4 -> null -> true
+Node failure on n3 -> lost n3, n4 -> null -> true -> 1 -> ["n3", "n4"]
     143 -> n2: task 1: Killed | step_launch_notify_io_failure: aborting, io error with missing step on node 1 -> \
-Slurm lost the tasks of the step's node number 1, from 0 (slurmstepd died) -> null -> true
+Slurm lost the tasks of the step's node number 1, from 0 (slurmstepd died) -> null -> true -> 1 -> []
     1 -> Unable to create step for job 12: Requested nodes are busy -> Unable to create step for job 12: Requested \
-nodes are busy -> 1 -> false
-    143 given_up -> words -> srun started no task in 30 s -> null -> false
-    137 abandoned -> words -> srun did not end within 40 s of SIGTERM, and its tasks may still run -> null -> true
-    137 -> words -> killed by SIGKILL -> null -> true""", str.split, str, str, json.loads, json.loads))
-def test_what_srun_said(status, said, cause, exit_code, started):
+nodes are busy -> 1 -> false -> 0 -> []
+    143 given_up -> words -> srun started no task in 30 s -> null -> false -> 0 -> []
+    137 abandoned -> words -> srun did not end within 40 s of SIGTERM, and its tasks may still run -> null -> true -> \
+0 -> []
+    137 -> words -> killed by SIGKILL -> null -> true -> 0 -> []""", str.split, str, str, *[json.loads] * 4))
+def test_what_srun_said(status, said, cause, exit_code, started, rank, lost):
     end = read_end(int(status[0]), "".join(f"srun: error: {line}\n" for line in said.split(" | ")),
                    **dict.fromkeys(status[1:], True))
-    assert (end.cause, end.exit_code, end.started) == (cause, exit_code, started)
-    assert end.lost == (("n3", "n4") if cause.startswith("lost") else ())
-    assert end.rank == (int(found[1]) if (found := re.match(r"ranks? (\d)", cause)) else end.rank)
+    assert (end.cause, end.exit_code, end.started, end.rank, [*end.lost]) == (cause, exit_code, started, rank, lost)
 
 
 @pytest.mark.parametrize("status", [0, 182])

@@ -225,31 +225,38 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
     assert (slurm.queue / "101.environment").read_text().split() == ["SLURM_CONF=/etc/slurm.conf"]
 
 
-def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
-    slurm.programs.say("sinfo", "debug*|4|4|16000|(null)|infinite|1-infinite\nodd line\nodd|1|64+||none||\n"
-                                "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite")
-    said = slurm.refused("--stage all")
-    assert "train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
-           "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
-    assert "there is no partition bug (launch.partition); there are big, debug" in slurm.refused(
-        "--stage all launch.partition=bug")
-    assert "4,194,304 MB each" in slurm.refused("--stage all launch.cpus=2 launch.mem=4T")
-    assert "requests 3 nodes with 8 cores, 2 GPUs, 0 MB each" in slurm.refused(
-        """--stage all --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1
-        train.batch_tokens=12288 --no-rehearse""")
-    slurm.accepted("--stage all launch.cpus=2")
+SITE = """\
+debug*|4|4|16000|(null)|1:00:00|1-2
+long|4|64|16000|(null)|infinite|1-infinite
+odd line
+odd|1|64+||none||
+big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
 
 
-def test_limits_of_a_partition_are_told_before_anything_queues(slurm):
+@pytest.mark.parametrize("words, said", table("""
+    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 \
+with 4 cores, 0 GPUs, 16,000 MB. | launch.cpus
+    launch.partition=bug -> there is no partition bug (launch.partition); there are big, debug, long
+    launch.cpus=2 launch.mem=4T -> 4,194,304 MB each
+    --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
+-> requests 3 nodes with 8 cores, 2 GPUs, 0 MB each
+    --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes, but the partition debug (without launch.qos) \
+allows 2: request fewer
+    launch.time=60 launch.convert.time=61 -> convert: requests 61 min, but the partition debug (without launch.qos) \
+allows 60: request less"""))
+def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, said):
     """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
-    slurm.programs.say("sinfo", "debug*|4|64|16000|(null)|1:00:00|1-2\nlong|4|64|16000|(null)|infinite|1-infinite")
-    all_stages = "--stage all --nodes 4 launch.time=60"
-    said = slurm.refused(f"{all_stages} launch.convert.time=61")
-    assert "train: requests 4 nodes, but the partition debug (without launch.qos) allows 2: request fewer" in said
-    assert "convert: requests 61 min, but the partition debug (without launch.qos) allows 60: request less" in said
-    assert "evaluate" not in said and not list(slurm.queue.iterdir())
-    for fits in "launch.partition=debug,long", "launch.qos=high":  # which may lift a partition's limits
-        slurm.accepted(f"{all_stages} name={fits[7:10]} {fits}")
+    slurm.programs.say("sinfo", SITE)
+    complaint = slurm.refused(f"--stage all {words}")
+    assert all(part in complaint for part in said.split(" | ")) and not list(slurm.queue.iterdir()), complaint
+
+
+@pytest.mark.parametrize("words", [
+    "launch.cpus=2", "--nodes 4 launch.partition=debug,long", "--nodes 4 launch.qos=high launch.cpus=2"])
+def test_what_a_partition_takes_is_queued(slurm, words):
+    """A quality of service may lift a partition's limits."""
+    slurm.programs.say("sinfo", SITE)
+    slurm.accepted(f"--stage all launch.time=60 {words}")
 
 
 def test_a_refused_submission_says_what_is_queued(slurm):
@@ -292,13 +299,12 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
 
 
 def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monkeypatch):
-    """By the train job's runner, whose own variables of Slurm it does not get."""
+    """By the train job's runner."""
     slurm.done("shard", "tokenizer", "encode")
     slurm.accepted("--stage train launch.gpus_per_node=2 launch.cpus=3 launch.evaluate.every_checkpoints=1 "
                    "train.checkpoint.every_steps=20")
     config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[0].spec))
     write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(sys, "executable", "another python")
     evaluations = Evaluations(spec, print)
     assert [evaluations.submit(job) for job in evaluations.to_submit()] == ["102"]
@@ -306,8 +312,7 @@ def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monk
     assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "102", ())
     assert made.command[:3] == (spec.command[0], "-m", "drover.launch.slurm.evaluations") and made.files == spec.files
     assert made.cpus_per_task == 6 and option((slurm.queue / "102").read_text(), "gpus-per-node") == "2"
-    assert not (slurm.queue / "102.environment").exists()
-    config.write_text(f"{config.read_text()}\n")
+    config.write_text("name: other")
     refused(UserError, "changed after the submission", Evaluations(spec, print).to_submit)
 
 
