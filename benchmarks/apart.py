@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class FailedError(Exception):
-    """A case failed. Its argument: the rows of the case, of which the last says why."""
+    """A case failed. Its argument: a row that says why."""
 
 
 class Apart:
@@ -28,30 +29,31 @@ class Apart:
     def __init__(self, environments: Sequence[Mapping[str, str]], log: Path) -> None:
         self._pools = [ProcessPoolExecutor(1, get_context("spawn"), _prepare, (variables, log))
                        for variables in environments]
+        self._processes = set[BaseProcess]()
 
     def call(self, function: Callable[..., Result], *arguments: object, limit_s: float) -> list[Result]:
         """Call a function in every process at the same time; its results.
 
         Raises:
-            FailedError: a process died, or has not ended after `limit_s` seconds. It, and what the function raises, is
-                raised at once: other processes may still run.
+            FailedError: the function raised it in a process, or a process died, or has not ended after `limit_s`
+                seconds. Other processes may still run.
         """
-        calls = [pool.submit(function, *arguments) for pool in self._pools]
-        processes = active_children()
-        ended, late = wait(calls, limit_s, FIRST_EXCEPTION)
+        others = {*active_children()} - self._processes
         try:
+            calls = [pool.submit(function, *arguments) for pool in self._pools]
+            self._processes |= {*active_children()} - others
+            ended, late = wait(calls, limit_s, FIRST_EXCEPTION)
             for call in ended:
                 call.result()
         except BrokenProcessPool:
-            statuses = [process.exitcode for process in processes if process.exitcode]
-            raise _failed("failed", f"a process ended with status {statuses[0] if statuses else 0}") from None
+            raise _failed("failed", "a process died; the log may say why") from None
         if late:
             raise _failed("timeout", "took too long; stopped")
         return [call.result() for call in calls]
 
     def end(self) -> None:
         """Stop the processes and their children."""
-        for process in active_children():
+        for process in self._processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()  # one that has just started has no group of its own yet
@@ -60,7 +62,7 @@ class Apart:
 
 
 def _failed(status: str, note: str) -> FailedError:
-    return FailedError([{"status": status, "note": note}])
+    return FailedError({"status": status, "note": note})
 
 
 def _prepare(variables: Mapping[str, str], log: Path) -> None:

@@ -187,7 +187,7 @@ class Bench:
 
 
 bench_of = cache(Bench)
-"""This process's."""
+"""The one of this process."""
 
 
 @contextmanager

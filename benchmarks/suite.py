@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.command_line import refuse_low
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import append_line, read_lines
 
 GOOD = ("ok", "missing", "not here", "left out")
 """Allowed results of a case in the self-test."""
@@ -164,15 +166,17 @@ class Suite:
         threads = None if self.threads is None else max(1, self.threads // ranks)
         if self.workers is None:
             self.workers = Apart(self.environments(case, ranks, threads), self.folder / f"node{node()}.log")
-        used = 1.0  # after an error nothing may work any more, or some memory be lost
+        used, failed, path = 1.0, (), self.folder / f"rows{node()}.jsonl"
+        path.unlink(missing_ok=True)
         try:
-            rows, facts, used = self.workers.call(work, case, self.tiny, threads, limit_s=min(limit, self.left()))[0]
-            self.record.facts |= facts
-        except FailedError as error:
-            rows, = error.args
-        for row in rows:
+            used = self.workers.call(work, case, self.tiny, threads, path, limit_s=min(limit, self.left()))[0]
+        except FailedError as error:  # nothing may work any more, or memory be lost
+            failed = error.args
+        facts, *rows = [*read_lines(path, appended=True)] or [{}]
+        self.record.facts |= facts
+        for row in [*rows, *failed]:
             self.add(case, **row)
-        if used >= 0.1 or ranks * self.nodes > 1 or self.apart:  # such memory would be missing in the next case
+        if used >= 0.1 or ranks * self.nodes > 1 or self.apart:  # the memory in use would be missing in the next case
             self.end()
 
     def environments(self, case: Row, ranks: int, threads: int | None) -> list[dict[str, str]]:
@@ -243,24 +247,29 @@ def config_of(case: Row, gpus: int, tiny: bool = False) -> Config:
     return config.model_copy(update={"parallel": parallel, "train": train})
 
 
-def work(case: Row, tiny: bool, threads: int | None) -> tuple[list[Row], Row, float]:
-    """Measure a case, as one of its ranks: its rows, facts about the device, and the share of its memory that is in use
-    afterwards. FailedError if it fails."""
+def work(case: Row, tiny: bool, threads: int | None, path: Path) -> float:
+    """Measure a case, as one of its ranks; the share of the device's memory that is in use afterwards. The first rank
+    appends facts about the device and the rows to `path` as they come: they count even if a later one fails.
+
+    Raises:
+        FailedError: with the row of what failed.
+    """
     import torch
 
     from benchmarks.cases import bench_of, classify
-    if threads is not None:
-        torch.set_num_threads(threads)
-    rows = list[Row]()
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
     print(f"\n==== {case['name']}", flush=True)
     try:
+        if threads is not None:
+            torch.set_num_threads(threads)
         bench = bench_of(tiny)
-        for row in bench.run(case):
-            rows.append(row)  # one by one: those before an error count
-        return rows, bench.facts, bench.used_share()
+        for row in chain([bench.facts], bench.run(case)):
+            if leads:
+                append_line(path, row)
+        return bench.used_share()
     except Exception as error:  # noqa: BLE001 - it becomes a row, and the trace is in the log
         traceback.print_exc()
-        raise FailedError([*rows, classify(error)]) from None
+        raise FailedError(classify(error)) from None
 
 
 def node() -> int:

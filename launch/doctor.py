@@ -32,7 +32,7 @@ from tempfile import mkdtemp
 
 import drover
 from drover.launch.plan import in_container
-from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE, read_reports
+from drover.launch.slurm.job.node_trial import EXCHANGE, GPU, REDUCE, read_reports
 from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, most_elements, seconds
 from drover.launch.slurm.submit.options import GPUS, directives, long_options, outer_python, preamble
@@ -80,12 +80,13 @@ def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("--cluster", metavar="PROFILE", help="use this profile's partition, account, QOS, memory, "
                                                              "setup, environment, Python, container and options")
-    parser.add_argument("--partition", action="append", metavar="NAME", help="test this partition; can be repeated")
+    parser.add_argument("--partition", action="append", default=[], metavar="NAME",
+                        help="test this partition; can be repeated")
     parser.add_argument("--runs-dir", default="runs", metavar="FOLDER", help="shared folder to test (default: runs)")
     parser.add_argument("--no-jobs", action="store_true", help="only ask Slurm, and queue nothing")
     parser.add_argument("--wait", type=float, default=10, metavar="MINUTES",
                         help="how long a job may wait in the queue (default 10)")
-    parser.add_argument("--write", metavar="FILE", help="write a profile to start from, of these partitions or all")
+    parser.add_argument("--write", metavar="FILE", help="write a profile of these partitions, or of all, to start from")
     add_json(parser)
 
 
@@ -101,9 +102,12 @@ def work(options: argparse.Namespace) -> int:
     launch = load_config(PACKAGE / "configs/demo.yaml", chosen, check=False).launch
     scheduler = Scheduler()
     kinds, settings = scheduler.node_kinds(), scheduler.site_settings()
+    names = (options.partition or _usual_partitions(launch, kinds)) if kinds else []
+    if unknown := set(names) - {kind.partition for kind in kinds}:
+        raise UserError(f"There is no partition {', '.join(sorted(unknown))}. `sinfo` lists them.")
     findings = [*ask_slurm(scheduler, kinds, settings), *ask_here(Path(options.runs_dir))]
     facts = dict[str, list[NodeFacts]]()
-    for name in [] if options.no_jobs or not kinds else options.partition or _usual_partitions(launch, kinds):
+    for name in [] if options.no_jobs else names:
         if not options.json:
             print(f"testing partition {name} ...", file=sys.stderr, flush=True)
         findings += try_partition(name, kinds, launch, Path(options.runs_dir), options.wait, facts)
@@ -163,9 +167,6 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
                   facts: dict[str, list[NodeFacts]]) -> Iterator[Finding]:
     """Run the job in a partition and judge what its nodes report. The reports are added to `facts`."""
     here = [kind for kind in kinds if kind.partition == name]
-    if not here:
-        yield Finding(f"job in {name}", PROBLEM, "there is no such partition", "sinfo lists them")
-        return
     new = not runs.exists()
     runs.mkdir(parents=True, exist_ok=True)
     folder, scheduler = Path(mkdtemp(prefix=".doctor-", dir=runs)).absolute(), Scheduler()
@@ -214,8 +215,9 @@ def judge(name: str, nodes: int, gpus: bool, facts: Sequence[NodeFacts], reason:
     yield judged(f"job in {name}", f"{len(facts)} of {nodes} nodes reported: {', '.join(node.node for node in facts)}",
                  first if log else "", bad=len(facts) < nodes)
     for node in facts:
-        for problem in node.problems.values():
-            yield Finding(f"  {node.node}", PROBLEM, problem)
+        for what, problem in node.problems.items():
+            if what != "network" or all(GPU not in other.problems for other in facts):  # it has left the others alone
+                yield Finding(f"  {node.node}", PROBLEM, problem)
     imports = [node.import_s for node in facts if node.import_s is not None]
     if imports:
         yield judged("  Python", f"{facts[0].python}, torch {facts[0].torch}, imported in {max(imports):.1f} s",
@@ -255,9 +257,9 @@ def _judge_together(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str, list[NodeFacts]],
-            partitions: Sequence[str] | None = None) -> str:
+            partitions: Sequence[str] = ()) -> str:
     """A profile of the site, or of some of its partitions, in YAML, with the reason for each value."""
-    kinds = [kind for kind in kinds if partitions is None or kind.partition in partitions]
+    kinds = [kind for kind in kinds if not partitions or kind.partition in partitions]
     gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes), default=None)
     cpu = next((kind for kind in kinds if not kind.gpus), None)
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits."]

@@ -24,7 +24,7 @@ from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS, rank_log
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import INTERRUPTED
-from drover.pipeline.contract.preparation import input_rebuilt, report_done
+from drover.pipeline.contract.preparation import report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
 from drover.pipeline.contract.state import now
@@ -47,11 +47,11 @@ class LocalHost(Host):
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
         """The output goes to the terminal too."""
-        ranks = run_here(command, environment, each, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS)
-        end = process_end(ranks.status)
-        if not spec.ranks or not ranks.failed:
+        group = run_here(command, environment, each, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS)
+        end = process_end(group.status)
+        if not spec.ranks or not group.failed:
             return end
-        rank, cause = ranks.failed[0][0], end.cause or f"exited with exit code {end.status}"
+        rank, cause = group.failed[0][0], end.cause or f"exited with exit code {end.status}"
         return replace(end, rank=rank, cause=f"rank {rank} on {self.nodes[0]}: {cause}")
 
     def say(self, text: str, *, quiet: bool = False) -> None:
@@ -110,8 +110,7 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
         with suppress(OSError):  # a closed terminal or pipe
             report_done(run, job.stage)
         return 0
-    if not (options.accept_drift and input_rebuilt(run, job.stage, job.state, chain)):
-        refuse_stale(run, job, options)
+    refuse_stale(run, job, options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     spec = _spec(run, job, chain, local=options.cluster == "local")
     runner = Runner(spec, place(run, spec, asked))

@@ -37,8 +37,8 @@ SEEN_S = 10.0
 
 @dataclass(frozen=True)
 class Work:
-    """The ranks that a host starts. ranks: on all hosts; 0: one process without ranks. here: on each. number: of the
-    host."""
+    """The ranks that a host starts. ranks: on all hosts; 0: one process without ranks. here: ranks on each. number: of
+    the host."""
 
     stage: str
     command: tuple[str, ...]
@@ -81,20 +81,20 @@ def do(work: Work, given: int) -> int:
         pipes = [os.pipe() for _ in own]
         readers = [threading.Thread(daemon=True, target=pass_on, args=(
             *pipe, nowhere if rank else sys.stdout, Labelled(log, rank))) for rank, pipe in enumerate(pipes, first)]
-        ranks = Group([started(program, {**environment, **more}, write, write)
+        group = Group([started(program, {**environment, **more}, write, write)
                        for more, (_, write) in zip(own, pipes, strict=True)], asked=asked, readers=readers)
         threading.Thread(daemon=True, target=_listen, args=(given, asked)).start()
 
         def tell_failures() -> bool:
             nonlocal told
-            for local, status in ranks.failed[told:]:
+            for local, status in group.failed[told:]:
                 _answer({"rank": first + local, "status": status})
-            told = len(ranks.failed)
+            told = len(group.failed)
             return True
 
-        ranks.run(tell_failures)
+        group.run(tell_failures)
         tell_failures()
-    return ranks.status
+    return group.status
 
 
 def answers(said: str) -> Iterator[Record]:

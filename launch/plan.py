@@ -263,8 +263,9 @@ def in_container(container: Container, folders: list[Path], gpus: int, variables
         return [], [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}",
                     f"--container-workdir={work}", f"--container-env={','.join(variables)}", *container.options]
     if container.runtime == "podman":
-        # Without root, it stays in the step's control group: it ends with the step, and sees the step's GPUs alone.
-        # podman refuses --cgroups=disabled with --pid=host, which GPUs of one node need to reach each other's memory.
+        # Without root, the container stays in the step's control group: it ends with the step, and sees only the step's
+        # GPUs. GPUs of a node reach each other's memory only with --pid=host. podman refuses that together with
+        # --cgroups=disabled.
         return ["podman", "--cgroup-manager=cgroupfs", "run", "--rm", "--env-host", "--network=host", "--ipc=host",
                 "--pid=host", "--cgroups=no-conmon", *(f"--env={name}" for name in variables),
                 *(["--device=nvidia.com/gpu=all"] * bool(gpus)), *(f"--volume={mount}" for mount in mounts),

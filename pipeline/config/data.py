@@ -182,9 +182,10 @@ class TokenizerConfig(Section):
     """For sentencepiece: share of the corpus's characters that get a token of their own. The rest are spelled in bytes
     (byte fallback)."""
     train_mb: PositiveFloat = 2000.0
-    """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory. If the
-    corpus is over four times as large, only some shards are read. They are chosen by their hashes and keep each
-    source's share. More than 5,000 to 20,000 MB improve no vocabulary."""
+    """Most text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times the memory of the
+    text that it trains on. If the corpus is over four times `train_mb`, only some shards are read. They are chosen by
+    their hashes and keep each source's share of the text; `train.mixture` does not count. More than 5,000 to 20,000 MB
+    improve no vocabulary."""
     document_characters: PositiveInt | None = added(None)
     """Sample at most this many characters from the beginning of each document; null: no limit. A few very long
     documents then do not outweigh all others; 10,000 is usual. The sample is then smaller than `train_mb`."""

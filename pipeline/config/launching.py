@@ -12,7 +12,7 @@ from drover.pipeline.config.section import LocalPath, Section, nested
 
 
 def minutes(time: int | str) -> int:
-    """A time limit in minutes, rounded up; ValueError if it is none."""
+    """A time limit in minutes, rounded up; ValueError if it is none or zero."""
     seconds = seconds_of(time)
     if not seconds:
         raise ValueError(f"{time!r} is no time at all")
@@ -214,8 +214,8 @@ class LaunchConfig(Resources):
     max_restarts: NonNegativeInt = 3
     """Most restarts in a row without a new checkpoint. The stage then stops for good."""
     trusted_group: str | None = None
-    """A group that may write to the run folder, from which jobs execute code. Its members may also own parts of it and
-    the folders above it. null: only you, and a group of your own name without other members."""
+    """A group that may write to the run folder, from which jobs execute code. Its members may also own parts of that
+    folder, and folders above it. null: only you, and a group of your own name without other members."""
     check_owners: bool = True
     """At every start, jobs check owners and modes of what they execute from the run folder. Set false if the file
     system does not show true ones. The content is compared in any case."""

@@ -162,7 +162,8 @@ class TrainConfig(Section):
     """Stage 4: pretraining."""
 
     steps: PositiveInt = 1000
-    """Optimizer steps of the run. With `phases` they follow from the phases."""
+    """Optimizer steps of the run. With `phases` they follow from the phases: leave `steps` out, or write null if a base
+    sets it."""
     sequence_length: PositiveInt = 256
     """Tokens per sequence, counted as inputs: labels are the same tokens shifted by one. At most the model's
     context_length."""
@@ -275,8 +276,9 @@ class TrainConfig(Section):
     more than 4 epochs are logged."""
     phases: list[PhaseConfig] = added([])
     """Parts of training with another mixture, sequence length, batch or learning rate, one after the other. Each ends
-    at its `until`, and `steps` follows from them. Phases that have started cannot be changed. You can change later ones
-    and add more. See docs/phases.md."""
+    at its `until`, and `steps` follows from them. Its other keys: mixture, sequence_length, batch_tokens, micro_batch,
+    lr, lr_end, schedule, warmup_steps. Phases that have started cannot be changed. You can change later ones and add
+    more. See docs/phases.md."""
     grain_tokens: PositiveInt | None = added(None)
     """With phases: tokens per chunk into which sources are cut; null: the longest sequence_length of the phases. Each
     chunk is used once before any is used again, by phases of every sequence length that divides it. Not with

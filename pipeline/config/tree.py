@@ -16,10 +16,10 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.section import LocalPath, Section, execution, nested
 from drover.pipeline.config.training import TrainConfig
 
-T = TypeVar("T", bound=BaseModel)
+Part = TypeVar("Part", bound=BaseModel)
 
 
-def changed(config: T, settings: Mapping[str, Any]) -> T:
+def changed(config: Part, settings: Mapping[str, Any]) -> Part:
     """A configuration, or a section, with other values of settings such as `train.steps`. They are not checked."""
     for key, value in settings.items():
         name, _, rest = key.partition(".")

@@ -48,7 +48,8 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     if state.kind == "stale":
         if not options.accept_drift or run.is_reused(name):
             raise run.refusal(name, state)
-        if input_rebuilt(run, name, state, os.environ.get("DROVER_CHAIN")):
+        if _input_rebuilt_now(run, name, state):
+            _tell_lost_units(run, name, state)
             return _start_from_scratch(run, name, options, part)
         accepted = {"stage": name, "differences": [str(difference) for difference in state.differences]}
         if not state.begun_only and not STAGES[name].goes_on(run.config, run.finished(name).counts):
@@ -68,21 +69,20 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     return begin(run, name, fingerprint, drift, part, options.force_id)
 
 
-def input_rebuilt(run: Run, name: str, state: State, chain: str | None) -> bool:
-    """Whether an input of a stale stage has changed because the command of this chain rebuilt it: nobody has accepted
-    that. A stage with checkpoints continues with it."""
-    changed = {difference.key for difference in state.differences}
+def _input_rebuilt_now(run: Run, name: str, state: State) -> bool:
+    """Whether an input of a stale stage has changed because this very command rebuilt it: nobody has accepted that. A
+    stage with checkpoints continues with it."""
+    chain, changed = os.environ.get("DROVER_CHAIN"), {difference.key for difference in state.differences}
     return chain is not None and not STAGES[name].checkpoints and any(
         f"inputs.{need}" in changed and sound_start(run.stage_folder(need)).chain == chain
         for need in STAGES[name].needs)
 
 
 def _tell_lost_units(run: Run, name: str, state: State) -> None:
-    """Print how many finished units are lost, if the stage refused its input before and its settings have changed."""
+    """Print how many finished units are lost because settings or input have changed."""
     if (units := finished_units(run.own_folder(name))):
-        say(name, f"could not use its input before, and its settings or input have changed: "
-                  f"{first([str(difference) for difference in state.differences])}. It starts from scratch; finished "
-                  f"units that are removed: {units:,}")
+        say(name, f"settings or input have changed: {first([str(difference) for difference in state.differences])}. It "
+                  f"starts from scratch; finished units that are removed: {units:,}")
 
 
 def _start_from_scratch(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:

@@ -47,7 +47,7 @@ class State:
 
     kind: `done`; `to do`; `partial` (started, can continue); `damaged` (an output is missing: only that is made again);
         `stale` (settings or inputs have changed); `waiting` (a stage before it is not done).
-    differences: for `stale`, what has changed; for `to do`, what has changed since an attempt that refused its input.
+    differences: for `stale`, what has changed; for `to do`, what has changed since an attempt that left nothing of use.
     reasons: sentences with details. begun_only: for `stale`, whether the stage was started but not finished.
     """
 
@@ -225,10 +225,10 @@ class Run:
             return State("partial", changed, reasons=[KEEPS])
         # A stage that may renew its results keeps the others.
         renews = "renews" in spec.functions
-        whole = not (renews or spec.workers or spec.own_module)  # what it began is of no use to another start
-        nothing_lost = whole or started.unusable or (started.failed and (renews or not finished_units(folder)))
+        in_one_piece = not (renews or spec.workers or spec.own_module)  # nothing is kept of an attempt
+        nothing_lost = in_one_piece or started.unusable or (started.failed and (renews or not finished_units(folder)))
         if changed and nothing_lost and not spec.checkpoints:
-            return State("to do", changed, reasons=["has nothing to keep; starts from scratch with the new input"])
+            return State("to do", changed, reasons=["was not finished; starts again with the new input"])
         if changed:
             return State("stale", changed, begun_only=True)
         other = self.files_changed_since_begun(stage)

@@ -337,15 +337,15 @@ def git_state() -> Record:
     if (IMPORTED_FROM / SNAPSHOT).is_file():  # a copy in runs/ may be inside of a checkout that has changed since
         snapshot = read_json(IMPORTED_FROM / SNAPSHOT)
         return {"commit": snapshot["commit"], "changed": snapshot["changed"]}
-    commit = git(REPOSITORY, "rev-parse", "HEAD").strip()
-    return {"commit": commit, "changed": bool(git(REPOSITORY, "status", "--porcelain", "-uno"))} if commit else {}
+    commit, changes = git(REPOSITORY, "rev-parse", "HEAD"), git(REPOSITORY, "status", "--porcelain", "-uno")
+    return {"commit": commit.strip(), "changed": bool(changes)} if commit and changes is not None else {}
 
 
-def git(repository: Path, *arguments: str) -> str:
-    """Git's output; empty without git, or if the folder is no repository itself (it may be inside one)."""
+def git(repository: Path, *arguments: str) -> str | None:
+    """Git's output; None without git, or if the folder is no repository itself (it may be inside one)."""
     within = {**os.environ, "GIT_CEILING_DIRECTORIES": str(repository.resolve().parent)}
     try:
         return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True,
                               timeout=60, errors="replace", env=within).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return None

@@ -35,6 +35,8 @@ class Calls:
     eager: int = 0
 
 
+INCLUDES = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+"""Variables with further folders in which compilers look for headers."""
 CALLS = Calls()
 """In this process, since the last call of `compiled_share`."""
 
@@ -150,7 +152,8 @@ def refuse_without_compiler(train: TrainConfig, device: torch.device) -> None:
     missing = []
     if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
         missing.append(f"{chosen} ({variable})" if chosen else " or ".join(names))
-    if not (header := Path(sysconfig.get_path("include"), "Python.h")).exists():
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists() and os.environ.keys().isdisjoint(INCLUDES):
         missing.append(str(header))
     if not missing:
         return

@@ -159,7 +159,7 @@ class Loop:
                      f"{found[0].name}")
             if self.ranks.leads and (warning := changed_code(found[0], self._about()["code"])):
                 self.say(warning)
-        if found and found[1].plan_sha256 != plan:
+        if self.plan_changes and found and found[1].plan_sha256 != plan:
             self.plan_changes.append(OTHER_ORDER)
         for text in self.plan_changes:
             self.say(f"plan changed: {text}")

@@ -32,19 +32,25 @@ def test_a_ratio_is_the_median_of_ratios_within_a_round_and_tables_are_written(t
     assert len(json.loads((tmp_path / "new/results.json").read_text())["rows"]) == 2
 
 
-def fail(rank):
+def fail(rank, how):
     """Fail on this rank; others wait for it for ever."""
-    if os.environ["RANK"] == rank:
-        raise ValueError("no such thing")
-    time.sleep(3600)
+    if os.environ["RANK"] != rank:
+        time.sleep(3600)
+    if how == "dies":
+        os._exit(3)
+    raise ValueError("no such thing")
 
 
-@pytest.mark.parametrize(("rank", "limit_s", "error", "told"), [
-    ("1", 600.0, ValueError, "no such thing"), ("7", 0.1, FailedError, "took too long; stopped")])
-def test_a_rank_that_fails_or_hangs_is_an_error(tmp_path, rank, limit_s, error, told):
+@pytest.mark.parametrize(("rank", "how", "limit_s", "error", "told"), [
+    ("1", "raises", 600.0, ValueError, "no such thing"), ("1", "dies", 600.0, FailedError, "a process died"),
+    ("7", "hangs", 0.1, FailedError, "took too long; stopped")])
+def test_a_rank_that_fails_or_hangs_is_an_error(tmp_path, rank, how, limit_s, error, told):
     ranks = Apart([{"RANK": "0"}, {"RANK": "1"}], tmp_path / "log")
     with pytest.raises(error, match=told):
-        ranks.call(fail, rank, limit_s=limit_s)
+        ranks.call(fail, rank, how, limit_s=limit_s)
+    if how == "dies":
+        with pytest.raises(error, match=told):  # for the next case, too
+            ranks.call(fail, rank, how, limit_s=limit_s)
     ranks.end()
     assert not active_children()
 

@@ -74,8 +74,6 @@ def test_other_paths_are_refused_with_old_and_new(made, capsys):
     assert f'"{made}/corpus.txt" -> "{made}/other.txt"' in text, "it was never read, whether it is there or not"
 
 
-
-
 @pytest.mark.parametrize("gone", [["corpus.txt"], ["more/one.txt", "more/two.txt"],
                                   ["corpus.txt", "more/one.txt", "more/two.txt"]])
 def test_sources_that_were_deleted_have_not_changed_and_that_is_said_once(made, capsys, gone):

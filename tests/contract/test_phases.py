@@ -190,8 +190,6 @@ def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
     assert told in capsys.readouterr().err and not count.folder().exists()
 
 
-
-
 VALUES = ("one", "k", 1), ("two", "k", {"large": 2**70, "name": "\udce9", "text": "a\nb\u2028"}), ("one", "l", [1.5])
 
 

@@ -1,5 +1,6 @@
 """`drover doctor`: what nodes' reports mean, and the profile that it writes. A real Slurm is in tests/slurm."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,14 +8,13 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from drover.launch.doctor import NOTE, OK, PROBLEM, REPORT, _script, _wait, judge, main, profile, try_partition
-from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
+from drover.launch.doctor import NOTE, OK, PROBLEM, REPORT, _script, _wait, judge, main, profile
+from drover.launch.slurm.job.node_trial import EXCHANGE, GPU, REDUCE
 from drover.launch.slurm.job.site_trial import NodeFacts
-from drover.launch.slurm.scheduler import NodeKind
-from drover.pipeline.config.launching import LaunchConfig
+from drover.launch.slurm.scheduler import NodeKind, Scheduler
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
-from tests.refusal import table
+from tests.refusal import printed, table
 
 FIRST = NodeFacts(0, "n1", torch="2.13.0", import_s=3.0, cpus=8, clock_at=100.0, times={EXCHANGE: 0.01, REDUCE: 0.02})
 SECOND = replace(FIRST, rank=1, node="n2", visible_s=0.1, locked_out=True)
@@ -77,10 +77,23 @@ def test_the_script_runs_the_profiles_python(tmp_path, settings, python):
     assert f"MASTER_PORT=$({python} -c " in _script("cpu", 1, False, launch, tmp_path, tmp_path / "code")
 
 
-def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):
+def test_a_node_whose_gpus_torch_cannot_use_is_no_fault_of_the_network():
+    alone, left = replace(FIRST, problems={GPU: "too old"}), replace(SECOND, problems={"network": "timed out"})
+    found = states(alone, left)
+    assert found["n1"] == PROBLEM and "n2" not in found
+
+
+def test_nodes_and_gpus_that_are_not_there_are_a_problem():
     assert states(FIRST)["job in gpu"] == states(FIRST, SECOND, gpus=True)["devices"] == PROBLEM
-    [finding] = try_partition("nope", [], LaunchConfig(), tmp_path, 1, {})
-    assert (finding.state, finding.found) == (PROBLEM, "there is no such partition")
+
+
+def test_a_partition_that_is_not_there_is_refused_before_a_profile_is_written(programs, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(Scheduler, "node_kinds", lambda self: [NodeKind("gpu", True, 4, 64, 257000, 8, "infinite")])
+    monkeypatch.setattr(Scheduler, "site_settings", lambda self: {})
+    programs.do("sbatch", "exit 1")
+    monkeypatch.setenv("PATH", str(programs.folder), prepend=os.pathsep)
+    said = printed(capsys, main, "--partition", "gpus", "--no-jobs", "--write", tmp_path / "x.yaml", expect=2)
+    assert "There is no partition gpus" in said and not (tmp_path / "x.yaml").exists()
 
 
 @pytest.mark.parametrize("kinds, site, partitions, expected", table("""

@@ -20,8 +20,6 @@ pytest.importorskip("fastokens")
 FAST = ("bpe", "tiktoken", "huggingface")
 
 
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_flat_ids_are_those_of_one_text_after_another(vocabularies, kind):
     texts = [*ODD_TEXTS, "word " * 9000]

@@ -66,8 +66,6 @@ def test_there_are_llama_3s_256_special_tokens(vocabularies):
         f"<|{name}|>" for name in (*first.split(), "reserved_special_token_245")]
 
 
-
-
 @every_kind
 def test_the_size_is_padded_and_padding_stands_for_nothing(vocabularies, kind):
     vocabulary = vocabularies[kind]

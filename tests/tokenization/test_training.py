@@ -35,8 +35,6 @@ def test_a_sample_is_even_and_decided_by_the_seed():
     assert one + other == first.text_bytes and 0.7 < one / other < 1.4
 
 
-
-
 @pytest.mark.parametrize(("algorithm", "size", "threads"), [("bpe", 1024, None), ("unigram", 768, None),
                                                             ("bpe", 1024, 1)])
 def test_training_again_gives_the_same_bytes_and_on_any_threads_the_same_pieces(files, chunks, tmp_path, monkeypatch,

@@ -8,7 +8,7 @@ import torch
 
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.parallel.compiling import refuse_without_compiler
+from drover.pipeline.parallel.compiling import INCLUDES, refuse_without_compiler
 from tests.refusal import refused
 from tests.stages.training import manifest_of, run_train
 
@@ -27,8 +27,8 @@ def test_deepspeed_builds_nothing(fresh, tmp_path):
 
 @pytest.mark.parametrize(("compile_blocks", "device", "there", "told"), [
     (True, "cpu", (), "this machine has no g++. Install"), (True, "cpu", ("gcc",), "set train.compile=false"),
-    (None, "cuda", ("g++",), "the default on GPUs, and torch.compile needs a compiler"),
-    (None, "cuda", (), "has no gcc or clang. Install"),
+    (None, "cuda", ("g++",), "the default on GPUs, and torch.compile needs a compiler and the headers of Python, but "
+                             "this machine has no gcc or clang. Install"),
     (True, "cpu", ("g++",), None), (None, "cuda", ("clang",), None), (None, "cpu", (), None),
     (False, "cuda", (), None)])
 def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch, tmp_path, compile_blocks, device,
@@ -36,6 +36,8 @@ def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch
     for name in there:
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -48,8 +50,12 @@ def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch
 
 def test_compiling_is_refused_without_the_headers_of_python(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    for name in INCLUDES:
+        monkeypatch.delenv(name, raising=False)
     refused(UserError, re.escape(f"this machine has no {tmp_path}/include/Python.h. Install"), refuse_without_compiler,
             TrainConfig(compile=True), torch.device("cpu"))
+    monkeypatch.setenv("CPATH", "/opt/python/include")
+    refuse_without_compiler(TrainConfig(compile=True), torch.device("cpu"))
 
 
 @pytest.mark.slow

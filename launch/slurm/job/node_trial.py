@@ -155,10 +155,12 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
     import torch.distributed as dist
 
     gpu = torch.cuda.is_available()
-    if gpus and not gpu:
-        report.problems[GPU] = f"torch {torch.__version__} cannot use its GPUs (nvidia-smi shows the driver's version)"
-        return
     local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus and not gpu:
+        if local == 0:
+            report.problems.setdefault(GPU, f"torch {torch.__version__} cannot use its GPUs: their driver may be too "
+                                            f"old for it")
+        return
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     synchronize = partial(torch.cuda.synchronize, device) if gpu else lambda: None
     if gpu:

@@ -145,8 +145,7 @@ def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], s
         return [found.reason]
     if found.bad:
         return [f"{node} is bad: {text}" for node, text in sorted(found.bad.items())]
-    measured = {what for report in reports for what in report.times}
-    if not measured or sum(report.times.keys() == measured for report in reports) < len(places):
+    if len([report for report in reports if report.times]) < len(places):
         return [f"after {seconds:.0f} s{f' ({cause})' if cause else ''} no node can be blamed; training starts"]
     times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
                       for what in reports[0].times)

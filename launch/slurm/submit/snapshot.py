@@ -59,7 +59,7 @@ def take_snapshot(code: Path, content: str, repository: Path = REPOSITORY) -> No
 def _archive(repository: Path) -> bytes:
     """The files that jobs need, as a zip file. Equal files give equal bytes."""
     commit, made = _commit(repository), BytesIO()
-    changed = bool(commit and git(repository, "status", "--porcelain", "--", *PARTS))
+    changed = bool(commit) and git(repository, "status", "--porcelain", "--", *PARTS) != ""  # also if git fails
     files = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
              for name in _files(repository)}
     files[SNAPSHOT] = json.dumps({"commit": commit, "changed": changed}).encode()
@@ -70,7 +70,7 @@ def _archive(repository: Path) -> bytes:
 
 
 def _commit(repository: Path) -> str:
-    return git(repository, "rev-parse", "HEAD").strip()
+    return (git(repository, "rev-parse", "HEAD") or "").strip()
 
 
 def _files(repository: Path) -> list[Path]:

@@ -34,8 +34,6 @@ def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
     assert len({one.order.plan_sha256 for one in (data, *others)}) == 3
 
 
-
-
 @pytest.mark.parametrize("harm", ["cut", "changed", "of another shard"])
 def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm):
     table, said = write_numbered(tmp_path, FEW), []

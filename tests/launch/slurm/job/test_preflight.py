@@ -130,12 +130,6 @@ def test_never_more_than_a_few_are_blamed(count, seed):
     assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
-def test_nodes_that_measured_a_part_have_not_passed():
-    first, *others = sound(4)
-    for times, told in (TIMES, "4 nodes passed"), ({EXCHANGE: 0.01}, "no node can be blamed"):
-        assert told in conclusion(Found(), [replace(first, times=times), *others], nodes_of(4), 100.0, "")[0]
-
-
 @pytest.mark.parametrize("nodes, arrivals, base_s, ends_at, bad", table(f"""
     1 -> [] -> {preflight.BASE_S} -> 181 -> {{}}
     2 -> [] -> {preflight.BASE_S} -> 181 -> {{}}
