@@ -90,7 +90,7 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
     """It must not depend on the attempt that happens to finish; and the arithmetic stays what the run was begun in."""
     changed = ["train.lr=0.02", "seed=5", "train.precision=auto"]  # another order: the plan in the checkpoint differs
     assert "train.lr: 0.01 -> 0.02" in run_train(begun, *changed, expect=2).stderr
-    run_with_faults(begun, "kill:rank=0,step=13", *changed, "--accept-drift", "train.checkpoint.background=false",
+    run_with_faults(begun, "kill:rank=0,step=12", *changed, "--accept-drift", "train.checkpoint.background=false",
                     expect=-9)
     assert "fp64, as the run started" in run_train(begun, *changed, ranks=2).stdout
     assert curve(begun)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
