@@ -89,6 +89,12 @@ def test_never_holds_all_logits():
     assert recorder.largest <= max(8 * 32, hidden.numel(), weight.numel())
 
 
+def test_without_any_target_loss_and_gradients_are_zero():
+    hidden, weight, labels = example()
+    loss = cross_entropy_sum(hidden, weight, torch.full_like(labels, -100))
+    assert loss.item() == 0 and torch.autograd.grad(loss, weight)[0].eq(0).all()
+
+
 @pytest.mark.parametrize("wrong", [11, -1])
 def test_labels_outside_the_vocabulary_are_an_error(wrong):
     hidden, weight, labels = example()
