@@ -86,7 +86,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--no-jobs", action="store_true", help="only ask Slurm, and queue nothing")
     parser.add_argument("--wait", type=float, default=10, metavar="MINUTES",
                         help="how long a job may wait in the queue (default 10)")
-    parser.add_argument("--write", metavar="FILE", help="write a profile of these partitions, or of all, to start from")
+    parser.add_argument("--write", metavar="FILE", help="write a profile of the partitions named, or of all")
     add_json(parser)
 
 

@@ -63,7 +63,7 @@ def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path)
 
 
 def test_a_name_that_is_not_utf_8(tmp_path):
-    """Of lines, in a whole stage: tests/stages/test_shard.py."""
+    """tests/stages/test_shard.py has such a name of a file of JSON lines."""
     (tmp_path / os.fsdecode(b"caf\xe9 \xff.parquet")).write_bytes(file_bytes("parquet", tmp_path))
     documents, rejections = read(tmp_path / "*")
     assert documents[0].id == "caf\\xe9 \\xff.parquet:1" and rejections == []

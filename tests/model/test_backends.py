@@ -175,7 +175,7 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
 
 
 class Ignorant(Sdpa):
-    """Of windows."""
+    """A backend that does not know windows."""
 
     windows: ClassVar[bool] = False
 

@@ -54,7 +54,7 @@ def test_a_field_of_csv_costs_what_follows_it(tmp_path, text):
 
 
 def test_bytes_of_utf_8_count_and_not_characters(tmp_path):
-    """Of columns too: test_columns.py."""
+    """test_columns.py has the same of columns."""
     for name, text in (("a", "\u20ac" * 333_333 + "x"), ("b", "\u20ac" * 333_334)):
         (tmp_path / f"{name}.txt").write_text(text)
         (tmp_path / f"{name}.json").write_bytes(lines([{"text": "x" * 900_000}, {"text": text}]))

@@ -70,7 +70,7 @@ def test_a_stored_shard_says_what_the_file_says_whatever_the_cache_holds(made, w
 
 
 def test_a_part_that_does_not_come_whole_for_a_while_is_asked_for_again(made, moto_server):
-    """Of whole shards, test_node_cache.py has it; other stores and faults, tests/storage/test_failing_stores.py."""
+    """test_node_cache.py does the same with whole shards, tests/storage/test_failing_stores.py with other faults."""
     tokens = made.tokens(moto_server.url, whole=False)
     fault = moto_server.fail("truncate", times=2, method="GET", path="00003.arrow")
     assert everything(tokens(3, made.records[3], 0)) == everything(made.files[3])

@@ -188,7 +188,7 @@ def test_owners_need_not_be_looked_at(submitted):
     echo > ../../launch/config-1.yaml -> /launch/config-1.yaml changed after the submission. Nothing was started. If \
 you changed it, submit the same command again, which takes a new copy. If not, find out who did."""))
 def test_what_changed_after_the_submission_is_not_run(submitted, change, told):
-    """Whoever owns it; in a container, which may not see the node's copy."""
+    """Owners are not compared here. The job is in a container, which may not see the node's copy."""
     submitted = saved(submitted, contained=True, check_owners=False)
     subprocess.run(["sh", "-ec", change], cwd=submitted.code, check=True)
     assert told in check(submitted) and "submit the same command again" in check(submitted).lower()
