@@ -118,7 +118,7 @@ def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[
     prefix_space = found.trained_with.prefix_space if found.trained_with else None
     for name, path in found.files.items() if form != "meta" else ():
         files[name] = partial(shutil.copyfile, path)
-        if name == SETTINGS and (names_code(path) or found.context_length is not None):
+        if name == SETTINGS:
             files[name] = text_file(name, settings_text(path, found.context_length, prefix_space)).write
         if name == SETTINGS and names_code(path):
             sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")

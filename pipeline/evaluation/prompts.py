@@ -48,7 +48,7 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        # Drover's exports encode names of special tokens in a text as plain text; a template needs the tokens.
+        # Earlier exports encode names of special tokens in a text as plain text; a template needs the tokens.
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False,
                                                                  split_special_tokens=False)

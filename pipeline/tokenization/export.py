@@ -14,6 +14,8 @@ from drover.pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
 SETTINGS = "tokenizer_config.json"
 CODE = "auto_map"
 """The key of a transformers config that names Python files to download and run."""
+SPLIT = "split_special_tokens"
+"""Whether names of special tokens inside a text are text. Earlier exports say so, which breaks every chat template."""
 PREFIX = "add_prefix_space"
 """Where llama.cpp's converter searches for the rule of a sentencepiece model, which tokenizer.json has, too."""
 
@@ -21,15 +23,14 @@ PREFIX = "add_prefix_space"
 def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
     """Write `tokenizer.json` and `tokenizer_config.json` for `transformers.AutoTokenizer`; returns their paths.
 
-    As with Llama 3, BOS is put before a text by default (`add_special_tokens=True`) and no EOS after it. As everywhere
-    in Drover, special tokens are not matched inside a text (`split_special_tokens`); switch that off to build chat
-    prompts as text.
+    As with Llama 3, BOS is put before a text by default (`add_special_tokens=True`) and no EOS after it, and names of
+    special tokens inside a text are those tokens, which chat templates need. In Drover's own encoding they are text.
     """
     exported = hugging_face_tokenizer(tokenizer)
     bos, eos = tokenizer.bounds
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos,
-        "clean_up_tokenization_spaces": False, "split_special_tokens": True}
+        "clean_up_tokenization_spaces": False, SPLIT: False}
     if PAD in tokenizer.special_tokens:
         settings["pad_token"] = PAD
     if tokenizer.prefix_space is not None:
@@ -60,7 +61,7 @@ def names_code(path: Path) -> bool:
 
 
 def settings_text(path: Path, context_length: int | None = None, prefix_space: bool | None = None) -> str:
-    """The text of a tokenizer_config.json without CODE.
+    """The text of a tokenizer_config.json without CODE, and with SPLIT switched off if it is on.
 
     Args:
         context_length: replaces `model_max_length` if that is set, in tokens. A ready tokenizer has the value of the
@@ -73,8 +74,10 @@ def settings_text(path: Path, context_length: int | None = None, prefix_space: b
         settings["model_max_length"] = context_length
     if prefix_space is not None:
         settings.setdefault(PREFIX, prefix_space)
+    if settings.get(SPLIT):
+        settings[SPLIT] = False
     if settings == said:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()
     return json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
 
 

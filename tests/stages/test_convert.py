@@ -145,7 +145,10 @@ def test_llama_cpp_finds_the_scores_of_sentencepiece_merges(converted, texts):  
         assert exported.encode("x")[0] == tokenizer.bos_id
         for text in [*ODD_TEXTS, *texts]:
             ids = tokenizer.encode(text)
-            assert exported.encode(text, add_special_tokens=False) == ids == processor.encode(text)
+            assert exported.encode(text, add_special_tokens=False, split_special_tokens=True) == ids
+            assert processor.encode(text) == ids
+        assert exported.encode("x" + exported.eos_token) == [
+            tokenizer.bos_id, *tokenizer.encode("x"), tokenizer.eos_id]
 
 
 @pytest.mark.parametrize("settings", [

@@ -23,8 +23,8 @@ def exported(folders):
 
 def same_as_exported(vocabulary, tokenizer, text):
     ids = vocabulary.encode(text)
-    assert tokenizer(text)["input_ids"] == [vocabulary.bos_id, *ids]
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+    assert tokenizer(text, split_special_tokens=True)["input_ids"] == [vocabulary.bos_id, *ids]
+    assert tokenizer(text, split_special_tokens=True, add_special_tokens=False)["input_ids"] == ids
     assert tokenizer.decode([vocabulary.bos_id, *ids], skip_special_tokens=True) == vocabulary.decode(ids)
 
 
@@ -44,6 +44,21 @@ def test_odd_and_real_text_comes_back_and_has_equal_ids_in_the_export(vocabulari
     for text in [*ODD_TEXTS, *names, *texts]:
         comes_back(vocabularies[kind], text)
         same_as_exported(vocabularies[kind], exported[kind], text)
+
+
+@every_kind
+def test_special_tokens_that_a_program_joins_to_a_text_are_tokens_in_the_export(vocabularies, exported, kind):
+    """By a chat template that is added later, or as `text + eos_token`."""
+    vocabulary, tokenizer = vocabularies[kind], exported[kind]
+    bos, eos = vocabulary.bounds
+    expected = [vocabulary.bos_id, *vocabulary.encode("hi"), vocabulary.eos_id]
+    assert tokenizer("hi" + tokenizer.eos_token)["input_ids"] == expected
+    assert tokenizer(["hi" + eos, eos])["input_ids"] == [expected, [vocabulary.bos_id, vocabulary.eos_id]]
+    template = "{{ bos_token }}{% for m in messages %}" + eos + "{{ m.content }}" + eos + "{% endfor %}"
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], chat_template=template, tokenize=True,
+                                        return_dict=True)["input_ids"]
+    assert ids == [vocabulary.bos_id, vocabulary.eos_id, *expected[1:]]
+    assert vocabulary.special_ids.isdisjoint(vocabulary.encode(bos + "hi" + eos))
 
 
 @every_kind

@@ -135,15 +135,18 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
 @pytest.mark.parametrize(("algorithm", "place"), [("bpe", "tokenizer.model"), ("unigram", "original/tokenizer.model")])
 def test_a_sentencepiece_model_of_a_run_is_put_where_llama_cpp_reads_it_right(
         vocabularies, files, tmp_path, capsys, algorithm, place):  # noqa: F811
-    """Also the rule of the space in front, which earlier tokenizer stages did not write."""
+    """Also the rule of the space in front, which earlier tokenizer stages did not write. They made names of special
+    tokens text, also those in a chat template."""
     run = write_run(tmp_path / "mini", {7: for_tokenizer(vocabularies[algorithm])}, vocabularies[algorithm])
     shutil.copy(files[algorithm], run / "tokenizer")
     _, path = write_hugging_face(vocabularies[algorithm], run / "tokenizer/hf")
     new = read_json(path)
-    write_json(path, {name: value for name, value in new.items() if name != "add_prefix_space"})
+    old = {name: value for name, value in new.items() if name != "add_prefix_space"}
+    write_json(path, {**old, "split_special_tokens": True})
     assert place in carry(capsys, run, tmp_path / "hf", "hf")
     assert (tmp_path / "hf" / place).read_bytes() == files[algorithm].read_bytes()
-    assert read_json(tmp_path / "hf" / path.name) == new and new["add_prefix_space"] is False
+    assert read_json(tmp_path / "hf" / path.name) == new
+    assert new["add_prefix_space"] is False and new["split_special_tokens"] is False
 
 
 def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):
