@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from drover.model.config import ModelConfig
-from drover.model.names import parameter_shapes
+from drover.model.names import EMBEDDING, OUTPUT, parameter_shapes
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.huggingface import Read
 from drover.pipeline.formats.tensor_file import Dims, MaybeDims, rectangle_in
+
+_BLOCK_VALUES = 1 << 22
+"""How many values of two matrices are compared at a time."""
 
 
 class Weights(ABC):
@@ -26,9 +29,11 @@ class Weights(ABC):
         config: the network's shape, `vocab_size` known.
         shapes: of all parameters by our names, in the network's order; a tied output matrix is the embedding and not
             named.
+        tied_key: the key by which the folder states that the output matrix is the embedding.
     """
 
     form: ClassVar[str]
+    tied_key: ClassVar[str] = "tied_embeddings"
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
@@ -36,6 +41,11 @@ class Weights(ABC):
         if problems:
             raise UserError(f"The weights in {path} have a shape that cannot be built: {problems[0]}")
         self.shapes = parameter_shapes(config)
+
+    @property
+    def stored_shapes(self) -> Mapping[str, Dims]:
+        """`shapes`, and that of a tied output matrix, which may be stored too."""
+        return {**self.shapes, OUTPUT: self.shapes[EMBEDDING]} if self.config.tied_embeddings else self.shapes
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -74,7 +84,8 @@ class Weights(ABC):
 
     def _fit(self, found: Mapping[str, Dims], expected: Mapping[str, Dims],
              passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
-        """Close, and raise UserError, unless the files have exactly the expected tensors, each with its shape.
+        """Close, and raise UserError, unless the files have exactly the expected tensors, each with its shape. A tied
+        output matrix may be stored too, if it is equal to the embedding.
 
         Args:
             found, expected: shapes by the names of this format.
@@ -82,17 +93,30 @@ class Weights(ABC):
             stated: the place that states the shape.
             wrong: further problems.
         """
-        wrong = [*(f"{name} is missing" for name in expected if name not in found),
+        embedding, head = map(self.stored_name, (EMBEDDING, OUTPUT))
+        tied = self.config.tied_embeddings
+        wrong = [*(f"{name} is missing" for name in expected if name not in found and not (tied and name == head)),
                  *(f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in found
                    if name not in expected and name not in passed_over), *wrong,
                  *(f"{name} is {list(found[name])}; by {stated} it is {list(shape)}" for name, shape in
                    expected.items() if found.get(name, shape) != shape)]
         wrong = wrong or [f"{self.stored_name(name)} holds whole numbers ({dtype}): quantised weights are not read"
                           for name in self.shapes if not (dtype := self.dtype(name)).is_floating_point]
+        if not wrong and tied and head in found and not self._head_is_embedding():
+            wrong = [f"{self.tied_key} is true, which makes {embedding} the output matrix too, but {head} has other "
+                     f"values. If the stored {head} belongs to the model, set {self.tied_key} to false; if not, delete "
+                     f"it from the files"]
         if wrong:
             self.close()
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise UserError(f"The weights in {self.path} do not fit {stated}: {'; '.join(wrong[:5])}{more}.")
+
+    def _head_is_embedding(self) -> bool:
+        """Whether the stored output matrix of a tied model has the values of the embedding."""
+        rows, width = self.shapes[EMBEDDING]
+        step = max(1, _BLOCK_VALUES // width)
+        return all(torch.equal(*(self._read(name, (row, 0), (min(step, rows - row), width)).double()
+                                 for name in (EMBEDDING, OUTPUT))) for row in range(0, rows, step))
 
     def __enter__(self) -> Self:
         return self

@@ -84,7 +84,7 @@ class MetaWeights(Weights):
         try:
             self._open()
             super().__init__(path, self._shape(params))
-            expected = {name: self._split.rectangle(name, shape, 0)[1] for name, shape in self.shapes.items()}
+            expected = {name: self._split.rectangle(name, shape, 0)[1] for name, shape in self.stored_shapes.items()}
         except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             self.close()
             what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
@@ -93,8 +93,7 @@ class MetaWeights(Weights):
             self.close()
             raise
         self._fit({name: layout.shape for name, layout in self._parts[0].layouts.items()}, expected,
-                  _PASSED_OVER | ({OUTPUT} if self.config.tied_embeddings else set()),
-                  f"its {PARAMS} in {len(self._parts)} parts")
+                  _PASSED_OVER, f"its {PARAMS} in {len(self._parts)} parts")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._parts[0].layouts[name].dtype

@@ -70,7 +70,7 @@ class CheckpointWeights(Weights):
             raise UserError(f"{path} does not state its network's shape ({error}). Use another checkpoint.") from None
         super().__init__(path, recorded or config)  # type: ignore[arg-type]
         self._fit({name.removeprefix(MODEL): self._reader.shape(name) for name in self._reader.names(MODEL)},
-                  self.shapes, {OUTPUT} if self.config.tied_embeddings else (), "the shape stated with them")
+                  self.stored_shapes, (), "the shape stated with them")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.dtype(MODEL + name)
@@ -126,6 +126,7 @@ class HuggingFaceWeights(Weights):
     """
 
     form = "hf"
+    tied_key = "tie_word_embeddings"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, read_shape(path / "config.json"))
@@ -138,9 +139,8 @@ class HuggingFaceWeights(Weights):
         names, zeros = set(self._where), zero_biases(self.config)
         width = self.config.dim
         self._fit({name: file.layouts[name].shape for name, file in self._where.items()},
-                  {their_name(name): shape for name, shape in self.shapes.items()},
-                  {*zeros, *(name for name in names if name.endswith("rotary_emb.inv_freq")),
-                   *([their_name(OUTPUT)] if self.config.tied_embeddings else [])}, "its config.json",
+                  {their_name(name): shape for name, shape in self.stored_shapes.items()},
+                  {*zeros, *(name for name in names if name.endswith("rotary_emb.inv_freq"))}, "its config.json",
                   [f"{name} is not {width} zeros: that network computes something else" for name in sorted(
                       zeros & names) if self.stored_shape(name) != (width,) or self.stored(name).any()])
 
@@ -185,11 +185,16 @@ class HuggingFaceWeights(Weights):
         return target
 
     def _open(self) -> None:
-        """Find the file of each tensor."""
+        """Find the file of each tensor. As in transformers, a single file comes before an index."""
+        if (adapter := self.path / "adapter_config.json").is_file():
+            raise UserError(f"{adapter} says that an adapter belongs to the weights in {self.path}: merge it "
+                            f"(merge_and_unload of peft, then save_pretrained), or remove its files to use the weights "
+                            f"without it.")
         single = next((name for name in SINGLE_FILES if any((self.path / file).is_file() for file in
                                                             (name, f"{name}.index.json"))), SINGLE_FILES[0])
         index = self.path / f"{single}.index.json"
-        said = read_record(index, TensorIndex, "Fetch or export the folder again.")
+        said = None if (self.path / single).is_file() else read_record(
+            index, TensorIndex, "Fetch or export the folder again.")
         for name in sorted(set(said["weight_map"].values())) if said else [single]:
             if Path(name).name != name:
                 raise UserError(f"The index {index} names {name!r}, which is not a file in its folder.")
@@ -198,6 +203,9 @@ class HuggingFaceWeights(Weights):
             except (DamagedFileError, OSError) as error:
                 raise UserError(f"The weights in {self.path} cannot be read: {error}. Fetch or export them again."
                                 ) from None
+            for twice in self._where.keys() & file.layouts:
+                raise UserError(f"{twice} is both in {self._where[twice].path} and in {file.path}: only one can be the "
+                                f"model's. Fetch or export the folder again.")
             self._where.update(dict.fromkeys(file.layouts, file))
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from drover.model.config import ModelConfig, RopeScaling, YarnScaling
 from drover.model.llama import Llama, initialise
@@ -152,13 +152,3 @@ def test_config_json_has_both_generations_of_rope_keys_and_the_older_one_is_read
         del content[key]
     bare = shape_of(content)
     assert (bare.rope_theta, bare.rope_scaling, bare.kv_heads, bare.norm_eps) == (1e4, None, 6, 1e-6)
-
-
-def test_a_stored_head_is_ignored_when_tied(tmp_path):
-    model = built(CONFIGS["tied"])
-    write(model, tmp_path)
-    path, = tmp_path.glob("*.safetensors")
-    save_file(load_file(path) | {"lm_head.weight": torch.zeros(70, 32)}, path)
-    _, state = state_in(tmp_path)
-    assert state.keys() == model.state_dict().keys()
-    assert torch.equal(state["output.weight"], model.tok_embeddings.weight)

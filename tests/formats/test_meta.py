@@ -233,3 +233,13 @@ def test_metas_folder_is_read_by_its_params_when_these_are_edited(tmp_path):
     (made / "params.json").write_text(json.dumps(params | {"rope_theta": 1e6}))
     with open_weights(made) as weights:
         assert (weights.config.rope_theta, weights.config.context_length, weights.config.kv_heads) == (1e6, 8192, 4)
+
+
+def test_another_output_matrix_than_the_recorded_tie_says_is_refused(tmp_path):
+    """Meta's files do not say whether a model is tied, but our record beside them does."""
+    source = tmp_path / "hf"
+    write(built(TIED), source)
+    made = carried(source, tmp_path / "meta", "meta")
+    part = torch.load(made / "consolidated.00.pth")
+    torch.save(part | {"output.weight": part["output.weight"] + 1}, made / "consolidated.00.pth")
+    refused(UserError, "tied_embeddings is true.*output.weight has other values", open_weights, made)

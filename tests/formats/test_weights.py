@@ -170,3 +170,55 @@ def test_the_fourth_bias_is_read_only_where_it_is_zero(value, tmp_path):
     else:
         with open_weights(tmp_path) as weights:
             assert weights.config.qkv_bias and "layers.1.attention.wk.bias" in weights.shapes
+
+
+def with_head(form, folder, model, head):
+    """A folder of a tied model that also stores an output matrix."""
+    FORMS[form](folder, model)
+    if form == "pickled":
+        torch.save(torch.load(folder / "pytorch_model.bin") | {"lm_head.weight": head}, folder / "pytorch_model.bin")
+    elif form == "checkpoint":
+        write_checkpoint(folder, {f"model.{name}": each.detach() for name, each in model.named_parameters()}
+                         | {"model.output.weight": head})
+    else:  # in a file of its own
+        save_file({"lm_head.weight": head}, folder / "model-head.safetensors")
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"]["lm_head.weight"] = "model-head.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stored_output_matrix_of_a_tied_model_must_be_the_embedding(form, tmp_path):
+    """transformers computes with the stored one: without it, the model would be another."""
+    model = opinionated(SHAPES["tied"])
+    embedding = model.tok_embeddings.weight.detach()
+    with open_weights(with_head(form, tmp_path / "equal", model, embedding.clone())) as weights:
+        assert "output.weight" not in weights.shapes
+    other = embedding.clone()
+    other[-1, -1] += 1e-6
+    folder = with_head(form, tmp_path / "other", model, other)
+    keys = ("tied_embeddings is true", "output") if form == "checkpoint" else ("tie_word_embeddings is true", "lm_head")
+    said = refused(UserError, f"{keys[0]}.*{keys[1]}.weight has other values", open_weights, folder)
+    assert f"set {keys[0].removesuffix(' is true')} to false" in said
+    if form != "checkpoint":  # the advice
+        reconfigured(folder, {"tie_word_embeddings": False})
+        with open_weights(folder) as weights:
+            assert torch.equal(weights.read("output.weight"), other)
+    refused(UserError, rf"{keys[1]}.weight is \[71, 32\]; by .* it is \[70, 32\]", open_weights,
+            with_head(form, tmp_path / "larger", model, torch.ones(71, 32)))
+
+
+def test_what_transformers_would_compute_with_is_not_dropped(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    refused(UserError, "adapter_config.json says that an adapter belongs to the weights", open_weights, folder)
+    (folder / "adapter_config.json").unlink()
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / "old.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "old.safetensors"}}))
+    with open_weights(folder) as weights:  # the single file, as in transformers
+        assert torch.equal(weights.read("norm.weight"), tensors["model.norm.weight"])
+    (folder / "model.safetensors").rename(folder / "new.safetensors")
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "old.safetensors", "x": "new.safetensors"}}))
+    refused(UserError, r"is both in .*new.safetensors and in .*old.safetensors", open_weights, folder)
