@@ -46,7 +46,7 @@ REJECTED = "rejected.jsonl"
 def shard(work: Work) -> None:
     """Read, plan, write, reconcile, commit."""
     from drover.pipeline.contract.external_inputs import gathered
-    from drover.pipeline.data.filters.decontamination import gather_contamination
+    from drover.pipeline.data.filters.decontamination import gather_contamination, short_sets
     from drover.pipeline.data.planning.passes import decide
     from drover.pipeline.data.planning.shards import write_shard
     from drover.pipeline.data.planning.signatures import signature_settings
@@ -64,6 +64,8 @@ def shard(work: Work) -> None:
     units = [Unit(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
     if work.part is None:
         work.check(work.outside())  # files of filters, which each worker reads
+    for warning in short_sets(config.filters):
+        work.say(f"warning: {warning}")
     read = work.do_units("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]

@@ -29,7 +29,8 @@ DEFINITIONS = {
     "acc_norm": "the same, with log-probability divided by the choice's length in characters",
     "contamination": "dirty items are those of which more than half of the n-grams of 13 words (of a shorter item, all "
                      "its words in a row) occur in a training document; clean items are the others; an item of fewer "
-                     "than 5 words is too short to classify",
+                     "than 5 words is too short to classify; a character of Chinese or Japanese counts as a word, "
+                     "three of Thai, Lao, Khmer or Burmese as one",
     "answer_bits_per_byte": "the model's bits per UTF-8 byte of the right choices: smoother than accuracy",
 }
 
@@ -115,6 +116,8 @@ def doubts(tasks: Record) -> Iterator[str]:
                    f"counts them as wrong")
         if count := task.get("contexts_truncated"):
             yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
+        if (count := task.get("contamination", {}).get("too_short", 0)) > task["items"] / 2:
+            yield f"{name}: {count:,} of {task['items']:,} items are too short to be searched for in the training text"
 
 
 def _share(entry: Record) -> str:

@@ -31,9 +31,10 @@ class Decontamination(Filter):
     """Drops or flags documents that contain an item of an evaluation set.
 
     Texts are compared as in the stage `evaluate`: in Unicode's NFKC, case folded, as words, which are runs of letters
-    and digits; anything between words is ignored. A document contains an item if it has any n consecutive words of it
-    (Brown et al. 2020, appendix C, with n = 13), or all words in a row of an item that has fewer. Hashes find
-    candidates; the words themselves decide.
+    and digits; anything between words is ignored. Scripts that put no spaces between words are compared by character:
+    one of Chinese or Japanese counts as a word, three of Thai, Lao, Khmer or Burmese do. A document contains an item if
+    it has any n consecutive words of it (Brown et al. 2020, appendix C, with n = 13), or all words in a row of an item
+    that has fewer. Hashes find candidates; the words themselves decide.
     """
 
     files: list[EvaluationSet] = Field(min_length=1)
@@ -84,8 +85,8 @@ class Decontamination(Filter):
         return replace(document, meta={**document.meta, META: named})
 
     def summary(self, findings: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
-        """Of each task the rule, how many `items` it has, `too_short` to be looked for, `found` in `documents`; and,
-        as `which`, each that was found with the number of documents.
+        """Of each task the rule, how many `items` it has, `too_short` to be looked for, `found` in `documents`; as
+        `which`, each that was found with the number of documents; and a `warning` if most are too short.
 
         findings: those of all units, added up.
         """
@@ -99,7 +100,17 @@ class Decontamination(Filter):
         for task, own in tasks.items():
             found = dict(findings.get(task, {}))
             own |= {"documents": found.pop("", 0), "found": len(found), "which": found}
+            if own["too_short"] > own["items"] / 2:
+                own["warning"] = (f"filter {name_of(self)}: {own['too_short']:,} of {own['items']:,} items of {task} "
+                                  f"have fewer than {self.min_words} words and are not searched for, so documents that "
+                                  f"contain them stay. Add `fields` to the set, or lower the filter's min_words.")
         return tasks
+
+
+def short_sets(filters: Iterable[Any]) -> list[str]:
+    """Warnings about sets of which most items are not searched for."""
+    return [own["warning"] for decontamination in filters if isinstance(decontamination, Decontamination)
+            for own in decontamination.summary({}).values() if "warning" in own]
 
 
 def gather_contamination(folder: Path, filters: Iterable[Any], findings: Iterable[dict[str, Any]]

@@ -8,14 +8,15 @@ from itertools import repeat
 
 import numpy as np
 
-from drover.pipeline.data.comparable_words import comparable_words
+from drover.pipeline.data.comparable_words import comparable_words, length_in_words
 from drover.pipeline.data.mixing import GOLDEN, mixed
 
 
 class ItemIndex:
     """The n-grams of texts, sorted by hash. An n-gram takes 24 bytes, a word of a text 8.
 
-    A text of fewer than n words is one n-gram of its own length; one of fewer than `least` words is not looked for.
+    A text of fewer than n words is one n-gram of its own length; one of fewer than `least` words is not looked for. A
+    letter of Thai and the like is a third of a word, so that an n-gram of such letters has 3 n of them.
 
     Args:
         texts: of the items.
@@ -29,15 +30,19 @@ class ItemIndex:
 
     def __init__(self, texts: Iterable[str], n: int, least: int) -> None:
         self._numbers: dict[str, int] = {}  # of words, from 1: exact, so that equal numbers are equal words
-        numbers, starts = [0], [1]
+        numbers, starts, in_words = [0], [1], []
         for text in texts:
-            numbers += [self._numbers.setdefault(word, len(self._numbers) + 1) for word in comparable_words(text)]
+            words = comparable_words(text)
+            numbers += [self._numbers.setdefault(word, len(self._numbers) + 1) for word in words]
             starts.append(len(numbers))
+            in_words.append(length_in_words(words))
         self._words, self._starts = np.array(numbers, np.int64), np.array(starts, np.int64)
         lengths, self.places = np.diff(self._starts), len(numbers)
-        self.too_short = lengths < least
+        counts = np.array(in_words)
+        self.too_short = counts < least
         self._codes = mixed(np.arange(len(self._numbers) + 1, dtype=np.uint64) * GOLDEN)
-        sizes = np.where(self.too_short, 0, np.minimum(lengths, n))
+        grams = np.rint(n * lengths / np.maximum(counts, 1)).astype(np.int64)  # more than n words of letters of Thai
+        sizes = np.where(self.too_short, 0, np.minimum(lengths, grams))
         self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of each size: hashes, sorted, and their places
         for size, hashes in _hashes(self._codes[self._words], set(sizes[sizes > 0].tolist())):
             windows = np.where(sizes == size, lengths - size + 1, 0)

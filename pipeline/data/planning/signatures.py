@@ -19,6 +19,7 @@ import numpy as np
 
 from drover.pipeline.config.data import NearDuplicates
 from drover.pipeline.core.files import atomic_file
+from drover.pipeline.data.comparable_words import WITHOUT_SPACES
 from drover.pipeline.data.mixing import GOLDEN, mixed
 
 PRESETS = {"fineweb": (5, 14, 8), "olmo3": (5, 26, 11)}
@@ -26,13 +27,7 @@ PRESETS = {"fineweb": (5, 14, 8), "olmo3": (5, 26, 11)}
 0.80, with shingles of 5 tokens of its own tokenizer where ours are of 5 words."""
 NONE = 0
 """In every band of a text without a signature."""
-_WITHOUT_SPACES = ("\u0e01-\u0e3a\u0e40-\u0e4e\u0e81-\u0ece"      # Thai, Lao
-                   "\u1000-\u103f\u1050-\u109f\u1780-\u17d3"        # Burmese, Khmer
-                   "\u3005-\u3007\u3041-\u3096\u309d-\u309f"        # iteration marks and zero, hiragana
-                   "\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\uff66-\uff9f"  # katakana
-                   "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003fffd")  # Han
-"""Letters of scripts that put no spaces between words, with their vowel signs and marks."""
-WORDS = {"runs": re.compile(r"\w+"), "characters": re.compile(f"[{_WITHOUT_SPACES}]|[^\\W{_WITHOUT_SPACES}]+")}
+WORDS = {"runs": re.compile(r"\w+"), "characters": re.compile(f"[{WITHOUT_SPACES}]|[^\\W{WITHOUT_SPACES}]+")}
 _TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, {"runs": 2_000_000, "characters": 500_000}
 _SEED = 1
 

@@ -76,6 +76,7 @@ def _filters(counts: Record, entries: Record, kept: bool) -> Iterator[Block]:
         "filter": "{filter}", "task": "{task}", "documents": "{documents:,}", "items found": "{found:,}",
         "items": "{items:,}", "too short": "{too_short:,}"}, found,
         f"Rule: {'; '.join(dict.fromkeys(rules))}. Each item that was found is in shard/{OUTPUT}.")
+    yield from (f"Warning: {own['warning']}" for own in found if "warning" in own)
 
 
 def _sources(counts: Record, splits: Record) -> Iterator[Block]:
