@@ -21,7 +21,7 @@ from pathlib import Path
 
 from drover.launch.plan import Job, Options, evaluation, local_ranks
 from drover.launch.processes import Say, run_here
-from drover.launch.slurm.chain import read_chain
+from drover.launch.slurm.chain import read_chain, read_chains, token
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.submit.sbatch import submit_job
@@ -74,8 +74,10 @@ def pending(config: Config, options: Options, tried: Sequence[str] = ()) -> list
     if queued is None:
         raise UserError("squeue does not answer, so Drover cannot know which checkpoints are being evaluated already. "
                         "Try again when it answers.")
-    unfit = {job.name for job in queued} | {name for name in tried if tried.count(name) >= TRIES}
-    return [job for job in jobs if job.name not in unfit]
+    # By their tokens: a run of the same name in another folder has jobs of the same names.
+    known, chains = {job.comment.partition(" ")[0] for job in queued}, read_chains(config.folder) if jobs else []
+    return [job for job in jobs if tried.count(job.name) < TRIES
+            and not any(token(chain.id, job.key) in known for chain in chains)]
 
 
 # ---- the job

@@ -79,8 +79,8 @@ def test_a_submission_that_is_killed_after_sbatch_hides_no_job(run, tmp_path):
     run.launcher(*command, expect=-9)
     run.environment["PATH"] = os.environ["PATH"]
     assert not read_json(run.run / "launch/chain.json")["jobs"]
-    job = re.search(r"in the queue already: (\d+) \(mini-train\)", run.launcher(*command, expect=2))[1]
-    assert f"cancelled {job} (mini-train)" in run.launcher("--cancel", str(run.run))
+    job = re.search(r"in the queue already: (\d+) \(mini-train-\w+\)", run.launcher(*command, expect=2))[1]
+    assert f"cancelled {job} (mini-train-" in run.launcher("--cancel", str(run.run))
     run.wait_until_gone()
     assert run.cluster.state(job) == "CANCELLED"
 

@@ -91,7 +91,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     make_folder(run.folder)
     # From here until everything is recorded, or this process ends, no other process can submit this run.
     held = lock(run.folder, "submission", f"the submission of {run.folder}")
-    _refuse_queued(run, jobs)
+    _refuse_queued(run)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
         rehearse_training(run, jobs, options)  # last, because it may take some minutes
     take_snapshot(Path(options.code), options.code_sha256)
@@ -131,7 +131,7 @@ def _refuse_untrusted(run: Run) -> None:
         raise UserError(f"Jobs execute files in the run folder, and others could change them:\n{listed(found)}")
 
 
-def _refuse_queued(run: Run, jobs: list[Job]) -> None:
+def _refuse_queued(run: Run) -> None:
     """Refuse to queue a run twice. If Slurm does not answer, singleton and the job lock keep a second job from
     training."""
     queued, mine = in_queue(run.folder, Scheduler())
@@ -143,7 +143,3 @@ def _refuse_queued(run: Run, jobs: list[Job]) -> None:
         raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `drover "
                         f"status {run.folder}`, remove them with `drover cancel {run.folder}`, or start another run "
                         f"with name=<another>.")
-    names = {job.name for job in jobs}
-    if namesakes := ", ".join(f"{job.id} ({job.name})" for job in mine if job.name in names):
-        print(f"other jobs of the same names are in the queue: {namesakes}; training waits for the job of its name, "
-              f"even one of another run")

@@ -21,7 +21,7 @@ from drover.pipeline.config.plugins import plugin_files, plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import spelled
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import sha256_file, sha256_json
 
 LOGS = Path("logs") / "slurm"
 SPECS = Path("launch") / "jobs"
@@ -137,6 +137,8 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
     waits += [str(extra["dependency"])] if "dependency" in extra else []
     at_once = getattr(job.asked, "at_once", None)
+    # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.
+    own = f"-{sha256_json(str(config.folder.resolve()))[:6]}" if job.stage == "train" else ""
     kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
     gpus = f"{kind}{job.gpus_per_node}" if job.gpus_per_node else None
     options = {
@@ -145,11 +147,13 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         "chdir": Path.cwd(), "comment": f"{token(job.chain, job.key)} {extra.get('comment', '')}".rstrip(),
         "cpus-per-task": job.cpus_per_task, "dependency": ",".join(waits),
         "gpus-per-node": extra.get("gpus-per-node") if gpus_asked(job) else gpus,
-        "job-name": job.name,
+        "job-name": job.name + own,
         "kill-on-invalid-dep": "yes" if job.dependencies else None, "nodes": job.all_nodes,
         "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
         "output": config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log"),
         "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
+    # In an array SLURM_JOB_ID of one element equals the array's id, which means all of them.
+    itself = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.elements else "$SLURM_JOB_ID"
     python = outer_python(launch, job.contained)  # of the runner, and of the ranks until each becomes its stage
     spec = f"{shlex.quote(str(_spec_path(config, job)))} {job.sha256}"
     return "\n".join([
@@ -161,7 +165,7 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         # If the runner was killed (not the whole job), its ranks are gone too: requeue, if that is allowed. The file is
         # for the next start, which counts such ends.
         *[f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; "
-          f"scontrol requeue $SLURM_JOB_ID; }}; exit $code"] * launch.requeue, ""])
+          f"scontrol requeue {itself}; }}; exit $code"] * launch.requeue, ""])
 
 
 def _checks(job: Job, python: str, spec: str) -> list[str]:

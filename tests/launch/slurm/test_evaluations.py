@@ -36,15 +36,16 @@ def result(run, step):
 
 @pytest.fixture
 def queued(monkeypatch):
-    """Names of the jobs in the queue."""
-    names = []
+    """Comments of the jobs in the queue."""
+    comments = []
 
     class Queue:
         def mine(self):
-            return None if "silent" in names else [JobInfo("77", "PENDING", name=name) for name in names]
+            return None if "silent" in comments else [
+                JobInfo("77", "PENDING", name=comment.rpartition(":")[2], comment=comment) for comment in comments]
 
     monkeypatch.setattr(evaluations, "Scheduler", Queue)
-    return names
+    return comments
 
 
 @pytest.fixture
@@ -83,8 +84,10 @@ def tried(job, step):
 def test_what_is_submitted(job, queued):
     found = Evaluations(job.spec, print)
     assert steps(found) == [20, 40]
-    queued.append(name_of(20))
-    assert steps(found) == [40], "a job in the queue is known by its name"
+    queued += [name_of(20), f"drover:other:{name_of(20)}", f"drover:other:{name_of(40)} ours"]
+    assert steps(found) == [20, 40], "jobs of another folder's run of the same name"
+    queued += [f"drover:c:{name_of(20)} ours"]
+    assert steps(found) == [40], "a job in the queue is known by its token"
     queued.clear()
     tried(job, 40)
     assert steps(found) == [20, 40], "a job that is gone without a result is tried once more"
