@@ -50,7 +50,16 @@ from drover.launch.slurm.start_logs import last_lines, prune
 from drover.launch.slurm.trust import usable_code
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
+from drover.pipeline.contract.state import (
+    ATTEMPTS,
+    STOP,
+    StageState,
+    log_attempt,
+    now,
+    read_attempts,
+    read_state,
+    write_state,
+)
 from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
@@ -85,6 +94,8 @@ class Runner:
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints else None
         self.last: tuple[Path, StepEnd] | None = None
         self.begun_from: int | None = None
+        self._logged = list[Record]()  # by this runner, written or not
+        self._unwritten = ""  # why a strike could not be recorded, or why the last record that failed did
         # Over all restarts of the job. A start that no launcher made may have left its word: it must not count as ours.
         said = read_state(spec.folder)
         starts = [int(path.suffix[1:]) for path in self.logs.glob(f"{here.name}.*") if path.suffix[1:].isdigit()]
@@ -112,8 +123,7 @@ class Runner:
             while True:
                 self.last = None
                 if (decision := self._ready()) is None:
-                    self._log("job", nodes=here.nodes, host=platform.node())
-                    decision = self._preflight()
+                    decision = self._begin("job", nodes=here.nodes, host=platform.node()) or self._preflight()
                 if decision and decision.action == "restart":
                     self.say(decision.reason)
                 else:
@@ -211,7 +221,15 @@ class Runner:
             spec = self.spec
             if spec.code_sha256 and (changed := usable_code(vars(spec))[1]):
                 return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
-            outcome = self._start()
+            self.begun_from = self._newest_step()
+            try:
+                folder = self._make_folder()
+            except OSError as error:
+                return self._end(self._unrecorded(self.logs, str(error)))
+            if unrecorded := self._begin("attempt", ranks=spec.ranks or 1, nodes=here.nodes,
+                                         **{"from": self.begun_from}):
+                return self._end(unrecorded)
+            outcome = self._start(folder)
             decision = decide(outcome, spec)
             if decision.status in ("done", "preempted") and (self._newest_step() or 0) > (self.begun_from or 0):
                 with suppress(OSError):
@@ -236,19 +254,21 @@ class Runner:
         self.say("asked to end: nothing more is started")
         return TERMINATED
 
-    def _start(self) -> Outcome:
-        """Start the stage once and wait for its end."""
-        spec, here = self.spec, self.here
-        folder = self.logs / f"{here.name}.{self.number}"
+    def _make_folder(self) -> Path:
+        """The folder of the next start's logs, to which `latest` points."""
+        folder = self.logs / f"{self.here.name}.{self.number}"
         folder.mkdir(parents=True, exist_ok=True)
         latest = folder.with_name(f"latest.{folder.name}.tmp")
         latest.unlink(missing_ok=True)
         latest.symlink_to(folder.name)
         latest.replace(folder.with_name("latest"))
+        return folder
+
+    def _start(self, folder: Path) -> Outcome:
+        """Start the stage once and wait for its end. folder: for its logs."""
+        spec, here = self.spec, self.here
         prune(self.logs, here.name, self.say)
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
-        self.begun_from = self._newest_step()
-        self._log("attempt", ranks=spec.ranks or 1, nodes=here.nodes, **{"from": self.begun_from})
         what = f"{spec.ranks} ranks on {counted(spec.nodes, 'node')}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
@@ -334,8 +354,10 @@ class Runner:
             return counts
         for node, reason in found.items():
             counts[node] = 1
-            with suppress(OSError):
+            try:
                 counts[node] = add_strike(self.run_folder, node, job, reason)
+            except OSError as error:
+                self._unwritten = str(error)
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 
@@ -367,6 +389,9 @@ class Runner:
     # ---- the end
 
     def _end(self, decision: Decision) -> int:
+        if decision.action == "requeue" and (self._unwritten or self._missing()):
+            decision = without_requeue(decision, f"what happened cannot be recorded ({self._unwritten}), so that the "
+                                                 f"job's next start would not know of it", self.spec)
         self.decision = decision
         if decision.action == "requeue":
             if self.stopping:
@@ -422,20 +447,56 @@ class Runner:
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
         alike = ("stage", "chain", "job") if own or self.part else ("stage", "chain")
         names = self._names()
-        return [event for event in read_attempts(self.run_folder)
+        return [event for event in [*self._recorded(), *self._missing()]
                 if all(event.get(name) == names[name] for name in alike)]
+
+    def _recorded(self) -> list[Record]:
+        """All that is recorded, as far as it can be read."""
+        try:
+            return read_attempts(self.run_folder)
+        except OSError as error:
+            self._unwritten = str(error)
+            return []
+
+    def _missing(self) -> list[Record]:
+        """What this runner has logged and cannot read back: after a failed write, or where the records are gone."""
+        recorded = {(event["job"], event["event"], event["at"]) for event in self._recorded()}
+        return [event for event in self._logged if (event["job"], event["event"], event["at"]) not in recorded]
 
     def _names(self) -> Record:
         """What a record says of which start it is."""
         return {"stage": self.spec.stage, "job": self.here.name, "restart": self.here.restart, "start": self.number,
                 "chain": self.spec.chain}
 
+    def _begin(self, event: str, **details: Any) -> Decision | None:
+        """Record what is about to start; the decision to stop if that, or what is missing of earlier records, cannot be
+        recorded. The job's later starts know by these records alone how many there were: they would never end."""
+        self._log(event, **details)
+        for record in self._missing():
+            self._write(record)
+        if not self._missing():
+            self._unwritten = ""
+            return None
+        return self._unrecorded(self.run_folder / ATTEMPTS, self._unwritten or "what is written is not read back")
+
+    def _unrecorded(self, folder: Path, why: str) -> Decision:
+        self.last = None
+        return Decision("stop", "failed", f"start {self.number} cannot be recorded in {folder} ({why}). Without this "
+                        f"record nobody would know how many starts failed, so nothing is started. Make the folder "
+                        f"writable (permissions, chattr, free space), and submit the same command again", 1,
+                        final=True)
+
     def _log(self, event: str, **details: Any) -> None:
         """Record something that happened in this start, or in the one that `details` name."""
+        self._logged.append({"event": event, "at": now(), **self._names(), **details})
+        self._write(self._logged[-1])
+
+    def _write(self, record: Record) -> None:
         try:
-            log_attempt(self.run_folder, event, **{**self._names(), **details})
-        except OSError as error:  # a full disk ends no run by the log of it
-            self.say(f"`{event}` could not be logged: {error}")
+            log_attempt(self.run_folder, **record)
+        except OSError as error:  # what runs continues; `_begin` starts nothing more
+            self._unwritten = str(error)
+            self.say(f"`{record['event']}` could not be logged: {error}")
 
 
 def main(arguments: list[str]) -> int:
