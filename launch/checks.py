@@ -366,10 +366,13 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:
-    """Refuse initial weights of another shape before the job waits in a queue."""
-    from drover.pipeline.training.initial_weights import refuse_other_shape  # imports torch
+    """Refuse initial weights of another shape, or for another tokenizer if that is known, before the job waits in a
+    queue."""
+    from drover.pipeline.training.initial_weights import refuse_other_shape, refuse_other_tokenizer  # imports torch
     model, made = run.config.model, run.manifest("tokenizer")
     refuse_other_shape(Path(path), model.with_vocabulary(made.counts["vocab_size"] if made else None))
+    if made is not None:
+        refuse_other_tokenizer(Path(path), run.stage_folder("tokenizer") / "hf")
 
 
 def _refuse_plan(run: Run, *, forced: bool) -> None:

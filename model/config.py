@@ -4,6 +4,7 @@ Pure arithmetic on Python numbers: planners and config loaders import this witho
 """
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -14,6 +15,12 @@ _MODEL_CONFIG = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_n
 MOST_LAYERS, MOST_WIDTH = 4096, 1 << 20
 _MOST = {"layers": MOST_LAYERS, "vocab_size": 1 << 28, "context_length": 1 << 28, "rope_theta": 1e30}
 """The largest sizes that are accepted, far above those in use. A damaged file could name any size."""
+_DERIVED = {"head_dim": "head_width", "ffn_dim": "hidden"}
+"""Settings that may be left out, and the attributes that then have the value."""
+_WIDTH_RULE = ("ffn_dim_multiplier", "multiple_of")
+"""Settings that only decide `hidden`."""
+_LAYER_KINDS = ("sliding_window", "full_attention_interval", "no_rope_layer_interval")
+"""Settings that only decide `layer_kinds`."""
 
 
 def _added(default: Any) -> Any:
@@ -258,6 +265,21 @@ class ModelConfig(BaseModel):
         """All parameters, a tied matrix counted once."""
         matrices = 1 if self.tied_embeddings else 2
         return self.non_embedding_parameter_count + matrices * self._known_vocab_size() * self.dim
+
+    def differences(self, other: "ModelConfig", free: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
+        """The settings in which another network is not this one, each with the value here and the value there.
+
+        All fields are compared but those in `free`, a later field too. Settings that say the same in two ways are
+        equal: a width that is derived, and an interval beyond the last layer.
+        """
+        found = {}
+        for name in type(self).model_fields:
+            if name in free or name in _WIDTH_RULE or (name in _LAYER_KINDS and self.layer_kinds == other.layer_kinds):
+                continue
+            here, there = (getattr(shape, _DERIVED.get(name, name)) for shape in (self, other))
+            if here != there:
+                found[name] = here, there
+        return found
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Floating-point operations to train on one token: forward, and twice as many backward.

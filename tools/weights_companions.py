@@ -24,7 +24,13 @@ from drover.pipeline.tokenization.export import (
     settings_text,
     write_hugging_face,
 )
-from drover.pipeline.tokenization.kinds import MODEL_FILE, load_tokenizer, open_tokenizer, vocabulary_record
+from drover.pipeline.tokenization.kinds import (
+    MODEL_FILE,
+    kind_of_model,
+    load_tokenizer,
+    open_tokenizer,
+    vocabulary_record,
+)
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")
@@ -123,7 +129,8 @@ def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[
         if name == SETTINGS and names_code(path):
             sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")
     if found.vocabulary is not None:
-        scored = found.trained_with.merges_by_score if found.trained_with else _is_sentencepiece(found.vocabulary)
+        scored = (found.trained_with.merges_by_score if found.trained_with
+                  else kind_of_model(found.vocabulary) == "sentencepiece")
         as_hub_has_it = form == "hf" and not scored
         files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, found.vocabulary)
     carried = [*files]
@@ -139,17 +146,11 @@ def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[
     return [OutputFile(name, 0, write) for name, write in files.items()], sentences
 
 
-def _is_sentencepiece(path: Path) -> bool:
-    """Whether a tokenizer.model is sentencepiece's (Llama 2), not lines of base64 and ranks (Llama 3)."""
-    with open(path, "rb") as file:
-        return file.read(1) == b"\n"
-
-
 def _tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer in a tokenizer.model. None if the file is not one, has a larger vocabulary than the weights, or
     normalises text in a way that a tokenizer.json cannot express."""
     try:
-        tokenizer = open_tokenizer("sentencepiece" if _is_sentencepiece(path) else "tiktoken", path)
+        tokenizer = open_tokenizer(kind_of_model(path), path)
     except UserError:
         return None
     exported = hugging_face_tokenizer(tokenizer).encode(_PROBE, add_special_tokens=False)

@@ -27,11 +27,6 @@ order stay below 4 (logits up to 96, contexts up to 4,096, measured); a wrong we
 
 _DEFECT = "This is a defect of the export, of the disk or of the installed transformers; nothing was committed."
 
-SHAPE = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab_size", "context_length", "rope_theta", "rope_scaling",
-         "norm_eps", "tied_embeddings", "head_width", "qkv_bias", "qk_norm", "layer_kinds")
-"""Attributes of a ModelConfig that a config.json states. `hidden` replaces the three settings of the feed-forward
-width."""
-
 
 def compare_folder(folder: Path, config: ModelConfig, read: Read) -> int:
     """Open an export as a reader would, and compare its config and every tensor. Returns the number of tensors.
@@ -45,9 +40,8 @@ def compare_folder(folder: Path, config: ModelConfig, read: Read) -> int:
     """
     try:
         found = read_shape(folder / "config.json")
-        wrong = [f"{name} is {getattr(found, name)!r}; trained with {getattr(config, name)!r}" for name in SHAPE
-                 if getattr(found, name) != getattr(config, name)]
-        if wrong:
+        if wrong := [f"{name} is {there!r}; trained with {here!r}"
+                     for name, (here, there) in config.differences(found).items()]:
             raise UserError(f"The config.json in {folder} is not that of the model that was trained: {listed(wrong)}.")
         with HuggingFaceWeights(folder) as made:
             prove_equal(made, read)

@@ -234,18 +234,10 @@ def meta_reads(config: ModelConfig, parts: int) -> ModelConfig:
 
 
 def _refuse_unsaid(config: ModelConfig, parts: int) -> None:
-    other_width = config.heads * config.head_width != config.dim
-    if (other_width or config.qkv_bias or config.qk_norm or config.sliding_window is not None
-            or config.no_rope_layer_interval is not None):
-        raise UserError("Meta's model has no heads of another width, biases, normed queries and keys, sliding windows "
-                        "or layers without a rotary embedding (head_dim, qkv_bias, qk_norm, sliding_window, "
-                        "no_rope_layer_interval), and would compute something else with these weights. Give "
-                        "--format hf.")
-    read = meta_reads(config, parts)
-    if read.rope_scaling != config.rope_scaling:
-        raise UserError(f"Meta's {PARAMS} only states whether rotary wavelengths are stretched. For this shape its "
-                        f"readers assume {read.rope_scaling or 'none'}; here it is {config.rope_scaling}. Give "
-                        f"--format hf.")
+    if lost := config.differences(meta_reads(config, parts), {"context_length"}):
+        assumed = "; ".join(f"{name} {there}, and here it is {here}" for name, (here, there) in lost.items())
+        raise UserError(f"Meta's {PARAMS} cannot state this network, and its readers would compute something else with "
+                        f"these weights: they assume {assumed}. Give --format hf.")
 
 
 def _part_writer(source: Source, split: Split, part: int) -> Callable[[Path], None]:

@@ -55,6 +55,12 @@ def files_beside(path: Path) -> list[Path]:
     return found if found and found[0].name == COMPANIONS[0] else []
 
 
+def kind_of_model(path: Path) -> str:
+    """The kind of a `tokenizer.model`: sentencepiece (Llama 2), or tiktoken, lines of base64 and ranks (Llama 3)."""
+    with open(path, "rb") as file:
+        return "sentencepiece" if file.read(1) == b"\n" else "tiktoken"
+
+
 def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None = None) -> Tokenizer:
     """The tokenizer in a file (`byte` has none); `bounds` as for `HuggingFaceTokenizer`."""
     from drover.pipeline.tokenization import huggingface_tokenizer, sentencepiece_tokenizer, simple, tiktoken_tokenizer

@@ -19,19 +19,16 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.generation_settings import keep_settings
-from drover.pipeline.records.weight_files import RUN
-from drover.pipeline.tokenization.kinds import MODEL_FILE, RECORD, vocabulary_record
+from drover.pipeline.tokenization.export import hugging_face_tokenizer
+from drover.pipeline.tokenization.kinds import MODEL_FILE, RECORD, kind_of_model, open_tokenizer, vocabulary_record
 
-DERIVED = {"head_dim": "head_width", "ffn_dim": "hidden"}
-"""Settings that may be left out, and the attributes of a ModelConfig that then have the value."""
-SAME = {name: DERIVED.get(name, name) for name in (
-    "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "tied_embeddings", "norm_eps", "qkv_bias", "qk_norm",
-    "sliding_window", "full_attention_interval", "no_rope_layer_interval")}
-"""What must equal the weights' own model: the setting, and the attribute of a ModelConfig."""
+FREE = (*POSITIONS, "vocab_size")
+"""The parts of a shape that may differ from the weights' own model. All others must be equal."""
 TOKENIZER = "tokenizer.json"
 
 
@@ -96,8 +93,7 @@ def refuse_other_shape(path: Path, model: ModelConfig) -> None:
     may be unknown yet."""
     with open_weights(path) as weights:
         theirs = weights.config
-    found = [f"{name} is {getattr(model, value)} here, {getattr(theirs, value)} there" for name, value in SAME.items()
-             if getattr(model, value) != getattr(theirs, value)]
+    found = [f"{name} is {here} here, {there} there" for name, (here, there) in model.differences(theirs, FREE).items()]
     assert theirs.vocab_size is not None
     if model.vocab_size is not None and model.vocab_size < theirs.vocab_size:
         found.append(f"vocab_size is {model.vocab_size} here, {theirs.vocab_size} there: it may only grow (set "
@@ -128,14 +124,15 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
     """
     theirs = tokenizer_of(path)
     if theirs is None:
-        return f"no {TOKENIZER} there to compare the tokenizer with"
+        return (f"warning: there is no {TOKENIZER} or {MODEL_FILE}, so it is not known whether an id means the same "
+                f"token for the weights as for this run")
     if theirs.read_bytes() == (ours / TOKENIZER).read_bytes():
         return "the same tokenizer"
     (old, old_merges), (new, new_merges) = _known(theirs), _known(ours / TOKENIZER)
     wrong = [f"id {index} is {token!r} there, {new.get(index)!r} here"
              for index, token in sorted(old.items()) if new.get(index) != token]
-    if not wrong and old_merges != new_merges:
-        wrong.append("the tokens are the same, but not how text is split into them (merges)")
+    if not wrong and theirs.name == TOKENIZER and old_merges != new_merges:
+        wrong.append("the tokens are the same, but not how text is split into them (merges or scores)")
     if wrong:
         more = [f"and {len(wrong) - 3:,} more"] * (len(wrong) > 3)
         raise UserError(f"train.init_from: the weights in {path} were trained with another tokenizer, so that ids "
@@ -145,27 +142,42 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
 
 
 def tokenizer_of(path: Path) -> Path | None:
-    """The tokenizer.json of the weights: in their folder, or in the run that they belong to."""
-    places = [path, *(folder / "tokenizer" / "hf" for folder in (path, *path.absolute().parents[:3])
-                      if (folder / RUN).is_file())]
-    return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
+    """The tokenizer.json of the weights: in their folder, or of the run that they belong to, which may have it from
+    another run; else the tokenizer.model in their folder. UserError if a run's is gone."""
+    if (run := run_of(path)) is None:
+        return next((place for name in (TOKENIZER, MODEL_FILE) if (place := path / name).is_file()), None)
+    try:
+        found, why = run.stage_folder("tokenizer") / "hf" / TOKENIZER, ""
+    except UserError as error:
+        found, why = run.own_folder("tokenizer"), f" {error}"
+    if not found.is_file():
+        raise UserError(f"train.init_from: the tokenizer of the weights in {path} is not there ({found}).{why}\nPut "
+                        f"it back, or start from the run's export (convert/hf), which has it too.")
+    return found
 
 
 def _taking(path: Path) -> str:
-    """The settings that take the tokenizer of a tokenizer.json. A run's is taken as the tokenizer.model that the run
-    has: an export keeps this file, and llama.cpp needs it."""
-    kind, stage = "huggingface", path.parent.parent
+    """The settings that take the tokenizer in a file. A run's is taken as the tokenizer.model that the run has: an
+    export keeps this file, and llama.cpp needs it."""
+    kind, stage = "huggingface" if path.name == TOKENIZER else kind_of_model(path), path.parent.parent
     if (stage / RECORD).is_file() and (record := vocabulary_record(stage))["file"] == MODEL_FILE:
         kind, path = record["kind"], stage
     return f"tokenizer.kind={kind} tokenizer.path={path}"
 
 
 def _known(path: Path) -> tuple[dict[int, str], Any]:
-    """Tokens by id, and the merges, of a tokenizer.json. UserError if it cannot be read."""
+    """Tokens by id, and the merges or scores, of a tokenizer.json. Of a tokenizer.model, tokens without the special
+    ones, whose names are not in the file, but with BOS and EOS. UserError if it cannot be read."""
     from tokenizers import Tokenizer
+    if path.name == MODEL_FILE:
+        opened = open_tokenizer(kind_of_model(path), path)
+        unnamed = {*opened.special_tokens.values()} - {opened.bos_id, opened.eos_id}
+        tokens = hugging_face_tokenizer(opened).get_vocab()
+        return {index: token for token, index in tokens.items() if index not in unnamed}, None
     try:
         found = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library has no other
         raise UserError(f"{path} cannot be compared with the run's tokenizer: reading it failed ({error}).") from None
+    model = json.loads(found.to_str())["model"]
     return ({index: token for token, index in found.get_vocab().items()},
-            json.loads(found.to_str())["model"].get("merges"))
+            model["vocab"] if model["type"] == "Unigram" else model.get("merges"))

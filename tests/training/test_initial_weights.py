@@ -4,16 +4,24 @@ import copy
 import json
 import random
 import re
+import shutil
 
 import pytest
 import torch
+from sentencepiece import SentencePieceTrainer
 
+from drover.launch.checks import _refuse_other_weights
 from drover.model.config import ModelConfig, RopeScaling
 from drover.model.llama import Llama, initialise
+from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.formats.comparison import compare_folder
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.kinds import open_tokenizer
 from drover.pipeline.training.initial_weights import (
+    FREE,
     changes,
     refuse_other_shape,
     refuse_other_tokenizer,
@@ -23,6 +31,8 @@ from drover.pipeline.training.initial_weights import (
 from tests.formats.cutting import part_of, rectangle
 from tests.formats.exporting import write_model
 from tests.refusal import refused
+from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_run
+from tests.tokenization.conftest import rank_lines
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=70, context_length=64)
 
@@ -61,6 +71,31 @@ def test_values_that_are_no_numbers_are_refused_by_the_tensors_name(exported, tm
         values("layers.1.feed_forward.w2.weight", (32, 48), (4, 0), (28, 48))
         refused(UserError, r"model.layers.1.mlp.down_proj.weight in .* has NaN or infinite values", values,
                 "layers.1.feed_forward.w2.weight", (32, 48), (0, 0), (4, 48))
+
+
+EVERY = SHAPE.model_copy(update={"layers": 4, "sliding_window": 8, "full_attention_interval": 2, "head_dim": 16,
+                                 "no_rope_layer_interval": 2})
+
+
+@pytest.mark.parametrize("name", sorted(ModelConfig.model_fields.keys() - {*FREE, "ffn_dim_multiplier", "multiple_of"}))
+def test_every_field_of_a_network_is_compared(name, tmp_path):
+    """Also one that comes later: fields are taken from the class."""
+    write_model(tmp_path, Llama(EVERY))
+    value = getattr(EVERY, name)
+    other = EVERY.model_copy(update={name: not value if isinstance(value, bool) else value + 1})
+    refused(UserError, rf"(?m)^(  - )?{name} is .* here, .* there", refuse_other_shape, tmp_path, other)
+    refused(UserError, rf"(?<!_){name} is .*; trained with", compare_folder, tmp_path, other, None)
+
+
+def test_a_later_field_is_compared_and_two_ways_to_say_one_network_are_equal():
+    class Later(ModelConfig):
+        activation: str = "silu"
+
+    assert Later().differences(Later(activation="relu2"), FREE) == {"activation": ("silu", "relu2")}
+    rule = SHAPE.model_copy(update={"ffn_dim": None, "ffn_dim_multiplier": 0.5, "multiple_of": 16})
+    same = {"head_dim": 8, "ffn_dim": rule.hidden, "full_attention_interval": 9, "no_rope_layer_interval": 3}
+    assert rule.differences(rule.model_copy(update={**same, "multiple_of": 256})) == {}
+    assert rule.differences(rule.model_copy(update={"multiple_of": 256})) == {"ffn_dim": (rule.hidden, 256)}
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -103,6 +138,7 @@ def tokenizer(folder, vocabulary=None, merges=("a b",), added=NEW[:1]):
 
 
 UNIGRAM = {"vocabulary": [["a", -1.0], ["b", -2.0]]}
+OTHER_SCORES = {"vocabulary": [["a", -2.0], ["b", -1.0]]}
 
 
 @pytest.mark.parametrize(("theirs", "ours", "said"), [
@@ -111,7 +147,8 @@ UNIGRAM = {"vocabulary": [["a", -1.0], ["b", -2.0]]}
     ({"added": NEW}, {}, UserError(r"(?s)id 5 is '<new>' there, None here.*tokenizer.path=.*theirs")),
     ({}, {"vocabulary": {"b": 0, "a": 1, "ab": 2, "ba": 3}},
      UserError(r"(?s)id 0 is 'a' there, 'b' here.*id 1 is 'b' there, 'a' here")),
-    ({}, {"merges": ["b a"]}, UserError("not how text is split"))])
+    ({}, {"merges": ["b a"]}, UserError("not how text is split")),
+    (UNIGRAM, OTHER_SCORES, UserError("not how text is split"))])
 def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, said):
     folders = tokenizer(tmp_path / "theirs", **theirs), tokenizer(tmp_path / "ours", **ours)
     if isinstance(said, str):
@@ -139,16 +176,57 @@ def test_the_tokenizer_of_a_run_is_offered_as_the_file_that_its_export_keeps(tmp
 def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is_said(tmp_path):
     same, torn = tokenizer(tmp_path / "same"), tmp_path / "torn"
     torn.mkdir()
-    assert "no tokenizer.json there" in refuse_other_tokenizer(torn, same)
+    assert refuse_other_tokenizer(torn, same).startswith("warning: there is no tokenizer.json or tokenizer.model")
     for text in ("{", "[" * 5000):
         (torn / "tokenizer.json").write_text(text)
         refused(UserError, "cannot be compared", refuse_other_tokenizer, torn, same)
 
 
-def test_a_checkpoint_of_a_run_has_the_runs_tokenizer(tmp_path):
-    checkpoint = tmp_path / "train/checkpoints/step-00000001"
-    checkpoint.mkdir(parents=True)
-    hf = tokenizer(tmp_path / "tokenizer/hf")
-    assert tokenizer_of(checkpoint) is None
-    (tmp_path / "config.yaml").write_text("name: run\n")
-    assert tokenizer_of(checkpoint) == tokenizer_of(tmp_path) == hf / "tokenizer.json"
+def test_the_tokenizer_of_a_run_is_found_in_the_run_that_it_reuses_also_when_all_have_moved(tmp_path):
+    """It was not compared at all: training read ids of one tokenizer with the embeddings of another."""
+    model, runs = for_tokenizer(TOKENIZER_OF_BYTES), tmp_path / "runs"
+    first = write_run(runs / "first", {}, TOKENIZER_OF_BYTES)
+    hf = tokenizer(first / "tokenizer/hf")
+    second = write_run(runs / "second", {1: model}, None, reuse=str(first))
+    third = write_run(runs / "third", {1: model}, None, reuse=str(second))
+    other = tokenizer(tmp_path / "other", merges=["b a"])
+    for path in (first, second, third, third / "train/checkpoints/step-00000001"):
+        assert tokenizer_of(path) == hf / "tokenizer.json"
+        refused(UserError, "not how text is split", refuse_other_tokenizer, path, other)
+    fresh = write_run(runs / "fresh", {}, TOKENIZER_OF_BYTES, model=model.config.model_dump(mode="json"))
+    tokenizer(fresh / "tokenizer/hf", merges=["b a"])
+    refused(UserError, "not how text is split", _refuse_other_weights, run_in(fresh), str(third))  # before it queues
+    runs = runs.rename(tmp_path / "moved")
+    assert tokenizer_of(runs / "third") == runs / "first/tokenizer/hf/tokenizer.json"
+    shutil.rmtree(runs / "first")
+    said = refused(UserError, "tokenizer of the weights in .*third is not there", refuse_other_tokenizer,
+                   runs / "third", other)
+    assert "(convert/hf)" in said
+    tokenizer(export := runs / "third/convert/hf")  # the advice
+    assert refuse_other_tokenizer(export, other.parent / "moved/third/convert/hf") == "the same tokenizer"
+
+
+def write_tokenizer_model(kind, folder, text):
+    folder.mkdir(exist_ok=True)
+    if kind == "tiktoken":
+        (folder / "tokenizer.model").write_bytes(rank_lines([*(bytes([value]) for value in range(256)), text.encode()]))
+        return folder
+    SentencePieceTrainer.train(sentence_iterator=iter([text] * 9), model_prefix=str(folder / "tokenizer"),
+                               model_type="bpe", vocab_size=263, byte_fallback=True, hard_vocab_limit=False,
+                               normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=9)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+def test_a_tokenizer_model_is_compared_too(kind, tmp_path):
+    """Meta's folders have no other. The names of special tokens are not in the file."""
+    weights = write_tokenizer_model(kind, tmp_path / "weights", "ab")
+    for text, said in (("ab", None), ("xy", f"another tokenizer.*={kind} tokenizer.path={weights}/tokenizer.model")):
+        ours = write_tokenizer_model(kind, tmp_path / text, text)
+        write_hugging_face(open_tokenizer(kind, ours / "tokenizer.model"), ours)
+        content = (ours / "tokenizer.json").read_text()
+        (ours / "tokenizer.json").write_text(content.replace("reserved_special_token_0", "named_later"))
+        if said:
+            refused(UserError, f"(?s){said}", refuse_other_tokenizer, weights, ours)
+        else:
+            assert "the same" in refuse_other_tokenizer(weights, ours)
