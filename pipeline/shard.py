@@ -24,6 +24,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import source_card
@@ -31,6 +32,7 @@ from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.filters.base import libraries, outside_code
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
+from drover.pipeline.data.folders import files_below
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.data.sources import reading_units
 from drover.pipeline.data.text_shards import SPLITS
@@ -57,7 +59,7 @@ def shard(work: Work) -> None:
     files = work.listing()
     if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
-    _warn_of_unpinned(work)
+    _warn_of_datasets(work, {record["path"] for record in files})
 
     near = signature_settings(config.near_duplicates)
     filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
@@ -90,9 +92,15 @@ def shard(work: Work) -> None:
                 scratch=[folder / STAGING])
 
 
-def _warn_of_unpinned(work: Work) -> None:
+def _warn_of_datasets(work: Work, read: set[str]) -> None:
     for source in work.config.shard.sources:
-        if source.kind == "hf" and source.revision is None and not Path(source.dataset).is_dir():
+        if source.kind != "hf":
+            continue
+        if (folder := Path(source.dataset)).is_dir():
+            if left_out := sorted(path.name for path in files_below(folder) if str(path) not in read):
+                work.say(f"source {source.name}: {len(left_out):,} files of {source.dataset} are not read "
+                         f"({first(left_out)})")
+        elif source.revision is None:
             work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
                      f"changes on the Hub")
 

@@ -32,9 +32,10 @@ class FilesSource(Section):
     name: str
     """Name of the source in folders, tables and mixtures."""
     paths: list[LocalPath] = execution(min_length=1)
-    """Files, globs or URLs. In globs `**` crosses folders. A URL (`s3://`, `gs://`, `az://`) names an object, a prefix
-    or a wildcard; keys and address come from the environment. Matches are sorted, so their order does not depend on the
-    disk. Only the files' content and their names below their common folder count, not where they lie."""
+    """Files, globs or URLs. In globs `**` crosses folders, each once if links lead to it again. A URL (`s3://`,
+    `gs://`, `az://`) names an object, a prefix or a wildcard; keys and address come from the environment. Matches are
+    sorted, so their order does not depend on the disk. Only the files' content and their names below their common
+    folder count, not where they lie."""
     format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
     """Format of the files. `auto` uses the ending of the file's name, before .gz or .zst. It reads .md, .rst, .tex, .py
     and .html as txt. `json` is an array of objects or objects one after another. `arrow` is an IPC file or stream.
@@ -63,7 +64,7 @@ class HubSource(Section):
     config_name: str | None = None
     """Name of the dataset's configuration, if it has several."""
     split: str = "train"
-    """Split to read."""
+    """Split to read. In a local folder, files of other splits stop the stage unless this is set."""
     revision: str | None = None
     """Commit or tag on the Hub. Pin it: an unpinned dataset can change between two runs without notice."""
     streaming: bool = execution(True)

@@ -17,6 +17,8 @@ from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Sou
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
+from drover.pipeline.data.folders import matches, once
+from drover.pipeline.data.hub import folder_files
 from drover.pipeline.data.readers import FORMATS, divisible, file_format
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
@@ -115,10 +117,7 @@ def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
         is_path = folder.exists() or source.dataset.startswith(("/", ".", "~"))
         return [], [f"source {source.name}: {source.dataset} is no folder. Give a folder of data files or the id of a "
                     f"dataset on the Hub; single files are read with `kind: files`."] if is_path else []
-    paths = [path for path in folder.rglob("*")
-             if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    return paths, [] if paths else [f"source {source.name}: the folder {folder} holds no files. Put data files there, "
-                                    f"or correct `dataset`."]
+    return folder_files(source, folder.absolute())
 
 
 def _stdlib_paths(source: StdlibSource) -> list[Path]:
@@ -142,15 +141,24 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             continue
         full = _without_dots(Path(pattern).absolute())
         # A name with [ or ] in it that exists is meant literally.
-        matches = [str(full)] if full.is_file() else glob.glob(str(full), recursive=True)  # noqa: PTH207 - absolute
-        files = [path for path in map(Path, matches) if path.is_file()]
-        if not files:
+        there = [full] if full.is_file() else matches(full)
+        files = [path for path in there if path.is_file()]
+        if glob.has_magic(pattern) and (broken := [path.name for path in there if _is_broken(path)]):
+            problems.append(f"source {source.name}: {len(broken):,} links that match {pattern} lead to no file "
+                            f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
+                            f"them.")
+        elif not files:
             has_wildcard = glob.has_magic(pattern)
             problems.append(f"source {source.name}: " + (f"no file matches {pattern}" if has_wildcard else
                             _what_it_is(pattern, full)) +
                             f" ({_looked_in(full)}). Correct `paths`.")
         found.update(dict.fromkeys(files))
-    return list(found), problems
+    own = once(path for path in found if isinstance(path, Path))
+    return [*own, *(path for path in found if not isinstance(path, Path))], problems
+
+
+def _is_broken(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _without_dots(path: Path) -> Path:

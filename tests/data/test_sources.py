@@ -1,6 +1,8 @@
 """Which files a source has, what they are called and in which order they are read."""
 
+import json
 import re
+import shutil
 import sysconfig
 
 import pytest
@@ -11,8 +13,18 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
 from tests.conftest import slow
-from tests.data.source_files import RECORDS, config_of, files_source, lost, payload_of, read, texts, write_jsonl
-from tests.refusal import refused
+from tests.data.source_files import (
+    COMPRESS,
+    RECORDS,
+    config_of,
+    files_source,
+    lost,
+    payload_of,
+    read,
+    texts,
+    write_jsonl,
+)
+from tests.refusal import refused, table
 
 
 def names(*sources):
@@ -41,6 +53,30 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
     assert input_files(config_of(source)) == [("s/f.jsonl", tmp_path / "data" / "a" / "f.jsonl")]
     through = files_source("link/f.jsonl")
     assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]
+
+
+@pytest.mark.parametrize(("links", "pattern", "wanted"), [
+    ({"alias": "real", "real/loop": ".."}, "**/*.txt", ["real/sub/a.txt"]),
+    ({"real/loop": "sub", "real/sub/back": ".."}, "**/*.txt", ["real/sub/a.txt"]),
+    ({"all": "/", "up": "../.."}, "**/*.txt", ["real/sub/a.txt"]),
+    ({"real/loop": "..", "real/sub/loop": "../.."}, "**/sub/**/*.txt", ["real/sub/a.txt"]),
+    ({"b": "elsewhere", "a": "elsewhere"}, "**", ["a/b.txt", "real/sub/a.txt"]),
+    ({"alias": "real"}, "*/*/*.txt", ["real/sub/a.txt"]), ({"itself": "itself"}, "*/sub/*", ["real/sub/a.txt"])])
+def test_links_lead_to_a_folder_once(tmp_path, links, pattern, wanted):
+    for folder, name in ((tmp_path / "d/real/sub", "a.txt"), (tmp_path / "elsewhere", "b.txt")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("x")
+    for link, target in links.items():
+        (tmp_path / "d" / link).symlink_to(tmp_path / target if target == "elsewhere" else target)
+    assert [path for _, path in input_files(config_of(files_source(tmp_path / "d" / pattern)))] == \
+        [tmp_path / "d" / name for name in wanted]
+
+
+def test_links_that_lead_nowhere_are_told(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.txt").symlink_to("gone")
+    (tmp_path / "c.txt").symlink_to("c.txt")
+    refused(UserError, r"2 links that match .*\(b.txt, c.txt\)", names, files_source(tmp_path / "*.txt"))
 
 
 def test_stdlib_sources_are_read_in_the_encoding_they_declare(tmp_path, monkeypatch):
@@ -102,6 +138,49 @@ def test_a_local_hugging_face_dataset(dataset_folder, tmp_path, monkeypatch, str
     assert texts(documents) == [f"text {part} {row}" for part in range(2) for row in range(20)][:30]
     assert lost(rejections) == [] and documents[29].id == "train:30" and documents[29].meta == {"stars": 9}
     assert names(source) == ["h/part-0.jsonl", "h/part-1.jsonl"]
+
+
+@pytest.mark.parametrize(("files", "fields", "unread"), table("""
+    part-train-0.jsonl part-test-0.jsonl eval_notes.jsonl -> {} -> eval_notes.jsonl, part-test-0.jsonl
+    a.jsonl b.jsonl c.csv -> {"split": "train"} -> c.csv
+    train/a.jsonl dev/x.jsonl LICENSE README.md .git/config -> {} -> dev/x.jsonl
+    a.jsonl notes.doc -> {} -> notes.doc
+    a.jsonl link/b.jsonl -> {"split": "train"} -> link/b.jsonl""", str.split, json.loads))
+def test_files_that_the_library_leaves_out_stop_the_stage(tmp_path, files, fields, unread):
+    for name in files:
+        write_jsonl((tmp_path / "elsewhere" if "link" in name else tmp_path / "d") / name, [{"text": name}])
+    if "link" in unread:
+        (tmp_path / "d/link").symlink_to(tmp_path / "elsewhere/link")
+    refused(UserError, re.escape(f"({unread}): it takes splits"), names, hub_source(tmp_path / "d", **fields))
+
+
+def test_other_splits_and_configurations_may_be_left_out_by_name(tmp_path, monkeypatch):
+    for name in ("one/train.jsonl", "one/test.jsonl", "two.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    refused(UserError, "1 of the 3 files.*two.jsonl", names, hub_source(tmp_path, split="train"))
+    (tmp_path / "two.jsonl").rename(tmp_path / "one/train-2.jsonl")
+    refused(UserError, r"\(one/test.jsonl\).*or leave the other splits out with `split: train`", names,
+            hub_source(tmp_path))
+    assert names(hub_source(tmp_path, split="train")) == ["h/train-2.jsonl", "h/train.jsonl"]
+    (tmp_path / "one/train-2.jsonl").rename(tmp_path / "two.jsonl")
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- {config_name: a, data_files: [{split: train, path: one/*}]}\n"
+                                        "- {config_name: b, data_files: two.jsonl}\n---\n")
+    assert names(hub_source(tmp_path, config_name="b")) == ["h/README.md", "h/two.jsonl"]
+    assert texts(read(hub_source(tmp_path, config_name="b"))[0]) == ["two.jsonl"]
+    refused(UserError, "(?s)Config name is missing.*kind: files", names, hub_source(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["p.txt", "sub/p.txt.gz"])
+def test_text_files_and_saved_datasets_are_not_read_by_the_library(tmp_path, name):
+    import datasets
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](b"a\n\nb"))
+    refused(UserError, r"each line a document.*kind: files", names, hub_source(tmp_path))
+    for saved in (data := datasets.Dataset.from_dict({"text": ["a"]})), datasets.DatasetDict({"train": data}):
+        saved.save_to_disk(tmp_path / "saved")
+        told = refused(UserError, "written by save_to_disk", names, hub_source(tmp_path / "saved"))
+        assert texts(read(re.search(r"\[(.*)\]", told)[1])[0]) == ["a"]
+        shutil.rmtree(tmp_path / "saved")
 
 
 def test_a_hugging_face_dataset_that_cannot_be_loaded_says_so(dataset_folder, tmp_path):
