@@ -379,7 +379,7 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
     """Refuse, before the job waits in a queue, phases that change what is already trained, and sources that would be
     read too often. The latter are known once encode has counted the tokens."""
     train = run.config.train
-    if (consumption := planned_consumption(run)) is not None:
+    if (consumption := planned_consumption(run)) is not None and train.packing == "concatenate":
         from drover.pipeline.data.sampling.consumption import excesses
         if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))

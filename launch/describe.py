@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import starmap
 
 from drover.launch.forecast import (
     Disk,
@@ -10,7 +11,6 @@ from drover.launch.forecast import (
     gathered_bytes_per_layer,
     matrix_rate,
     planned_consumption,
-    says_consumption,
     shape_of,
     state_bytes_per_rank,
 )
@@ -43,7 +43,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
         print(f"\narrays    elements of {', '.join(fewer)}: fewer than requested, because of the site's limits "
               f"(launch.limits)")
     if train := next((job for job in jobs if job.stage == "train"), None):
-        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
+        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run, disk.text)))
         if counts := train.node_counts[1:]:
             print(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                   f"{train.nodes} nodes")
@@ -116,20 +116,29 @@ def training_facts(config: Config, job: Job) -> list[str]:
     return lines
 
 
-def consumption_lines(run: Run) -> list[str]:
-    """Tokens and epochs of each source in each phase, if there are phases, a mixture or a limit. Until the tokens are
-    counted, only the phases."""
-    train, found = run.config.train, planned_consumption(run)
-    if not says_consumption(train):
-        return []
-    if found is not None:
-        from drover.pipeline.data.sampling.consumption import plan_lines
-        lines = plan_lines(train, found)
-    else:
+def consumption_lines(run: Run, text: int = 0) -> list[str]:
+    """Tokens and epochs of each source in each phase, if there are phases, a mixture or a limit; until the tokens are
+    counted, only the phases. And a warning of each source that is repeated many times; until the tokens are counted,
+    of all if a token for each byte of `text` were too few."""
+    from drover.pipeline.data.sampling.consumption import (
+        MANY,
+        many_epochs,
+        plan_lines,
+        repetition,
+        says_consumption,
+    )
+    train, found, plan = run.config.train, planned_consumption(run), PhasePlan.of(run.config.train)
+    lines = list[str]()
+    if says_consumption(train):
         when = "encode is done" if train.packing == "concatenate" else "training has planned the packing"
-        lines = [*(str(phase) for phase in PhasePlan.of(train).phases if phase.said is not None),
-                 f"tokens and epochs of each source are known once {when}"]
-    return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(lines)]
+        lines += plan_lines(train, found) if found is not None and train.packing == "concatenate" else [
+            *(str(phase) for phase in plan.phases if phase.said is not None),
+            f"tokens and epochs of each source are known once {when}"]
+    if found is not None:
+        lines += starmap(repetition, many_epochs(train, found).items())
+    elif text and plan.tokens / text > MANY and train.max_epochs is None:
+        lines.append(repetition("all sources, at one token a byte", plan.tokens / text))
+    return [f"{'data' if not number else '':<9} {line}" for number, line in enumerate(lines)]
 
 
 def stages_text(config: Config) -> str:

@@ -18,7 +18,6 @@ from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import network, vocabulary_size
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.run import Run
@@ -57,11 +56,12 @@ SLOWER = 2.0
 @dataclass(frozen=True)
 class Disk:
     """Bytes that the planned stages will write, by kind in `parts`, and the bytes free there. What is unknown is not
-    counted."""
+    counted. text: bytes of the sources' files, if these are to be read and are all that is; 0: unknown."""
 
     needed: int
     free: int
     parts: dict[str, int]
+    text: int
 
 
 def shape_of(config: Config) -> ModelConfig | None:
@@ -80,19 +80,14 @@ def optimizer_bytes(config: Config) -> float | None:
 
 
 def planned_consumption(run: Run) -> Consumption | None:
-    """What training will consume of each source, once encode has counted the tokens. None if it is not to be shown, and
-    for packed documents: training plans their packing later."""
-    train, made = run.config.train, run.manifest("encode")
-    if not says_consumption(train) or train.packing != "concatenate" or made is None or "splits" not in made.counts:
+    """What training will consume of each source, once encode has counted the tokens. An estimate for packed documents:
+    training plans their packing later."""
+    made = run.manifest("encode")
+    if made is None or "splits" not in made.counts:
         return None
     from drover.pipeline.data.sampling.consumption import planned, train_tokens
 
     return planned(run.config, train_tokens(run.config, made.counts))
-
-
-def says_consumption(train: TrainConfig) -> bool:
-    """Whether there are phases, a mixture or a limit of epochs, so that the user wants to see each source's share."""
-    return bool(train.phases) or train.mixture is not None or train.max_epochs is not None
 
 
 def kept_checkpoints(config: Config) -> int:
@@ -125,7 +120,8 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
     folder = config.folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     written = sum(_size(folder / stage) for stage in running)
-    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts)
+    known = text if all(source.kind != "hf" for source in config.shard.sources) else 0
+    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts, known)
 
 
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:

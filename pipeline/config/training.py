@@ -273,7 +273,7 @@ class TrainConfig(Section):
     max_epochs: dict[str, float] | float | None = execution(None)
     """Most epochs of each source that the plan may train on: one number for all, or one by name. Epochs are tokens
     trained on, divided by tokens of the source. More is refused as soon as the tokens are counted. null: no limit, but
-    more than 4 epochs are logged."""
+    a warning of more than 4 epochs."""
     phases: list[PhaseConfig] = added([])
     """Parts of training with another mixture, sequence length, batch or learning rate, one after the other. Each ends
     at its `until`, and `steps` follows from them. Its other keys: mixture, sequence_length, batch_tokens, micro_batch,

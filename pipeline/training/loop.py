@@ -163,7 +163,8 @@ class Loop:
             self.plan_changes.append(OTHER_ORDER)
         for text in self.plan_changes:
             self.say(f"plan changed: {text}")
-        refuse_beyond(self.config.train, self.data, self.say)
+        if many := refuse_beyond(self.config.train, self.data, self.say):
+            self.recorder.event("many_epochs", step=self.progress.step, planned_epochs=many)
         self.tokens = TokenCheck(self)
 
     def _build_engine(self) -> None:

@@ -63,6 +63,29 @@ def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
     assert said == "data      tokens and epochs of each source are known once training has planned the packing"
 
 
+@pytest.mark.parametrize(("train", "counts", "source"), table(r"""
+    {steps: 24000} -> COUNTS -> all sources: 234.
+    {steps: 24000, packing: best_fit} -> COUNTS -> all sources: 234.
+    {steps: 100, packing: best_fit, mixture: {web: 1, code: 1}} -> COUNTS -> code: 10.
+    {phases: [{until: 10240}, {until: 51200, mixture: {web: 0, code: 1}}]} -> COUNTS -> code: 8.3
+    {steps: 24000, max_epochs: {code: 300}, mixture: {web: 1, code: 0}} -> COUNTS -> web: 245.8
+    {steps: 24000} -> null -> all sources, at one token a byte: 24.6
+    {steps: 24000, packing: best_fit, mixture: {web: 9, code: 1}} -> null -> all sources, at one token a byte: 24.6
+    """, yaml.safe_load, lambda text: COUNTS if text == "COUNTS" else None, str))
+def test_the_plan_warns_of_many_epochs_in_every_run(tmp_path, train, counts, source):
+    lines = consumption_lines(run_of(tmp_path, counts, **{"phases": [], **train}), text=1_000_000)
+    [warning] = [line for line in lines if "warning" in line]
+    assert f" warning: {source}" in warning and "epochs. Beyond 4 epochs" in warning
+
+
+@pytest.mark.parametrize(("train", "counts"), [({"steps": 300}, COUNTS), ({"steps": 300}, None),
+                                               ({"steps": 24000, "max_epochs": 300}, COUNTS),
+                                               ({"steps": 24000, "max_epochs": 300}, None)])
+def test_the_plan_warns_of_nothing_else(tmp_path, train, counts):
+    lines = consumption_lines(run_of(tmp_path, counts, **{"phases": [], **train}), text=1_000_000)
+    assert not [line for line in lines if "warning" in line]
+
+
 def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     refused(UserError, r"train\.max_epochs allows 2 of code, and the plan takes 2\.[01]",
             _refuse_plan, run_of(tmp_path, max_epochs=2), forced=False)

@@ -119,6 +119,15 @@ def test_drift_and_changed_code_stand_at_the_top(tmp_path):
     assert [notice.kind for notice in document.notices][:2] == ["warning", "warning"]
 
 
+def test_text_that_was_repeated_many_times_stands_at_the_top(tmp_path):
+    run, _ = write_run(tmp_path)
+    manifest = read_manifest(run.own_folder("train"))
+    manifest.counts["epochs"] = {"web": 239.96, "code": 4.0}
+    manifest.write(run.own_folder("train"))
+    [warning] = [notice for notice in compose(collect(run)).notices if "repeated more than 4 times" in notice.text]
+    assert warning.kind == "warning" and warning.entries == ["web: 240.0 epochs"]
+
+
 def test_equal_runs_give_equal_reports(tmp_path, complete, page):
     run, _ = write_run(tmp_path / "alike")
     assert html(compose(collect(run))) == complete[0]

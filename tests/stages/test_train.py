@@ -289,8 +289,10 @@ def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
     said = run_train(fresh, *LONG, limit, expect=130).stdout
     state = read_state(train_folder(fresh))
     assert stopped(fresh) == 1 and f"stopped after step 1 ({limit}); saved" in said
+    [many] = events(fresh, "many_epochs")
+    assert f"warning: all sources: {many['planned_epochs']['all sources']:.1f} epochs. Beyond 4" in said
     assert (state.step, state.again) == (1, True)
     run_train(fresh, *LONG, limit, "train.steps=2", "train.warmup_steps=1", "--accept-drift")
-    assert len(events(fresh, "finish")) == 1
+    assert len(events(fresh, "finish")) == len(events(fresh, "many_epochs")) == 1
 
 

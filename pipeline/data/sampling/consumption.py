@@ -68,6 +68,11 @@ def planned_by(order: Order) -> Consumption:
     return Consumption(consumed, dict(order.pools), tuple(order.left_at()), padding if order.space.padded else ())
 
 
+def says_consumption(train: TrainConfig) -> bool:
+    """Whether there are phases, a mixture or a limit of epochs, so that the user wants to see each source's share."""
+    return bool(train.phases) or train.mixture is not None or train.max_epochs is not None
+
+
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:
     """Sources that would be gone through more often than train.max_epochs allows."""
     limits = train.max_epochs
@@ -103,8 +108,18 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
         if consumption.padding:
             found.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
                          f"({consumption.padding[number] / max(1, phase.tokens):.2%}), of which nothing is learned")
-    if train.max_epochs is None:
-        found += [f"  {source} is gone through {consumption.epochs(source):.1f} times, and beyond {MANY:g} the same "
-                  f"text helps little; train.max_epochs refuses more than it says"
-                  for source in consumption.available if consumption.epochs(source) > MANY]
     return found
+
+
+def many_epochs(train: TrainConfig, consumption: Consumption) -> dict[str, float]:
+    """Epochs of each source that is repeated more than `MANY` times without a limit of its own."""
+    limits = train.max_epochs if isinstance(train.max_epochs, dict) else \
+        dict.fromkeys(consumption.available, train.max_epochs)
+    return {source: epochs for source in consumption.available
+            if (epochs := consumption.epochs(source)) > MANY and limits.get(source) is None}
+
+
+def repetition(source: str, epochs: float) -> str:
+    """A warning for a source of `many_epochs`."""
+    return (f"warning: {source}: {epochs:.1f} epochs. Beyond {MANY:g} epochs the same text helps little. Add text, or "
+            f"train on fewer tokens. train.max_epochs sets another limit.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
+from drover.pipeline.data.sampling.consumption import MANY
 from drover.pipeline.reporting.document import NONE, Notice, Tile, filled
 from drover.pipeline.reporting.facts import Facts, shareable
 
@@ -66,6 +67,9 @@ def notices(facts: Facts) -> Iterator[Notice]:
     if facts.changed_code:
         yield Notice("warning", "The code has changed since these stages ran; --force rebuilds them:",
                      [f"{stage}: {', '.join(files)}" for stage, files in facts.changed_code.items()])
+    if many := {source: epochs for source, epochs in facts.counts("train").get("epochs", {}).items() if epochs > MANY}:
+        yield Notice("warning", f"Text was repeated more than {MANY:g} times, beyond which it helps little:",
+                     [f"{source}: {epochs:.1f} epochs" for source, epochs in many.items()])
     commits = {manifest.git["commit"] for manifest in manifests if manifest.git.get("commit")}
     spikes, counts = len(facts.events_of("spike")), facts.counts("train")
     known = {**counts, "marks_as_spaces": facts.tokenizer.get("marks_as_spaces"), "spikes": spikes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,14 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, all_problems, listed
-from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned_by
+from drover.pipeline.data.sampling.consumption import (
+    excesses,
+    many_epochs,
+    plan_lines,
+    planned_by,
+    repetition,
+    says_consumption,
+)
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.sampling.packing import Planner, read
 from drover.pipeline.data.shard_table import Opener, ShardTable, files_in, open_shards, size_problems
@@ -45,16 +53,20 @@ def open_training_data(work: Work, table: ShardTable, opener: Opener | None = No
                         work.config.seed, table.content("train"), manifest.counts.get("vocab_size"), packing)
 
 
-def refuse_beyond(train: TrainConfig, data: TrainingData, say: Say) -> None:
-    """Log what the plan will consume, if there are phases or a mixture; UserError if that is more than
-    train.max_epochs allows."""
-    if not train.phases and train.mixture is None and train.max_epochs is None:
-        return
+def refuse_beyond(train: TrainConfig, data: TrainingData, say: Say) -> dict[str, float]:
+    """Log what the plan will consume, if there are phases, a mixture or a limit, and warn of sources that it repeats
+    many times. Returns the epochs of these.
+
+    Raises:
+        UserError: that is more than train.max_epochs allows.
+    """
     found = planned_by(data.order)
-    for text in plan_lines(train, found):
+    many = many_epochs(train, found)
+    for text in [*(plan_lines(train, found) if says_consumption(train) else ()), *starmap(repetition, many.items())]:
         say(text)
     if beyond := excesses(train, found):
         raise UserError(listed(beyond))
+    return many
 
 
 def refuse_cut_shards(folder: Path, table: ShardTable, ranks: Ranks) -> None:
