@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -126,11 +127,28 @@ class Channel:
     def _connect(self) -> None:
         if self.store is None:
             import torch.distributed as dist
+            address, port, serves = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank == 0
             store = dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.world, timeout=CONNECT,
-                is_master=self.rank == 0 and not self._agent, wait_for_workers=False, multi_tenant=not self._agent)
+                address, port, self.world, timeout=CONNECT, is_master=serves and not self._agent,
+                wait_for_workers=False, multi_tenant=not self._agent,
+                master_listen_fd=_bound(address, port) if serves and not self._agent and is_local(address) else None)
             # An agent's store stays when it restarts its ranks: the prefix hides messages of the attempt before.
             self.store = dist.PrefixStore(f"drover/attempt{self._attempt}", store)
+
+
+def is_local(address: str) -> bool:
+    """Whether an address where ranks meet is of the loopback interface on every machine: then all ranks are on one
+    machine. A host's name may mean that on the host itself, and a network elsewhere."""
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _bound(address: str, port: int) -> int:
+    """A socket for torch's store, which by itself would listen on every network of the machine."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the launcher, which holds the port
+        listening.bind(place)
+        return listening.detach()
 
 
 class ReceivedRun(Run):
