@@ -162,11 +162,12 @@ def measure_tasks(work: Work, ranks: Ranks, kept: Kept, opened: OpenedModel) -> 
     if not tasks:
         return {}
     from drover.pipeline.evaluation.harness import HarnessModel
+    from drover.pipeline.evaluation.prompts import eos_ids
     from drover.pipeline.evaluation.running import measure_task
 
     settings, results, failed, log = work.config.evaluate, {}, [], work.folder / "lm_eval.log"
     harness = HarnessModel(opened.placed, opened.tokenizer, batch=settings.batch, length=window_length(work, opened),
-                           ranks=ranks)
+                           ranks=ranks, ends=eos_ids(opened))
     decide = _deciding(work, "tokenizer convert", "sequence_length dtype task_limit bootstrap_iters")
     for task in tasks:
         files = {name: digest for name, digest in work.fingerprint["files"].items()
@@ -200,7 +201,7 @@ def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) 
 def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict[str, Any]]:
     """The model's continuation of each prompt. Each rank continues a share of the prompts."""
     from drover.model.generate import generate
-    from drover.pipeline.evaluation.prompts import prompt_ids
+    from drover.pipeline.evaluation.prompts import eos_ids, prompt_ids
 
     settings, context = work.config.evaluate, opened.config.context_length
     asked = [prompt_ids(opened, prompt) for prompt in settings.prompts]
@@ -213,7 +214,7 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict
         for number in range(ranks.rank, len(asked), ranks.world):
             room = min(settings.prompt_tokens, context - len(asked[number]))
             new, = generate(opened.model, [asked[number]], room, temperature=settings.temperature, top_p=settings.top_p,
-                            seed=number, stop_ids={opened.tokenizer.eos_id})
+                            seed=number, stop_ids=eos_ids(opened))
             written[number] = {"prompt": settings.prompts[number], "text": opened.tokenizer.decode(new),
                                "tokens": len(new), "ended": len(new) < room}
     return [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]

@@ -117,6 +117,7 @@ def compare(candidates: Sequence[Candidate], conditions: Conditions, options: ar
             ranks: Any) -> Record:
     """Every model's rows and the pairs' differences, ready for JSON; all ranks call it together."""
     from drover.pipeline.evaluation.kept import Kept
+    from drover.pipeline.evaluation.results import doubts
 
     options.to.mkdir(parents=True, exist_ok=True)
     code = [*sorted((REPOSITORY / "pipeline/evaluation").glob("*.py")), *sorted((REPOSITORY / "model").rglob("*.py"))]
@@ -128,7 +129,8 @@ def compare(candidates: Sequence[Candidate], conditions: Conditions, options: ar
     return {"format": FORMAT, "models": {candidate.name: str(candidate.path) for candidate in candidates},
             "dtype": options.dtype, "window": options.length, "limit": options.limit,
             "scores": [row for candidate in candidates for row in rows(candidate, found[candidate.name])],
-            "differences": differences(pairs, found), "notes": NOTES}
+            "differences": differences(pairs, found),
+            "notes": [*NOTES, *(f"{name}: {doubt}." for name, parts in found.items() for doubt in doubts(parts))]}
 
 
 def _write(folder: Path, results: Record, over_tokens: bool) -> None:
@@ -136,12 +138,12 @@ def _write(folder: Path, results: Record, over_tokens: bool) -> None:
     write_json(folder / "comparison.json", results)
     text = ["# Comparison", "", *markdown(scores), ""]
     text += ["## Paired differences", "", *markdown(paired), ""] if paired[1:] else []
-    write_text(folder / "comparison.md", "\n".join([*text, *NOTES, ""]))
+    write_text(folder / "comparison.md", "\n".join([*text, *results["notes"], ""]))
     if over_tokens:
         for name, svg in plots(results["scores"]).items():
             write_text(folder / f"{name}.svg", svg)
     print("\n".join([*aligned(scores), *(["", *aligned(paired)] if paired[1:] else []), "",
-                     str(folder / "comparison.md")]))
+                     *results["notes"][len(NOTES):], str(folder / "comparison.md")]))
 
 
 def _table(columns: dict[str, str], rows: list[Record]) -> list[list[str]]:
@@ -157,7 +159,7 @@ def plots(scores: list[Record]) -> dict[str, str]:
     found = {}
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in scores):
         points = sorted((row for row in scores if (row["task"], row["metric"]) == (task, metric)
-                         and row["tokens"] is not None), key=lambda row: row["tokens"])
+                         and None not in (row["tokens"], row["value"])), key=lambda row: row["tokens"])
         if not points:
             continue
         name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{task}.{metric}")

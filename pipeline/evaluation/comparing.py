@@ -65,11 +65,12 @@ def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ra
 
         from drover.pipeline.evaluation.harness import HarnessModel
         from drover.pipeline.evaluation.open_model import open_model
+        from drover.pipeline.evaluation.prompts import eos_ids
 
         opened = open_model(candidate.path, ranks.device, getattr(torch, settings.dtype), ranks=ranks)
         try:
             return HarnessModel(opened.placed, opened.tokenizer, batch=settings.batch, length=settings.sequence_length,
-                                ranks=ranks)
+                                ranks=ranks, ends=eos_ids(opened))
         except UserError as error:
             raise UserError(f"{candidate.name}: {error}") from None
 

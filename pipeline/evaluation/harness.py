@@ -7,7 +7,7 @@ lets a rank without documents fail while others wait for it forever.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partialmethod
 from typing import Any, TypeVar
 
@@ -51,13 +51,14 @@ class HarnessModel(TemplateLM):
         batch: most sequences in a forward pass.
         length: tokens per forward pass; None: the model's context.
         ranks: share the work, each with the model.
+        ends: ids that end a generated text besides EOS.
 
     Raises:
         UserError: the length is more than the model's context.
     """
 
     def __init__(self, placed: Placed, tokenizer: Tokenizer, *, batch: int, length: int | None = None,
-                 ranks: Ranks = ALONE) -> None:
+                 ranks: Ranks = ALONE, ends: Collection[int] = ()) -> None:
         super().__init__()
         self.placed, self.model, self._tokenizer, self.batch = placed, placed.model, tokenizer, batch
         context = self.model.config.context_length
@@ -65,6 +66,7 @@ class HarnessModel(TemplateLM):
         if self.length > context:
             raise UserError(f"Windows of {length} tokens are more than the model's context of {context}.")
         self.ranks, self.truncated = ranks, 0
+        self._stop_ids = {tokenizer.eos_id, *ends}
         self._device = next(self.model.parameters()).device
 
     @property
@@ -197,7 +199,7 @@ class HarnessModel(TemplateLM):
         drawn = {name: settings[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty")
                  if settings.get(name)}  # other libraries use 0 for none
         return ids, Sampling(
-            max_tokens=new, seed=seed, stop_ids={self.eot_token_id},
+            max_tokens=new, seed=seed, stop_ids=self._stop_ids,
             temperature=float(settings.get("temperature", 1.0)) if settings.get("do_sample", False) else 0.0,
             stop=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop), **drawn)
 

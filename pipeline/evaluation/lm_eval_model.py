@@ -21,6 +21,7 @@ from drover.pipeline.core.command_line import find_model
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import deliverable, open_model, run_of
+from drover.pipeline.evaluation.prompts import eos_ids
 from drover.pipeline.parallel.ranks import ALONE, start_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name
 
@@ -75,7 +76,7 @@ class DroverModel(HarnessModel):
         opened = open_model(weights, where, getattr(torch, chosen), ranks=ranks)
         given = int(str(batch_size)) if str(batch_size).isdigit() else 1
         super().__init__(opened.placed, opened.tokenizer, ranks=ranks, length=max_length or settings.sequence_length,
-                         batch=batch or (given if given > 1 else settings.batch))
+                         batch=batch or (given if given > 1 else settings.batch), ends=eos_ids(opened))
         self.path = opened.path
 
 

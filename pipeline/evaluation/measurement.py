@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from drover.pipeline.evaluation.paired import exp
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -27,4 +29,4 @@ class Measurement:
     @property
     def perplexity(self) -> float:
         """exp of the mean nats per target token; inf if that exceeds a float."""
-        return math.exp(self.loss) if not self.loss > 709 else math.inf
+        return exp(self.loss)

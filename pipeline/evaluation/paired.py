@@ -50,7 +50,7 @@ class Difference:
     Attributes:
         items: how many.
         difference: D; nan for no items.
-        stderr: of D; None for fewer than two items.
+        stderr: of D; None for fewer than two items or if it exceeds a float.
         higher, lower: items on which the second has the higher, or the lower, value; for f1, items that it alone
             classifies correctly, or wrongly.
         p_sign: of the exact sign test.
@@ -67,7 +67,8 @@ class Difference:
 
 
 def scored(items: Sequence[Item], form: Form = "ratio") -> dict[str, float | None]:
-    """S as `value`, nan for no items, and its standard error as `stderr`, None for fewer than two items."""
+    """S as `value`, nan for no items, inf if it exceeds a float, and its standard error as `stderr`, None for fewer
+    than two items or if that exceeds a float."""
     value, moves = _moves([item for item in items if item is not None], form)
     return {"value": value, "stderr": _stderr(value, moves)}
 
@@ -84,6 +85,11 @@ def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "rati
     higher, lower = sum(value > 0 for value in apart), sum(value < 0 for value in apart)
     return Difference(len(both), end - start, stderr, higher, lower, sign_test(higher, lower),
                       _p_normal(end - start, stderr))
+
+
+def exp(value: float) -> float:
+    """The exponential function; inf if it exceeds a float."""
+    return math.exp(value) if not value > 709 else math.inf
 
 
 def _own(item: tuple[float, float], form: Form) -> float:
@@ -107,15 +113,18 @@ def _moves(items: Sequence[tuple[float, float]], form: Form) -> tuple[float, lis
     if not total:
         return 0.0 if form == "f1" and items else math.nan, [0.0] * len(items)
     ratio = math.fsum(value for value, _ in items) / total
-    found, slope = (math.exp(ratio), math.exp(ratio)) if form == "perplexity" else (ratio, 1.0)
+    found, slope = (exp(ratio), exp(ratio)) if form == "perplexity" else (ratio, 1.0)
     return found, [slope * (value - ratio * weight) / total for value, weight in items]
 
 
 def _stderr(found: float, moves: Sequence[float]) -> float | None:
     count = len(moves)
-    if count < 2 or math.isnan(found):
+    if count < 2 or not math.isfinite(found):
         return None
-    return math.sqrt(count / (count - 1) * math.fsum(move**2 for move in moves))
+    try:
+        return math.sqrt(count / (count - 1) * math.fsum(move**2 for move in moves))
+    except OverflowError:  # of a perplexity near the largest float
+        return None
 
 
 def _p_normal(found: float, stderr: float | None) -> float | None:

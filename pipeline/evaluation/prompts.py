@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.evaluation.open_model import OpenedModel, run_of
-from drover.pipeline.records.generation_settings import read_settings, settings_file
+from drover.pipeline.records.generation_settings import stated_settings
 
 if TYPE_CHECKING:
     from drover.pipeline.tokenization.base import Tokenizer
@@ -29,13 +29,18 @@ def readable_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     return lambda token: tokenizer.token_bytes(token) if token < tokenizer.size else b""
 
 
-def ending_ids(opened: OpenedModel) -> frozenset[int]:
-    """Ids that end a generated text: EOS, those in the model's generation_config.json, and the end of a turn if the
-    tokenizer has one. UserError for a file that cannot be read."""
-    said = read_settings(settings_file(opened.path)).get("eos_token_id")
+def eos_ids(opened: OpenedModel) -> frozenset[int]:
+    """EOS, and further ids that end a text by the model's generation_config.json, or without them there by its
+    config.json. UserError for a file that cannot be read."""
+    said = stated_settings(opened.path).get("eos_token_id")
     named = said if isinstance(said, list) else [said]
+    return frozenset(token for token in (opened.tokenizer.eos_id, *named) if isinstance(token, int))
+
+
+def ending_ids(opened: OpenedModel) -> frozenset[int]:
+    """`eos_ids`, and the end of a turn if the tokenizer has one: a conversation goes on there."""
     turn = opened.tokenizer.special_tokens.get(END_OF_TURN)
-    return frozenset(token for token in (opened.tokenizer.eos_id, turn, *named) if isinstance(token, int))
+    return eos_ids(opened) | ({turn} if turn is not None else set())
 
 
 class ChatTemplate:

@@ -114,6 +114,8 @@ def doubts(tasks: Record) -> Iterator[str]:
         if count := task.get("items_without_right_choice"):
             yield (f"{name}: {count:,} items have a target that is not among their choices; lm-evaluation-harness "
                    f"counts them as wrong")
+        for metric, reason in (task.get("without_value") or {}).items():
+            yield f"{name}: {metric} has no value: {reason.rstrip('.')}"
         if count := task.get("contexts_truncated"):
             yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
         if (count := task.get("contamination", {}).get("too_short", 0)) > task["items"] / 2:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ TALKATIVE = ("lm_eval", "datasets", "evaluate")
 
 def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int,
                  log: Path) -> Record:
-    """Metrics with standard errors, the level of chance, items; `per_item`, see `of_items`: rank 0's, on every rank.
+    """Metrics with standard errors, the level of chance, items; `per_item`, see `of_items`; `without_value`, why
+    metrics have none: rank 0's, on every rank.
 
     Args:
         model: deals its requests out to the ranks; every rank measures the same tasks in the same order.
@@ -62,15 +64,18 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
             task = _load(task_file, Path(folder))
         except Exception as error:
             raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
-        found = evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=True, bootstrap_iters=bootstrap_iters)
-        metrics, single = _metrics(found["results"][name]), of_items(task, found["samples"][name])
+        with _apart(task) as failed:
+            found = evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=True,
+                             bootstrap_iters=bootstrap_iters)
+        metrics, single = _metrics(found["results"][name], failed), of_items(task, found["samples"][name])
     if bootstrap_iters:
         for metric, stderr in errors_of_texts(single["per_item"]).items():
-            metrics[metric]["stderr"] = stderr
+            if metrics[metric]["value"] is not None:
+                metrics[metric]["stderr"] = stderr
     items = found["n-samples"][name]
     return {"metrics": metrics, "items": items["effective"], "items_in_file": items["original"],
             "few_shot": found["n-shot"][name], "kind": task.OUTPUT_TYPE, "version": str(found["versions"][name]),
-            "contexts_truncated": model.truncated - truncated, **single}
+            "contexts_truncated": model.truncated - truncated, "without_value": failed, **single}
 
 
 def _load(task_file: TaskFile, folder: Path) -> Any:
@@ -119,13 +124,64 @@ def _reason(error: Exception) -> str:
     return f"{': '.join([type(error).__name__, *lines[:1]]).rstrip('.')}."
 
 
-def _metrics(results: Record) -> dict[str, Record]:
-    """Each metric's value and standard error, from the harness's `metric,filter` and `metric_stderr,filter`."""
-    found = {}
+class _Guarded:
+    """A metric's function, which gives NaN where it fails. `failed` gets the reason, by the metric's name.
+
+    It equals the function that it guards, by which the harness finds how to compute the standard error; once it has
+    failed it equals nothing, and there is none.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, failed: dict[str, str]) -> None:
+        self.function, self.name, self.failed = function, name, failed
+        self.__name__ = getattr(function, "__name__", name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        try:
+            return self.function(*given, **named)
+        except Exception as error:  # a task's own code may raise anything
+            if named and isinstance(error, TypeError):
+                raise  # the harness calls it again without names
+            if self.name not in self.failed:
+                traceback.print_exc()  # into the log
+                self.failed[self.name] = _reason(error)
+            return math.nan
+
+    def __eq__(self, other: object) -> bool:
+        return self.name not in self.failed and self.function == other
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+@contextmanager
+def _apart(task: Any) -> Iterator[dict[str, str]]:
+    """While the harness measures a task, a metric that fails does not end the task. Gives the reasons, by metric."""
+    failed: dict[str, str] = {}
+    def guarded(functions: dict[str, Any]) -> dict[str, Any]:
+        return {name: _Guarded(function, name, failed) for name, function in functions.items()}
+
+    own, of_texts = task.aggregation, task._metric_fn_list
+    task.aggregation, task._metric_fn_list = lambda: guarded(own()), guarded(of_texts)
+    try:
+        yield failed
+    finally:
+        task.aggregation, task._metric_fn_list = own, of_texts
+
+
+def _metrics(results: Record, failed: dict[str, str]) -> dict[str, Record]:
+    """Each metric's value and standard error, from the harness's `metric,filter` and `metric_stderr,filter`. Those of
+    metrics that failed are None, and those that are no numbers; `failed` gets the latter, too."""
+    found: dict[str, Record] = {}
+    raised = {*failed}
     for key, value in results.items():
         metric, comma, filter_name = key.partition(",")
         if comma and not metric.endswith("_stderr"):
             error = results.get(f"{metric}_stderr,{filter_name}")
-            found[metric if filter_name == "none" else f"{metric} ({filter_name})"] = {
-                "value": float(value), "stderr": float(error) if isinstance(error, (int, float)) else None}
+            shown = metric if filter_name == "none" else f"{metric} ({filter_name})"
+            if metric not in raised and not math.isfinite(value):
+                failed[shown] = f"it is {value}."
+            known = not {metric, shown} & failed.keys()
+            found[shown] = {
+                "value": float(value) if known else None,
+                "stderr": float(error) if known and isinstance(error, (int, float)) and math.isfinite(error) else None}
     return found

@@ -29,6 +29,13 @@ def read_settings(file: Path) -> Record:
     return read_record(file, Record, FIX) or {}
 
 
+def stated_settings(folder: Path) -> Record:
+    """The settings of the weights in a folder, with the special ids that only its config.json has. UserError for a file
+    that is no JSON object."""
+    ids = read_record(folder / HUGGING_FACE, Record, FIX) or {}
+    return {name: ids[name] for name in IDS if ids.get(name) is not None} | read_settings(settings_file(folder))
+
+
 def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: int) -> None:
     """Copy the settings of the initial weights into the train folder; without initial weights, remove old ones.
 
@@ -39,9 +46,7 @@ def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: in
     if path is None:
         (train_folder / FILE).unlink(missing_ok=True)
         return
-    folder = weights_folder(path)
-    ids = read_record(folder / HUGGING_FACE, Record, FIX) or {}
-    found = {name: ids[name] for name in IDS if ids.get(name) is not None} | read_settings(settings_file(folder))
+    found = stated_settings(weights_folder(path))
     said = found.get("eos_token_id")
     ends = said if isinstance(said, list) else [] if said is None else [said]
     if eos_id not in ends:

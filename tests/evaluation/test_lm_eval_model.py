@@ -1,6 +1,7 @@
 """`--model drover`: the harness's figures of our model are those of transformers on the export, to the last digit."""
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from lm_eval.tasks import TaskManager
 
 import drover.pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.lm_eval_model import DroverModel
 from drover.pipeline.evaluation.tasks import find_tasks, write_absolute
 from drover.pipeline.tokenization.simple import ByteTokenizer
@@ -120,6 +122,22 @@ def test_texts_do_not_depend_on_the_batch(home):
     found = [DroverModel(run=str(home / "run"), batch=batch, device="cpu").generate_until(asked) for batch in (1, 2, 5)]
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 1
     assert handle_stop_sequences(None, eos=None) == [], "no stopping text is no stopping text"
+
+
+@pytest.mark.parametrize("where", [("generation_config.json",), ("config.json",), ("config.json", "nothing")])
+def test_a_text_ends_at_every_id_that_the_model_names(home, tmp_path, where):
+    """In generation_config.json, or in config.json, with or without other generation settings."""
+    folder = shutil.copytree(home / "hf", tmp_path / "hf")
+    asked = [SimpleNamespace(args=("import", {"max_gen_toks": 24, "until": []}))]
+    whole, = DroverModel(run=str(folder), device="cpu").generate_until(asked)
+    end = next(character for character in whole[2:] if character.isascii())
+    if where != ("generation_config.json",):
+        (folder / "generation_config.json").unlink()
+    if where[1:]:
+        write_json(folder / "generation_config.json", {"temperature": 0.6})
+    path = folder / where[0]
+    write_json(path, {**read_json(path), "eos_token_id": [TOKENIZER.eos_id, *TOKENIZER.encode(end)]})
+    assert DroverModel(run=str(folder), device="cpu").generate_until(asked) == [whole.partition(end)[0]]
 
 
 def test_the_command_line_is_lm_evals_own(home, monkeypatch, capsys):

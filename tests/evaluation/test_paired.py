@@ -28,6 +28,14 @@ def test_means_have_the_paired_t_tests_statistic():
         {"value": sum(first) / 50, "stderr": stats.sem(first)})
 
 
+@pytest.mark.parametrize(("nats", "value"), [(2000.0, math.inf), (705.0, pytest.approx(math.exp(705.0)))])
+def test_a_perplexity_near_the_largest_float_and_beyond_it_has_no_error(nats, value):
+    items = [(nats, 1.0), (nats + 1, 1.0), (nats - 1, 1.0)]
+    assert scored(items, "perplexity") == {"value": value, "stderr": None}
+    found = difference([(1.0, 1.0)] * 3, items, "perplexity")
+    assert (found.difference, found.stderr, found.p_normal, found.higher) == (value, None, None, 3)
+
+
 def redrawn(first, second, value):
     """Standard deviation of value(second) - value(first) over 4,000 draws of the same items for both."""
     chance = random.Random(4)

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -18,6 +20,7 @@ from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.items import right_choices
 from drover.pipeline.evaluation.paired import scored
 from drover.pipeline.evaluation.placing import Placed
+from drover.pipeline.evaluation.results import doubts
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks
 from tests.data.source_files import write_jsonl
@@ -74,6 +77,31 @@ doc_to_target: word
 metric_list: [{metric: perplexity}, {metric: acc}]
 """},
 }
+OWN_METRICS = """
+def refuses(predictions, references):
+    raise ValueError("no number here")
+
+def raises(items):
+    raise OverflowError("too large")
+
+def endless(items):
+    return float("inf")
+"""
+WRITES = """
+task: writes
+dataset_path: json
+dataset_kwargs: {data_files: {test: last_word.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: text
+doc_to_target: "{{[word, text]}}"
+generation_kwargs: {until: ["."], max_gen_toks: 2}
+metric_list:
+- {metric: exact_match}
+- {metric: !function own.refuses , aggregation: mean, higher_is_better: true}
+- {metric: chrf, aggregation: !function own.raises , higher_is_better: true}
+- {metric: bleu, aggregation: !function own.endless , higher_is_better: true}
+"""
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -176,6 +204,39 @@ def test_a_task_that_fails_is_named_in_a_sentence_and_the_log_has_the_rest(model
     said = r"^The task named \(.*named.yaml\) failed: TypeError: no number\.$"
     refused(UserError, said, ours, model, folder, "named", log=tmp_path / "lm_eval.log")
     assert "Traceback" in (tmp_path / "lm_eval.log").read_text() and capfd.readouterr() == ("", "")
+
+
+class Sure(torch.nn.Module):
+    """A model that is very sure, and so finds some text less likely than any float."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, tokens):
+        return 1e5 * self.model(tokens)
+
+
+def test_a_metric_without_a_value_is_named_and_leaves_the_others(model, folder):
+    """A perplexity beyond the floats, with the bootstrap of its error."""
+    found = ours(Sure(model), folder, "last_word")["last_word"]
+    assert found["metrics"]["perplexity"] == {"value": None, "stderr": None}
+    assert found["metrics"]["acc"] == {"value": 0.0, "stderr": 0.0} and found["answer_bits_per_byte"] > 1000
+    assert [*doubts({"last_word": found})] == [
+        "last_word: perplexity has no value: OverflowError: math range error"]
+
+
+def test_so_is_one_of_a_tasks_own_code(model, folder, tmp_path):
+    """That fails on each text, or on all of them, or gives no number."""
+    shutil.copy(folder / "last_word.jsonl", tmp_path)
+    (tmp_path / "own.py").write_text(OWN_METRICS)
+    (tmp_path / "writes.yaml").write_text(WRITES)
+    found = ours(model, tmp_path, "writes", log=tmp_path / "log")["writes"]
+    assert {name: entry["value"] for name, entry in found["metrics"].items()} == {
+        "exact_match": 0.0, "refuses": None, "chrf": None, "bleu": None}
+    assert found["without_value"] == {
+        "refuses": "ValueError: no number here.", "chrf": "OverflowError: too large.", "bleu": "it is inf."}
+    assert (tmp_path / "log").read_text().count("Traceback") == 2
 
 
 def test_an_answer_beyond_the_model_is_named_with_its_task(folder):
