@@ -18,7 +18,7 @@ from typing import Any
 from drover.model.attention import BACKENDS
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, batch_problems
-from drover.pipeline.config.data import UINT16_IDS
+from drover.pipeline.config.data import LEAST_COVERAGE, UINT16_IDS
 from drover.pipeline.config.mixture import mixture_problems
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
@@ -200,6 +200,11 @@ def _rules(config: Config) -> Rules:
            f"<tokenizer.vocab_size> is not a multiple of 128; nearest: {nearest}.")
     yield (trained and tokenizer.vocab_size < 640,
            "<tokenizer.vocab_size> leaves no room: 256 special ids and 256 bytes come first; take at least 640.")
+    yield (trained and tokenizer.vocab_size >= 2**31,
+           "<tokenizer.vocab_size> is more than any trainer counts to; 32768 to 262144 are usual.")
+    yield (trained and kind == "sentencepiece" and tokenizer.character_coverage < LEAST_COVERAGE,
+           f"<tokenizer.character_coverage> is less than sentencepiece takes; set it to {LEAST_COVERAGE} or more, "
+           f"or take tokenizer.kind=bpe, which spells rare characters in bytes.")
     yield (config.encode.dtype == "uint16" and known > UINT16_IDS,
            f"<encode.dtype> holds ids up to {UINT16_IDS - 1}, but the vocabulary of the tokenizer has {known}; take "
            f"uint32 or auto.")

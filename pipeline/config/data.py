@@ -181,7 +181,7 @@ class TokenizerConfig(Section):
     and `character_coverage`."""
     character_coverage: float = Field(0.9999, gt=0, le=1)
     """For sentencepiece: share of the corpus's characters that get a token of their own. The rest are spelled in bytes
-    (byte fallback)."""
+    (byte fallback). At least 0.98."""
     train_mb: PositiveFloat = 2000.0
     """Most text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times the memory of the
     text that it trains on. If the corpus is over four times `train_mb`, only some shards are read. They are chosen by
@@ -196,6 +196,8 @@ class TokenizerConfig(Section):
     hashes."""
 
 
+LEAST_COVERAGE = 0.98
+"""The lowest `character_coverage` with which sentencepiece trains."""
 UINT16_IDS = 65536
 """So many ids a token of two bytes can be."""
 

@@ -38,7 +38,7 @@ def eos_ids(opened: OpenedModel) -> frozenset[int]:
 
 
 def ending_ids(opened: OpenedModel) -> frozenset[int]:
-    """`eos_ids`, and the end of a turn if the tokenizer has one: a conversation goes on there."""
+    """`eos_ids`, and the end of a turn if the tokenizer has one."""
     turn = opened.tokenizer.special_tokens.get(END_OF_TURN)
     return eos_ids(opened) | ({turn} if turn is not None else set())
 

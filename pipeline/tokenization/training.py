@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drover.pipeline.config.data import LEAST_COVERAGE
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file
-from drover.pipeline.tokenization.base import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS
+from drover.pipeline.tokenization.base import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS, padded
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -162,13 +163,15 @@ def too_large(settings: TokenizerConfig, ids: int) -> UserError:
 
 def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:
     """The trainer's error as a UserError; the error itself if the user cannot fix it."""
-    message = str(error)
+    message, covered = str(error), settings.character_coverage
     if found := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
         return too_large(settings, int(found[1]))
     if found := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message):
+        lower = f" or lower the second ({LEAST_COVERAGE} is the least)" if covered > LEAST_COVERAGE else ""
         return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too small: {found[2]} ids are needed for the "
                          f"special ids, the bytes and every character of the text up to tokenizer.character_coverage "
-                         f"{settings.character_coverage}. Raise the first or lower the second.")
+                         f"{covered}. Raise the first to {padded(int(found[2]))} or more{lower}, or take "
+                         f"tokenizer.kind=bpe, which spells rare characters in bytes.")
     if "!sentences_.empty()" in message:
         return UserError(f"There is no text to train the vocabulary on: tokenizer.train_mb is {settings.train_mb}, "
                          f"and the sample that it allows is empty. Raise it, or look at the shard stage's sources.")

@@ -128,6 +128,10 @@ train.log_to=tensorboard -> 'train.log_to' is 'tensorboard' (str)
 runs_dir=s3://bucket/runs -> runs_dir: s3://bucket/runs is an address (s3://), but files are read and written by path \
 on this machine, mounted file systems included. Give a path here, or mount
 reuse=gs://bucket/runs/demo -> reuse: gs://bucket/runs/demo is an address (gs://)
+tokenizer={kind: sentencepiece, character_coverage: 0.9} -> tokenizer.character_coverage 0.9 is less than sentencepiece
+tokenizer={kind: sentencepiece, algorithm: unigram, character_coverage: 0.979} -> set it to 0.98 or more
+tokenizer={kind: sentencepiece, vocab_size: 2147483648} -> tokenizer.vocab_size 2147483648 is more than any trainer
+tokenizer={kind: bpe, vocab_size: 4294967296} -> is more than any trainer counts to
 tokenizer.path=s3://b/t.model -> Copy it here first (aws s3 sync ...) or mount it
 tokenizer.path=https://x.org/t.model -> tokenizer.path: https://x.org/t.model is an address
 tokenizer.path=file:///data/t.model -> without file://
