@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from drover.pipeline.data.planning.passes import Decided
 
 REJECTED = "rejected.jsonl"
+MANY_PAGES = 0.01
+"""If more than this share of a source's documents begins as HTML, a warning says so."""
 
 
 def shard(work: Work) -> None:
@@ -128,7 +130,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
     for number, source in enumerate(config.sources):
         units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
         records = [read[unit] for unit in units]
-        sums = {name: sum(record[name] for record in records) for name in ("read", "empty", "rejected")}
+        sums = {name: sum(record.get(name, 0) for record in records) for name in ("read", "empty", "rejected", "html")}
         fields = {name: {"in": count, "of": sums["read"] - sums["rejected"]}
                   for name, count in total(record["fields"] for record in records).items()}
         cards[source.name] = {**source_card(records, config.dropped_examples), **({"fields": fields} if fields else {})}
@@ -142,6 +144,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
                         "empty": sums["empty"], **{name: own["documents"] for name, own in passed.items()}},
             **({"filters": passed} if passed else {}),
             "rejected": sums["rejected"],
+            **({"documents_that_are_html": sums["html"]} if sums["html"] else {}),
             "text_bytes": {split: pieces.total("text_bytes") for split, pieces in kept.items()},
             "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
             "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
@@ -216,11 +219,16 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
 
 
 def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
+    settings = {source.name: source for source in work.config.shard.sources}
     for source, own in counts["sources"].items():
         for split in SPLITS:
             if not own[split]:
                 work.say(f"warning: source {source} has no {split} document ({own['train']} train, {own['validation']} "
                          f"validation); shard.validation_share is {work.config.shard.validation_share:g}")
+        pages = own.get("documents_that_are_html", 0)
+        if pages > MANY_PAGES * own["documents_in"] and getattr(settings[source], "html", "refuse") != "keep":
+            work.say(f"warning: source {source}: {pages:,} of {own['documents_in']:,} documents begin as HTML pages, "
+                     f"so the model learns their markup; take their text out first, or set the source's html: keep")
         for field, found in counts["cards"][source].get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {found['in']:,} of {found['of']:,} documents")
     if counts["rejected"]:

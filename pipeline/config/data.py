@@ -50,6 +50,9 @@ class FilesSource(Section):
     `file:7`; in a file that is read in parts the offset, as `file@1234`."""
     meta_fields: list[str] = []
     """Fields or columns to keep as the document's `meta`."""
+    html: Literal["refuse", "keep"] = added("refuse")
+    """What is done with HTML pages among text files. `refuse`: files named .html, .htm or .xhtml stop the stage, and
+    other files that begin as a page are rejected. `keep`: the model learns the markup, too."""
 
 
 class HubSource(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 import zlib
 
 from drover.pipeline.data.streams import COMPRESSIONS, Input, unpacked
@@ -31,38 +32,45 @@ _SIGNATURES = (
     (b"\x89PNG", "PNG", "a PNG file; leave it out"), (b"\xff\xd8\xff", "JPEG", "a JPEG file; leave it out"),
     (b"\x7fELF", "ELF", "an ELF file; leave it out"))
 """First bytes of files that are not text, the name of their format, and what a user reads about it."""
+PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*+(?>(<\?xml[^>]*>|<!--.*?-->)\s*)*+<(!doctype\s+html|html[\s>])", re.I | re.S)
+"""How an HTML page begins."""
 _FORMATS = {"parquet": "Parquet", "arrow": "Arrow"}
 FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
 
 
-def mistaken(file: Input, kind: str) -> str | None:
+def mistaken(file: Input, kind: str, html: str = "refuse") -> str | None:
     """What a file is instead of the format `kind` (and the compression) that it is to be read as, and what to do about
-    it; None where nothing speaks against it. A file that cannot be opened is left to its reader."""
+    it; None where nothing speaks against it. A file that cannot be opened is left to its reader. html: `keep` lets a
+    page be text."""
     ending = file.path.suffix
     try:
         with file.raw(0, 0) as raw:
             head = raw.read(HEAD) or b""
         compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
-            return _instead_of(kind, head)
+            return _instead_of(kind, head, html)
         what, advice = _signature(head)
         if head and compression != ("zstd" if head[1:4] == SKIPPABLE else what):
             return f"its name ends in {ending}, but it is {advice or f'no {compression} data; rename it'}"
         with unpacked(file.raw(0, 0), compression) as stream:
-            return _instead_of(kind, stream.read(HEAD) or b"")
+            return _instead_of(kind, stream.read(HEAD) or b"", html)
     except (OSError, EOFError, zlib.error):
         return None
 
 
-def _instead_of(kind: str, head: bytes) -> str | None:
+def _instead_of(kind: str, head: bytes, html: str) -> str | None:
     wanted, (what, advice) = _FORMATS.get(kind), _signature(head)
     if what:
         return None if what == wanted else f"it is {advice}"
     if wanted is not None:
         return None  # its own reader knows
-    if kind != "txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
-        return "it is an HTML page, as a server sends in place of a file that cannot be had; fetch the file again"
+    if PAGE.match(head):
+        if kind != "txt":
+            return "it is an HTML page, as a server sends in place of a file that cannot be had; fetch the file again"
+        if html != "keep":
+            return ("it is an HTML page, of which the model would learn the markup; take its text out of it first, or "
+                    "set the source's `html: keep`")
     return _no_text(head)
 
 

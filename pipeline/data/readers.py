@@ -42,7 +42,8 @@ LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
 
-TEXT = ("md", "rst", "tex", "py", "html")
+HTML = ("html", "htm", "xhtml")
+TEXT = ("md", "rst", "tex", "py", *HTML)
 """Endings that mean txt too."""
 
 
@@ -50,9 +51,19 @@ def file_format(path: PurePath, asked: str = "auto") -> str | None:
     """The format to read `path` as, by its ending unless asked for another; None if the ending says nothing."""
     if asked != "auto":
         return asked
-    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    ending = inner.suffix.lower().lstrip(".")
+    ending = _ending(path)
     return ending if ending in FORMATS else "txt" if ending in TEXT else None
+
+
+def is_page(path: PurePath, asked: str = "auto") -> bool:
+    """Whether a file would be read as text and is HTML by its name."""
+    return file_format(path, asked) == "txt" and _ending(path) in HTML
+
+
+def _ending(path: PurePath) -> str:
+    """The ending of a file's name, before that of its compression, in small letters and without a dot."""
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    return inner.suffix.lower().lstrip(".")
 
 
 def divisible(path: PurePath, source: FilesSource) -> bool:
@@ -66,7 +77,7 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The records of one file of a `files` source, or of a part of one."""
     kind = file_format(file.path, source.format)
     assert kind is not None, f"{file.path} was let in without a known format"
-    if (instead := mistaken(file, kind)) is not None:
+    if (instead := mistaken(file, kind, source.html)) is not None:
         if file.piece.start == 0:  # said once for all parts
             yield Unreadable(None, instead, lost=True)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ from drover.pipeline.storage.store import Changed, Missing
 STAGING = "staging"
 DROPPED = "dropped"
 """Folder of the documents that filters dropped, a file for each unit, where they are kept."""
+PAGE = re.compile(r"\s*<(!doctype html|html[ >])", re.IGNORECASE)
+"""How a document begins that is an HTML page."""
 HAS_NUL, HAS_U2581 = 1, 2
 INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
                   ("characters", "<u8"), ("flags", "u1")])
@@ -68,7 +71,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Read one unit: its documents as the filters leave them, as JSON, one after another, their index, and what could
     not be read; on request the documents that filters dropped.
 
-    Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
+    Returns the counts `read`, `documents` (staged), `empty`, `rejected`, `lost` (files that break off) and `html`, of
+    documents that begin as a page (PAGE) after the filters; those of
     `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
     whether it was read whole, the first byte, and the digests, see `drover.pipeline.contract.content_hash`), the files
     as `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta
@@ -81,7 +85,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     texts, index, rejections, bands = (staged(folder, name, ending)
                                        for ending in (".documents", ".npy", ".rejected", ".bands"))
     aside = folder / DROPPED / f"{name}.jsonl"
-    rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
+    rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0, "html": 0}
     chain, card = Chain(payload.get("filters", ())), DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     inputs, fields = list[dict[str, Any]](), Counter[str]()
@@ -106,6 +110,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                     kept_aside.write(left.line())
                 continue
             document, member = left
+            counts["html"] += bool(PAGE.match(document.text))
             card.add(document, changed=document is not read and document != read)
             if signer is not None:
                 signer.add(document.text)

@@ -19,7 +19,7 @@ from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
 from drover.pipeline.data.folders import matches, once
 from drover.pipeline.data.hub import folder_files
-from drover.pipeline.data.readers import FORMATS, divisible, file_format
+from drover.pipeline.data.readers import FORMATS, divisible, file_format, is_page
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
 from drover.pipeline.storage.store import is_url
@@ -108,6 +108,11 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
                         f"do not show their format. Set `format`, narrow "
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
+    pages = [path.name for path in files if is_page(_pure(path), source.format)]
+    if pages and source.html == "refuse":
+        problems.append(f"source {source.name}: {len(pages):,} files are HTML pages ({first(sorted(pages))}), of which "
+                        f"the model would learn the markup. Take their text out first (with trafilatura, for example), "
+                        f"leave them out of `paths`, or set `html: keep`.")
     return files, problems
 
 

@@ -34,6 +34,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
     ("a.txt", b"\x01\x02\0\xff" * 9, "binary data, not text"), ("a.jsonl", bytes(100), "binary data, not text"),
     ("a.txt", b"w" * 144 + bytes(16), "binary data, not text"), ("a.txt", b"%PDF-1.7\n%\xe2\xe3", "it is a PDF file"),
     ("a.jsonl", b"\n<!DOCTYPE html><html>", "it is an HTML page, as a server sends"),
+    ("a.txt", b"<html>", "it is an HTML page, of which the model would learn the markup"),
+    ("a.md.gz", gzip.compress(b"\xef\xbb\xbf <?xml version='1.0'?>\n<!-- of a\nserver --><HTML lang=en>"),
+     "`html: keep`"),
     ("a.jsonl", "parquet", "it is a Parquet file; name it .parquet, or set the source's `format: parquet`"),
     ("a.parquet", "arrow", "it is an Arrow file")])
 def test_a_file_is_named_for_what_it_is(tmp_path, name, data, said):
@@ -44,7 +47,7 @@ def test_a_file_is_named_for_what_it_is(tmp_path, name, data, said):
 
 
 @pytest.mark.parametrize(("name", "data", "wanted"), [
-    ("a.txt", b"<html>", ["<html>"]), ("a.txt", b"BZh is a word", ["BZh is a word"]),
+    ("a.txt", b"<htmlx>", ["<htmlx>"]), ("a.txt", b"BZh is a word", ["BZh is a word"]),
     ("a.txt", b"w" * 145 + bytes(16), ["w" * 145 + "\0" * 16]), ("a.txt", bytes(15), ["\0" * 15]),
     ("a.txt", ("x" * 4095 + "ü\0").encode(), ["x" * 4095 + "ü\0"]), ("a.txt", b"", [""]), ("a.txt.gz", b"", [""]),
     ("a.jsonl", b"\xef\xbb\xbf" + LINES, ["one", "two"]), ("a.JSONL.GZ", GZIPPED, ["one", "two"]),
@@ -53,6 +56,14 @@ def test_what_is_right_is_read(tmp_path, name, data, wanted):
     (tmp_path / name).write_bytes(data)
     documents, rejections = read(tmp_path / name)
     assert texts(documents) == wanted and rejections == []
+
+
+@pytest.mark.parametrize("name", ["a.html", "A.HTM", "a.xhtml.gz", "a.txt"])
+def test_pages_are_read_where_they_are_to_be_kept(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"<html>") if name.endswith(".gz") else b"<html>")
+    if name != "a.txt":
+        refused(UserError, rf"1 files are HTML pages \({name}\).*html: keep", read, tmp_path / name)
+    assert texts(read(files_source(tmp_path / name, html="keep"))[0]) == ["<html>"]
 
 
 def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path):

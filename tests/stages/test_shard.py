@@ -102,6 +102,18 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     assert {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp} == {lost, cut}
 
 
+def test_documents_that_are_html_pages_are_counted_and_told(tmp_path, capsys):
+    for name, beginning in (("web", "\n<!DOCTYPE html>"), ("api", "<html lang='en'>"), ("few", "plain ")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{beginning if number < 2 else ''}{name} {number}"}
+                                                 for number in range(40)])
+    sources = [files_source(name, tmp_path / f"{name}.jsonl", html="keep" if name == "api" else "refuse")
+               for name in ("web", "api", "few")]
+    counts = finished(write_config(tmp_path, sources, validation_share=0.1)).counts
+    assert (counts["documents_that_are_html"], counts["sources"]["api"]["documents_that_are_html"]) == (4, 2)
+    told = [line for line in capsys.readouterr().out.splitlines() if "HTML" in line]
+    assert len(told) == 1 and "source web: 2 of 40 documents begin as HTML pages" in told[0]
+
+
 def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, run):
     rows = [b'{"text": "text %d"}' % number for number in range(100)]
     rows[10], rows[50] = b'{"text": "br\xffoken"}', b'{"text": "cut'
