@@ -115,6 +115,7 @@ def _launch(options: argparse.Namespace) -> int:
     from drover.launch.local import find_machine, run_jobs
     from drover.launch.plan import Options, plan
     from drover.pipeline.config.places import make_folder
+    from drover.pipeline.contract.preparation import note_done
     from drover.pipeline.contract.run import Run
     from drover.pipeline.contract.state import STOP
 
@@ -160,6 +161,8 @@ def _launch(options: argparse.Namespace) -> int:
             for job, text in scripts(config, running)]
         print(*shown or ["nothing to do: all asked stages are done"], sep="\n")
         return 0
+    for stage in {job.stage: None for job in jobs if not job.to_run}:
+        note_done(run, stage, locked=False)
     refuse_unusable_stores(config, jobs, environment, here=cluster == "local")
     if not here:
         return submit_chain(run, jobs, request, rehearse=options.rehearse)

@@ -16,12 +16,12 @@ from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.locks import StageLock, await_file_system, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
-from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
+from drover.pipeline.contract.preparation import forced, is_leader, note_done, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work, processes
 from drover.pipeline.contract.stages import STAGES, Stage, before
 from drover.pipeline.contract.start_record import change_start, sound_start
-from drover.pipeline.contract.state import STATE, read_state, write_state
+from drover.pipeline.contract.state import read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import Part, ShareDone
 from drover.pipeline.contract.telling import Channel, Ended
@@ -164,7 +164,7 @@ class StageAttempt:
         with closing(Workers(processes(self.run.config) if with_workers else 1)) as self.workers:
             if self._is_done():
                 report_done(self.run, self.name)  # without a lock: other processes may be reading the stage
-                _note_done(self.run, self.name, locked=False)
+                note_done(self.run, self.name, locked=False)
                 return 0
             make_folder(self.run.folder)
             held = StageLock(self.run.folder, self.name, self.part)
@@ -240,7 +240,7 @@ class StageAttempt:
             work = prepare(run, name, self.options, part)
         held.begun()
         if work is None:
-            _note_done(run, name, locked=True)
+            note_done(run, name, locked=True)
             return 0
         if self.channel is not None:
             self.channel.tell(work)
@@ -332,21 +332,3 @@ def _is_followed(run: Run, name: str) -> bool:
     with suppress(UserError):
         return (run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ) and not run.is_reused(name)
     return False
-
-
-def _note_done(run: Run, name: str, *, locked: bool) -> None:
-    """Complete a finished stage after a kill or a refusal: remove its scratch files and write its final status."""
-    folder, manifest = run.own_folder(name), run.manifest(name)
-    state = read_state(folder)
-    if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or (
-            not manifest.left_scratch(folder) and state is not None and state.status == "done"):
-        return
-    with suppress(UserError, OSError):  # another process may rebuild it now, or it belongs to another user
-        held = None if locked else lock(run.folder, name, shared=True)
-        if read_manifest(folder) is not None:
-            if removed := manifest.remove_scratch(folder):
-                say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
-            for killed in folder.glob(f"{STATE}.*.tmp"):  # of a process killed while it wrote its final status
-                killed.unlink(missing_ok=True)
-            write_state(folder, "done", step=manifest.counts.get("steps"))
-        del held

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.contract.external_inputs import listed_files
+from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import MANIFEST, Drifts, Identity, read_manifest
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import sound_start
-from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE
+from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE, read_state, write_state
 from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UserError
@@ -121,6 +123,24 @@ def report_done(run: Run, name: str) -> None:
     say(name, f"up to date{origin}")
     if changed := run.changed_code(name):
         say(name, f"warning: the code has changed since ({first(changed)}); --force rebuilds it")
+
+
+def note_done(run: Run, name: str, *, locked: bool) -> None:
+    """Complete a finished stage after a kill or a refusal: remove its scratch files and write its final status."""
+    folder, manifest = run.own_folder(name), run.manifest(name)
+    state = read_state(folder)
+    if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or (
+            not manifest.left_scratch(folder) and state is not None and state.status == "done"):
+        return
+    with suppress(UserError, OSError):  # another process may rebuild it now, or it belongs to another user
+        held = None if locked else lock(run.folder, name, shared=True)
+        if read_manifest(folder) is not None:
+            if removed := manifest.remove_scratch(folder):
+                say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
+            for killed in folder.glob(f"{STATE}.*.tmp"):  # of a process killed while it wrote its final status
+                killed.unlink(missing_ok=True)
+            write_state(folder, "done", step=manifest.counts.get("steps"))
+        del held
 
 
 def _refuse_mixing(run: Run, name: str, state: State) -> None:

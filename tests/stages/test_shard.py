@@ -13,12 +13,17 @@ import pytest
 import yaml
 from pyarrow import parquet
 
+from drover.launch import submit
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.contract.state import read_state
+from drover.pipeline.core.files import read_lines, remove
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
+from drover.tools.verify.__main__ import verify
+from drover.tools.verify.inventory import SCRATCH
 from tests.conftest import run_stage
-from tests.cut_off import cut_off_stage
+from tests.cut_off import cut_off, cut_off_stage
 from tests.data.planning.test_near_duplicates import planted
 from tests.data.source_files import write_jsonl
 from tests.dirty_corpus import every_pass, write_dirty
@@ -202,6 +207,36 @@ def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run, monkey
         "shard", corpus, "shard.drop_duplicates=false", expect=2).err
     monkeypatch.setattr("drover.pipeline.core.errors.find_spec", lambda name: None)
     assert "shard.near_duplicates needs the package rensa, which is not installed" in run("shard", corpus, expect=2).err
+
+
+@pytest.mark.parametrize("cleared", [0, 1, 2])
+def test_what_a_kill_leaves_of_a_finished_stage_is_named_and_goes_with_the_next_command(tmp_path, monkeypatch, capsys,
+                                                                                         cleared):
+    """It is killed while it clears: before all, within the staging, or behind it."""
+    def clear(manifest, folder):
+        for path in [*(folder / "staging").iterdir()][:[0, 3, None][cleared]]:
+            remove(path)
+        if cleared == 2:
+            (folder / "staging").rmdir()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    config = corpus_config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "remove_scratch", clear)
+        assert cut_off(lambda: run(config), tmp_path, -1) == -signal.SIGKILL
+    folder = folder_of(config)
+    scratch = [folder / name for name in read_manifest(folder).scratch]
+    left = {str(path) for place in scratch for path in place.rglob("*") if path.is_file()}
+    assert {folder / "staging", folder / "units/read"} < {*scratch} and len(left) > 2
+    found = verify(tmp_path / "runs/a")
+    assert not found.problems and {*found.notes[SCRATCH]} == left
+    command = ["--stage", "shard", "--config", str(config), "--cluster", "local"]
+    assert submit.main([*command, "--dry-run"]) == 0 and all(map(os.path.exists, left))
+    capsys.readouterr()
+    assert submit.main(command) == 0
+    assert "removed what was left behind when it was committed: " in capsys.readouterr().out
+    assert not any(map(os.path.exists, scratch)) and hashes(folder)
+    assert read_state(folder).status == "done" and SCRATCH not in verify(tmp_path / "runs/a").notes
 
 
 @pytest.mark.parametrize("base", [pytest.param(2.0, marks=pytest.mark.slow), pytest.param(1.1, marks=pytest.mark.soak)])

@@ -41,6 +41,7 @@ from drover.tools.verify.checks import (
 ASIDE = "quarantined or not finished: unused, and not read"
 LOGS = "logs and notes: nothing records their content"
 BEGUN = "of a stage that is not finished: nothing records its content yet"
+SCRATCH = "left by a kill after the stage was done: the next start of the stage removes them"
 BEHIND = "listed in a damaged record: not read"
 ELSEWHERE = "separate runs that evaluate checkpoints: verify them with --run"
 OTHERS = "outside of the stages: not part of the run"
@@ -139,8 +140,11 @@ class Inventory(Findings):
         if stage == "train":
             for checkpoint in named_after_steps(folder / CHECKPOINTS):
                 self._checkpoint(checkpoint)
+        left = manifest.left_scratch(folder) if finished and manifest is not None else []
         for path in _files(folder):
-            if path not in self.recorded and path != folder / MANIFEST:
+            if any(scratch in (path, *path.parents) for scratch in left):
+                self.note(SCRATCH, path)
+            elif path not in self.recorded and path != folder / MANIFEST:
                 self._other(stage, path, path.relative_to(folder), BEHIND if damaged else "" if finished else BEGUN)
 
     def _outputs(self, stage: str, folder: Path, manifest: Manifest) -> None:
