@@ -350,7 +350,8 @@ def refuse_wrong_packages(extras: Collection[str]) -> None:
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:
-    """Refuse missing corpus and tokenizer files before the earlier stages have run."""
+    """Refuse missing corpus and tokenizer files, and a tokenizer that cannot be used, before the earlier stages have
+    run."""
     found = []
     for stage in stages:
         try:
@@ -359,10 +360,11 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
             found.append(f"{stage}: {error}")
             continue
         found += [f"{stage}: the input file {path} does not exist." for _, path in files if not path.is_file()]
+        found += [f"{stage}: {problem}" for problem in STAGES[stage].call("problems", config, otherwise=())]
         if stage == "shard":
             found += [f"{stage}: {problem}" for problem in absent_columns(
                 config.shard, [(name, str(path)) for name, path in files])]
-    refuse_all("Inputs of the stages are missing", found)
+    refuse_all("Inputs of the stages are missing or cannot be used", found)
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.core.files import copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.tokenization.base import Tokenizer, loses_marks
@@ -21,6 +22,11 @@ from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refu
 from drover.pipeline.tokenization.choosing import beginnings, beginnings_by_source, training_shards
 from drover.pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
 from drover.pipeline.tokenization.gate import COUNT, verdict
+from drover.pipeline.tokenization.huggingface_tokenizer import (
+    HuggingFaceTokenizer,
+    bos_contradiction,
+    surrounding_problems,
+)
 from drover.pipeline.tokenization.kinds import (
     FILES,
     files_beside,
@@ -99,8 +105,8 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
     payload = {"settings": settings.model_dump(mode="json"), "shards": place(shards, work.folder),
                "records": records, "shares": shares, "of_shards": len(train)}
     [made] = work.do_units("make", [Unit("vocabulary", payload)], make, "vocabulary")
-    for file in made["code"]:
-        work.say(f"{file} names code ({CODE}), which is left out: it is neither run nor exported")
+    for note in made["notes"]:
+        work.say(note)
     if made["sample"]["nul_characters"]:
         work.say(f"{made['sample']['nul_characters']} NUL characters were left out of the training text")
     return made
@@ -113,23 +119,30 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     settings, sample = TokenizerConfig.model_validate(payload["settings"]), Sample()
     path = folder / name if (name := FILES[settings.kind]) else None
     ready = ready_file(settings) if path is not None and settings.path is not None else None
-    bounds = None
+    bounds, notes = None, list[str]()
     if path is not None and ready is not None:
         # Opened at its own place: a file next to a Hugging Face tokenizer names its BOS and EOS.
-        bounds = open_tokenizer(settings.kind, ready).bounds
+        opened = open_tokenizer(settings.kind, ready)
+        bounds = opened.bounds
+        if isinstance(opened, HuggingFaceTokenizer):
+            if problems := surrounding_problems(ready, opened):
+                raise UnusableInputError("\n".join(problems))
+            notes += [note for note in (bos_contradiction(ready, opened),) if note]
         copy_file(ready, path)
     elif path is not None:
         sample.of_shards = payload["of_shards"]
         _train(settings, placed(folder, payload["shards"]), payload["records"], payload["shares"], path, sample)
     tokenizer = open_tokenizer(settings.kind, path, bounds)
     beside = files_beside(ready) if ready is not None and settings.kind == "huggingface" else []
+    notes += [f"{file} names code ({CODE}), which is left out: it is neither run nor exported"
+              for file in beside if names_code(file)]
     if ready is not None and beside:
         exported = copy_hugging_face(ready, beside, folder / "hf")
     else:
         exported = write_hugging_face(tokenizer, folder / "hf")
     files = [*([path] if path else []), write_record(folder, tokenizer), *exported]
     return {"outputs": [output_record(folder, file) for file in files], "sample": asdict(sample),
-            "code": [str(file) for file in beside if names_code(file)]}
+            "notes": notes}
 
 
 def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]], shares: dict[str, float],

@@ -27,7 +27,7 @@ SNAPSHOT = "snapshot.json"
 """A file in IMPORTED_FROM, if that is the copy of the code that a submission made. It names the commit."""
 
 
-FUNCTIONS = {"files", "unit_files", "outside_code", "renews", "due"}
+FUNCTIONS = {"files", "unit_files", "problems", "outside_code", "renews", "due"}
 """The functions that a stage may define (see `Stage.functions`)."""
 
 
@@ -59,6 +59,8 @@ class Stage:
             - `files(config)`: input files that no stage made, as (name, path) pairs. They are hashed before it starts.
             - `unit_files(config)`: input files that its units hash while they read them. Before, they are only listed.
               The body commits with their records (`drover.pipeline.contract.external_inputs.gathered`).
+            - `problems(config)`: why such files cannot be used, a sentence each, before any stage has run. That one is
+              missing is not its business.
             - `outside_code(config)`: source files from outside of Drover that a configuration names, by module name. If
               they change, a warning is printed, too.
             - `renews(old, new)`: whether a finished stage may change from the old fingerprint to the new one without

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from drover.pipeline.evaluation.paired import exp
+
+def exp(value: float) -> float:
+    """The exponential function; inf if it exceeds a float."""
+    return math.exp(value) if not value > 709 else math.inf
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from drover.pipeline.evaluation.measurement import exp
+
 Item = tuple[float, float] | None
 """(value, weight) of an item; None where it has none."""
 Form = Literal["ratio", "perplexity", "f1"]
@@ -85,11 +87,6 @@ def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "rati
     higher, lower = sum(value > 0 for value in apart), sum(value < 0 for value in apart)
     return Difference(len(both), end - start, stderr, higher, lower, sign_test(higher, lower),
                       _p_normal(end - start, stderr))
-
-
-def exp(value: float) -> float:
-    """The exponential function; inf if it exceeds a float."""
-    return math.exp(value) if not value > 709 else math.inf
 
 
 def _own(item: tuple[float, float], form: Form) -> float:

@@ -116,7 +116,34 @@ def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any]:
     assert tokenizer.sha256 == sha256, "the tokenizer changed between planning and checking"
     # What AutoTokenizer takes for our own exports; asked itself (as convert does), it imports torch.
     kind = transformers.AutoTokenizer if tokenizer.kind == "huggingface" else transformers.PreTrainedTokenizerFast
-    return tokenizer, kind.from_pretrained(folder / "hf", local_files_only=True, trust_remote_code=False)
+    exported = kind.from_pretrained(folder / "hf", local_files_only=True, trust_remote_code=False)
+    refuse_other_special_ids(tokenizer, exported)
+    return tokenizer, exported
+
+
+def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
+    """UnusableInputError if transformers takes other ids for BOS and EOS than training, puts others around a text, or
+    adds an id that the model will not have. The files next to a ready tokenizer.json decide that."""
+    (bos, eos), ids = tokenizer.bounds, exported("a", verbose=False)["input_ids"]
+    plain = exported("a", add_special_tokens=False, verbose=False)["input_ids"]
+    found = [f"its {role} is {there} ({exported.convert_ids_to_tokens(there)}), not {here} ({name})"
+             for role, there, here, name in (("BOS", exported.bos_token_id, tokenizer.bos_id, bos),
+                                             ("EOS", exported.eos_token_id, tokenizer.eos_id, eos))
+             if there not in (None, here)]
+    if ids not in [[*first, *plain, *last] for first in ([], [tokenizer.bos_id]) for last in ([], [tokenizer.eos_id])]:
+        found.append(f"it encodes 'a' as {ids}, not as {plain} between BOS {tokenizer.bos_id} and EOS "
+                     f"{tokenizer.eos_id}")
+    if beyond := {name: token for name, token in exported.get_added_vocab().items() if token >= tokenizer.size}:
+        found.append(f"it adds {_named(beyond)}, but the model will have {tokenizer.size} ids")
+    if found:
+        raise UnusableInputError(
+            f"transformers does not read the exported tokenizer as training does: {'; '.join(found)}. Correct "
+            f"tokenizer_config.json (or special_tokens_map.json) next to the ready tokenizer.json.")
+
+
+def _named(ids: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name} ({token})" for name, token in sorted(ids.items(), key=lambda one: one[1])[:EXAMPLES])
+    return f"{shown} and {len(ids) - EXAMPLES} more" if len(ids) > EXAMPLES else shown
 
 
 def bitmap(ids: Iterable[int], size: int) -> str:

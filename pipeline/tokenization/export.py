@@ -9,9 +9,8 @@ from typing import Any
 
 from drover.pipeline.core.files import copy_file, read_record, write_json, write_text
 from drover.pipeline.tokenization.base import PAD, Tokenizer
-from drover.pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
+from drover.pipeline.tokenization.huggingface_tokenizer import SETTINGS, TAKE_AGAIN
 
-SETTINGS = "tokenizer_config.json"
 CODE = "auto_map"
 """The key of a transformers config that names Python files to download and run."""
 SPLIT = "split_special_tokens"

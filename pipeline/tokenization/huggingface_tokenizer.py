@@ -15,6 +15,7 @@ from drover.pipeline.core.files import parsed_json, read_record, sha256_file
 from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, byte_piece, encoded_flat
 from drover.pipeline.tokenization.byte_level import byte_of_character
 
+SETTINGS = "tokenizer_config.json"
 TAKE_AGAIN = "Take it from the tokenizer's source again."
 BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
 EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
@@ -105,7 +106,7 @@ def _refuse_wrong_prefixes(content: dict[str, Any]) -> None:
 def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
     """Names of BOS and EOS: from the `tokenizer_config.json` next to the file, else the first known names that it
     has."""
-    said = read_record(path.with_name("tokenizer_config.json"), dict[str, Any], TAKE_AGAIN) or {}
+    said = _settings_beside(path)
     found = {word: _said(said.get(f"{word.lower()}_token"), names) or next((one for one in known if one in names), "")
              for word, known in (("BOS", BOS_NAMES), ("EOS", EOS_NAMES))}
     if lacking := [word for word, name in found.items() if not name]:
@@ -116,6 +117,56 @@ def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
     return found["BOS"], found["EOS"]
 
 
-def _said(value: Any, names: set[str]) -> str | None:
+def surrounding_problems(path: Path, tokenizer: HuggingFaceTokenizer) -> list[str]:
+    """Why a tokenizer.json cannot be exported: it names BOS or EOS tokens that it does not have, or it puts other ids
+    around a text than BOS and EOS, with which Drover trains."""
+    said, names = _settings_beside(path), tokenizer.tokenizer.get_vocab()
+    named = {role: name for role in ("bos_token", "eos_token") if (name := _name(said.get(role))) is not None}
+    found = [f"{path.with_name(SETTINGS)} names the {role} {name}, which tokenizer.json does not have: transformers "
+             f"would add it with an id of its own. Name a token that is there ({', '.join(tokenizer.bounds)}), or "
+             f"remove the entry." for role, name in named.items() if name not in names]
+    (bos, eos), ids = tokenizer.bounds, (tokenizer.bos_id, tokenizer.eos_id)
+    for texts in (("a",), ("a", "a")):
+        before, after = surrounding(tokenizer.tokenizer.encode(*texts))
+        if before not in ([], [ids[0]]) or (len(texts) == 1 and after not in ([], [ids[1]])):
+            put = ", ".join(f"{token} ({tokenizer.tokenizer.id_to_token(token) or 'no token'})"
+                            for token in (*before, *after))
+            found.append(
+                f"The post_processor of {path} puts {put} around a text, but BOS is {ids[0]} ({bos}) and EOS {ids[1]} "
+                f"({eos}): the exported model would get other ids than in training. Name its tokens in {SETTINGS} "
+                f"(bos_token, eos_token) if they are right. Otherwise correct it in Python: from tokenizers import "
+                f"Tokenizer, processors; t = Tokenizer.from_file({str(path)!r}); t.post_processor = "
+                f"processors.TemplateProcessing(single=[{bos!r}, '$A'], special_tokens=[({bos!r}, {ids[0]})]); "
+                f"t.save({str(path)!r})")
+            break
+    return found
+
+
+def surrounding(encoded: Any) -> tuple[list[int], list[int]]:
+    """The ids that a `tokenizers.Encoding` has before and after its text, from the template of the post-processor."""
+    text = [at for at, special in enumerate(encoded.special_tokens_mask) if not special] or [len(encoded.ids)]
+    return encoded.ids[:text[0]], encoded.ids[text[-1] + 1:]
+
+
+def bos_contradiction(path: Path, tokenizer: HuggingFaceTokenizer) -> str | None:
+    """A sentence if tokenizer_config.json and the post-processor differ in whether BOS is put before a text."""
+    wanted, (before, _) = _settings_beside(path).get("add_bos_token"), surrounding(tokenizer.tokenizer.encode("a"))
+    if not isinstance(wanted, bool) or wanted == bool(before):
+        return None
+    return (f"{path.with_name(SETTINGS)} has add_bos_token {json.dumps(wanted)}, but the post_processor of "
+            f"tokenizer.json puts {tokenizer.bounds[0] if before else 'nothing'} before a text. Programs follow the "
+            f"one or the other; transformers 5 mostly the latter")
+
+
+def _settings_beside(path: Path) -> dict[str, Any]:
+    return read_record(path.with_name(SETTINGS), dict[str, Any], TAKE_AGAIN) or {}
+
+
+def _name(value: Any) -> str | None:
+    """The name of a special token as tokenizer_config.json has it."""
     name = value.get("content") if isinstance(value, dict) else value
-    return name if isinstance(name, str) and name in names else None
+    return name if isinstance(name, str) else None
+
+
+def _said(value: Any, names: set[str]) -> str | None:
+    return name if (name := _name(value)) in names else None

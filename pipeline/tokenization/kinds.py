@@ -49,6 +49,18 @@ def ready_file(settings: TokenizerConfig) -> Path:
     return path / name if name is not None and path.is_dir() else path
 
 
+def ready_problems(config: Config) -> list[str]:
+    """Why the ready Hugging Face tokenizer that `tokenizer.path` names cannot be used, if it is there."""
+    from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer, surrounding_problems
+    if config.tokenizer.kind != "huggingface" or config.tokenizer.path is None or \
+            not (path := ready_file(config.tokenizer)).is_file():
+        return []
+    try:
+        return surrounding_problems(path, HuggingFaceTokenizer(path))
+    except UserError as error:
+        return [str(error)]
+
+
 def files_beside(path: Path) -> list[Path]:
     """The files of COMPANIONS next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
     found = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]

@@ -6,8 +6,14 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from drover.pipeline.tokenization.kinds import load_tokenizer, ready_file
+from drover.launch import checks
+from drover.pipeline.config.data import TokenizerConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.tokenization import checking
+from drover.pipeline.tokenization.kinds import load_tokenizer, ready_file, ready_problems, vocabulary_record
 from drover.pipeline.tokenizer import make
+from tests.refusal import refused
 from tests.tokenization.conftest import ODD_TEXTS, with_special
 from tests.tokenization.test_checking import checked
 
@@ -66,7 +72,71 @@ def test_what_trains_has_the_same_ids_and_takes_names_in_a_text_for_text(made):
 
 
 def test_a_folder_stands_for_the_file_of_its_kind(source, files):
-    from drover.pipeline.config.data import TokenizerConfig
     assert ready_file(TokenizerConfig(kind="huggingface", path=str(source))) == source / "tokenizer.json"
     assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"].parent))) == files["tiktoken"]
     assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"]))) == files["tiktoken"]
+
+
+BOUNDS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture
+def ready(byte_level, tmp_path):
+    """Writes a ready folder: the ids that its template puts before and after a text, and settings beside it."""
+    def write(before=(), after=(), config=BOUNDS, **more):
+        tokenizer = with_special(byte_level, "<s>", "</s>")
+        names = [f"x{number}" for number in range(len(before) + len(after))]
+        if names:
+            tokenizer.post_processor = TemplateProcessing(
+                single=[*names[:len(before)], "$A", *names[len(before):]],
+                special_tokens=list(zip(names, (*before, *after), strict=True)))
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        for name, content in {"tokenizer_config": config, **more}.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
+    return write
+
+
+def stage(folder, source):
+    """The stage's unit of work, the export as a check opens it, and whether it puts BOS before a text."""
+    unit = make(folder, {"settings": {"kind": "huggingface", "path": str(source)}, "shards": "", "records": []})
+    tokenizer, exported = checking._loaded(folder, vocabulary_record(folder)["sha256"])
+    return unit["notes"], exported("a")["input_ids"][0] == tokenizer.bos_id
+
+
+def config_of(folder):
+    return Config(tokenizer=TokenizerConfig(kind="huggingface", path=str(folder)))
+
+
+@pytest.mark.parametrize(("before", "after", "message"), [
+    ([128000], [], r"puts 128000 \(no token\) around a text, but BOS is 900 \(<s>\)"),
+    ([900, 900], [], "puts 900 .*, 900 "), ([900], [128001], "128001"), ([900], [77], r"77 \("),
+    ([901], [], r"puts 901 \(</s>\)"), ([900, 5], [901], "puts 900")])
+def test_what_is_put_around_a_text_is_bos_and_eos_or_nothing(ready, tmp_path, before, after, message):
+    """A template of another tokenizer, or BOS twice. Refused before any stage has run; the advice works."""
+    assert ready(before, after) == (900, 901)
+    problem, = ready_problems(config_of(tmp_path))
+    refused(UserError, message, checks._refuse_absent_files, config_of(tmp_path), ["tokenizer"])
+    refused(UserError, message, make, tmp_path / "stage", {
+        "settings": {"kind": "huggingface", "path": str(tmp_path)}, "shards": "", "records": []})
+    exec(problem.partition("in Python: ")[2])  # noqa: S102
+    assert ready_problems(config_of(tmp_path)) == [] and stage(tmp_path / "again", tmp_path) == ([], True)
+
+
+@pytest.mark.parametrize(("config", "more", "message"), [
+    ({"bos_token": "<bos>", "eos_token": "</s>"}, {}, "names the bos_token <bos>, which tokenizer.json does not have"),
+    ({"eos_token": {"content": "<eos>"}}, {}, "names the eos_token <eos>"),
+    (BOUNDS, {"special_tokens_map": {"bos_token": "</s>"}}, r"its BOS is 901 \(</s>\), not 900 \(<s>\)"),
+    ({**BOUNDS, "additional_special_tokens": [f"<{number}>" for number in range(200)]}, {},
+     r"adds <122> \(1024\), .* and 73 more, but the model will have 1024 ids")])
+def test_names_that_transformers_would_add_or_take_for_others_are_refused(ready, tmp_path, config, more, message):
+    ready([900], config=config, **more)
+    refused(UserError, message, stage, tmp_path / "stage", tmp_path)
+
+
+@pytest.mark.parametrize(("wanted", "before", "puts"), [(True, [], "nothing"), (False, [900], "<s>")])
+def test_a_bos_rule_that_contradicts_the_template_is_printed(ready, tmp_path, wanted, before, puts):
+    ready(before, [901] if before else [], {**BOUNDS, "add_bos_token": wanted})
+    (note,), first = stage(tmp_path / "stage", tmp_path)
+    assert f"add_bos_token {str(wanted).lower()}, but the post_processor of tokenizer.json puts {puts} before" in note
+    assert first == bool(before)
