@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from math import inf
 from pathlib import Path
@@ -26,7 +27,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.core.console import counted, readable, say
-from drover.pipeline.core.errors import UserError, all_problems, listed
+from drover.pipeline.core.errors import UserError, all_problems, all_told, listed
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from drover.pipeline.storage.store import Store, preflight
@@ -50,10 +51,11 @@ def refuse_unusable_places(config: Config, path: str) -> None:
         raise refusal(([] if obstacle is None else [obstacle]) + problems(config), path)
 
 
-def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True) -> None:
+def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True,
+                           installed: bool = False) -> None:
     """Refuse all problems at once: of the configuration itself, and of its fit to the planned ranks.
 
-    here: the jobs see the file systems of this machine.
+    here: the jobs see the file systems of this machine. installed: as if no package were missing.
     """
     found, running = problems(config), {job.stage: job for job in jobs if job.to_run}
     if here and running and (obstacle := blocked(config.folder, write=True)) is not None:
@@ -61,7 +63,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
     for stage, job in running.items():
-        if job.own_python:
+        if job.own_python and not installed:
             found += absent_packages(config, stage)
     if "convert" in running and (problem := export_problem(config.model)):
         found.append(f"{problem} Request the stages up to train (--stage shard,tokenizer,encode,train).")
@@ -78,12 +80,13 @@ def refuse_all(what: str, found: list[str]) -> None:
 
 
 def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
-                showing: bool = False) -> None:
+                before: Sequence[str] = (), sound: bool = True, showing: bool = False) -> None:
     """Refuse at once all that this machine or the cluster would refuse or fail at later.
 
+    before: problems that are known already. sound: the configuration has no problem, so that training can be planned.
     environment: of the shell that submits. showing: jobs are only shown, perhaps not on the machine that will submit.
     """
-    found = credential_problems(run.config, environment)  # the configuration will be written into the run folder
+    found = [*before, *credential_problems(run.config, environment)]  # the configuration will be in the run folder
     running = [job for job in jobs if job.to_run]
     away = options.cluster != "local"
     if away or sys.platform != "darwin":
@@ -95,11 +98,11 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
         found += hosts_problems(run.config.launch, running)
     if options.cluster == "slurm":
         found += cluster_problems(run.config, running, [] if showing else Scheduler().node_kinds())
-    if run.config.launch.check_fit:
+    if run.config.launch.check_fit and sound:
         elsewhere = showing and away
         found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
-    refuse_all("This cannot be started", found)
-    refuse_unsound(run, jobs, options, showing=showing)
+    all_told(partial(refuse_all, "This cannot be started", found),
+             *[partial(refuse_unsound, run, jobs, options, showing=showing)] * sound)
 
 
 def device_problems(config: Config) -> Iterator[str]:
@@ -142,19 +145,11 @@ def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
-    """Refuse what a stage would refuse later: missing inputs and stale stages.
+    """Refuse what a stage would refuse later: missing files and stale stages.
 
     If jobs are only shown, inputs may still be missing.
     """
-    asked = {job.stage for job in jobs}
-    running = [stage for stage in STAGES if any(job.stage == stage and job.to_run for job in jobs)]
-    needed = {need for stage in running for need in STAGES[stage].needs} - asked
-    absent = [stage for stage in STAGES if stage in needed and not showing and run.manifest(stage) is None]
-    if absent:
-        are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
-        raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} {are} not done and "
-                        f"not requested. Request {them} too ({_named(asked.union(absent))}, or --stage all), or use "
-                        f"the finished stages of another run with reuse=<folder>.")
+    asked, running = {job.stage for job in jobs}, _running(jobs)
     _refuse_absent_files(run.config, running)
     if "train" in running:
         if run.config.train.init_from is not None:
@@ -166,6 +161,30 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
         if stage not in asked and (changed := run.changed(stage)):
             raise UserError(f"{run.refusal(stage, State('stale', changed))}\n{stage} was not requested, but the "
                             f"requested stages depend on it: name it too ({_named(asked | {stage})}).")
+
+
+def _running(jobs: Sequence[Job]) -> list[str]:
+    """The stages of jobs that have something to do."""
+    return [stage for stage in STAGES if any(job.stage == stage and job.to_run for job in jobs)]
+
+
+def absent_stages(run: Run, jobs: Sequence[Job]) -> list[str]:
+    """Stages that the jobs need, directly or not, and that are neither done nor among them."""
+    found, frontier = {job.stage for job in jobs}, _running(jobs)
+    while frontier:
+        new = {need for need in STAGES[frontier.pop()].needs if need not in found and run.manifest(need) is None}
+        found |= new
+        frontier += new
+    return [stage for stage in STAGES if stage in found - {job.stage for job in jobs}]
+
+
+def absence(run: Run, jobs: Sequence[Job], absent: Sequence[str]) -> list[str]:
+    """A sentence, if stages are absent."""
+    are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
+    wanted = _named({job.stage for job in jobs}.union(absent))
+    return [f"{', '.join(_running(jobs))} cannot start: {', '.join(absent)} of {run.folder} {are} not done and not "
+            f"requested. Request {them} too ({wanted}, or --stage all), or use the finished stages of another run with "
+            f"reuse=<folder>."] * bool(absent)
 
 
 def _named(stages: set[str]) -> str:
@@ -272,13 +291,23 @@ def megabytes(mem: str | None) -> int:
     return int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
 
 
+def _partitions(job: Job) -> set[str]:
+    return set(filter(None, (job.asked.partition or "").split(",")))
+
+
+def _candidates(job: Job, nodes: Sequence[NodeKind]) -> list[NodeKind]:
+    """Nodes of the partitions that a job requests, or of the usual one."""
+    names = _partitions(job)
+    return [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
+
+
 def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[str]:
     """What a job requests that the site or its partition does not allow, or that its nodes do not have."""
-    partitions, names = {kind.partition for kind in nodes}, set(filter(None, (job.asked.partition or "").split(",")))
+    partitions, names = {kind.partition for kind in nodes}, _partitions(job)
     if nodes and (absent := sorted(names - partitions)):
         yield (f"there is no partition {', '.join(absent)} (launch.partition); there are "
                f"{', '.join(sorted(partitions))}")
-    there = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
+    there = _candidates(job, nodes)
     name = "/".join(sorted({kind.partition for kind in there}))
     limits = [("the site (launch.limits)", site.nodes or inf, minutes(site.time) if site.time else inf)]
     if there and "qos" not in options_of(job):  # which may lift the limits of a partition
@@ -299,6 +328,28 @@ def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[
     yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {job.gpus_per_node} GPUs, "
            f"{memory:,} MB each, but the partition {name} has {has}. A rank, or a job without ranks, gets launch.cpus "
            f"cores; a node gets launch.gpus_per_node or launch.processes ranks")
+
+
+def fitting(config: Config, jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> dict[str, int]:
+    """Settings with which jobs would fit the cluster: fewer nodes, cores, GPUs and ranks, and less time."""
+    launch, found = config.launch, dict[str, int]()
+    for job in jobs:
+        own, there = launch.of(job.stage), _candidates(job, nodes)
+        if not there:
+            continue
+        room = max(there, key=lambda kind: (min(kind.nodes, kind.most) >= job.all_nodes,
+                                            min(kind.gpus, job.gpus_per_node), kind.cpus))
+        most, longest = min(room.nodes, room.most), seconds(room.longest, inf) / 60
+        gpus = min(room.gpus, job.gpus_per_node)
+        tasks = min(gpus or launch.processes or 1, room.cpus) if job.ranks else 1
+        for name, value, planned in (
+                ("nodes", most - job.spare_nodes, job.nodes), ("time", longest, job.minutes),
+                ("gpus_per_node", gpus, job.gpus_per_node), ("cpus", room.cpus // tasks, job.cpus_per_task),
+                ("processes", tasks, (launch.processes or 1) if job.ranks and not gpus else 1)):
+            key = f"launch.{name}" if getattr(own, name, None) is None else f"launch.{job.stage}.{name}"
+            if value < planned:
+                found[key] = min(int(value), found.get(key, int(value)))
+    return found
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, here: bool) -> None:

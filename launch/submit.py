@@ -28,6 +28,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 import argparse
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, absent, refusals
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
@@ -104,6 +105,8 @@ def _launch(options: argparse.Namespace) -> int:
 
     stages = parse_stages(options.stage)
     from drover.launch.checks import (
+        absence,
+        absent_stages,
         configuration_problems,
         refuse_jobs,
         refuse_unusable_places,
@@ -119,7 +122,7 @@ def _launch(options: argparse.Namespace) -> int:
     from drover.pipeline.contract.run import Run
     from drover.pipeline.contract.state import STOP
 
-    cluster, where = _cluster(options, config.launch.hosts)
+    cluster, where, misplaced = _cluster(options, config.launch.hosts)
     here, showing, machine = cluster != "slurm", options.dry_run, find_machine(config.launch.device)
     request = Options(cluster, options.config, tuple(_overrides(options)), options.force,
                       options.accept_drift, machine)
@@ -136,13 +139,23 @@ def _launch(options: argparse.Namespace) -> int:
     if not here:
         from drover.launch.slurm.submit.request import for_slurm, submit_chain
         from drover.launch.slurm.submit.sbatch import scripts
-        request = for_slurm(run, request, dry_run=showing)
+        request = for_slurm(run, request)
     jobs, environment = plan(config, run, stages, request), os.environ
-    configuration_problems(config, jobs, options.config, here=here or not showing)
+    missing = [] if showing else absent_stages(run, jobs)
+    # What is missing has to run too: all that is wrong with it belongs in the same answer.
+    needed = plan(config, run, parse_stages(",".join([*stages, *missing])), request) if missing else jobs
     space = disk(config, jobs)
-    if not options.json:
+    checked = partial(configuration_problems, config, needed, options.config, here=here or not showing)
+    unsound = refusals(checked)
+    lacking = absent("Slurm", "submitit", "use --cluster local") if not here and not showing else []
+    if not options.json and not unsound:
         print_plan(run, jobs, request, where, space)
-    refuse_jobs(run, jobs, request, space, environment, showing=showing)
+    if found := unsound + refusals(partial(
+            refuse_jobs, run, needed, request, disk(config, needed), environment, showing=showing, sound=not unsound,
+            before=[*misplaced, *lacking, *absence(run, jobs, missing)])):
+        way = [] if showing or options.json else _way(options, [job.stage for job in needed], config, misplaced,
+                                                      lacking)
+        raise UserError("\n".join([*found, *way]))
     running = [job for job in jobs if job.to_run]
     if options.json:
         print(json.dumps({"run": str(run.folder), "cluster": request.cluster, "disk_bytes": space.parts, "jobs": [
@@ -175,27 +188,83 @@ def _launch(options: argparse.Namespace) -> int:
     return run_on_hosts(config, jobs, request)
 
 
-def _cluster(options: argparse.Namespace, hosts: Sequence[str]) -> tuple[Literal["local", "slurm", "hosts"], str]:
-    """Where to run, and why there. hosts: launch.hosts."""
+def _cluster(options: argparse.Namespace, hosts: Sequence[str]
+             ) -> tuple[Literal["local", "slurm", "hosts"], str, list[str]]:
+    """Where to run, why there, and why that cannot be. hosts: launch.hosts."""
     asked, explicit = options.cluster, options.nodes is not None or options.gpus_per_node is not None
     if options.hosts and asked in ("slurm", "local"):
         raise UserError(f"--hosts names machines without Slurm, but --cluster {asked} is given. Leave one of them out.")
     if asked == "hosts" or (hosts and asked not in ("slurm", "local")):
-        return "hosts", first(hosts, 8)
-    if asked not in CLUSTERS:
-        return "slurm", f"profile {asked}"
-    if asked == "slurm":
-        return "slurm", "as asked"
-    if asked == "auto" and shutil.which("sbatch"):
-        return "slurm", "sbatch is on PATH"
+        return "hosts", first(hosts, 8), []
+    there = shutil.which("sbatch") is not None
+    if asked not in ("auto", "local"):
+        lacking = ["There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use "
+                   "--cluster local, or use --dry-run to see the scripts."] * (not there and not options.dry_run)
+        return "slurm", "as asked" if asked == "slurm" else f"profile {asked}", lacking
+    if asked == "auto" and there:
+        return "slurm", "sbatch is on PATH", []
     why = "as asked" if asked == "local" else "no sbatch on PATH"
     if explicit and asked == "auto" and options.dry_run:
-        return "slurm", "no sbatch here: only shown"
-    if explicit:
-        raise UserError(f"--nodes and --gpus-per-node are for Slurm and hosts, but this runs here ({why}). Leave "
-                        f"them out (launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; "
-                        f"`drover plan --cluster slurm` shows what it would get.")
-    return "local", why
+        return "slurm", "no sbatch here: only shown", []
+    return "local", why, [
+        f"--nodes and --gpus-per-node are for Slurm and hosts, but this runs here ({why}). Leave them out "
+        f"(launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; `drover plan --cluster "
+        f"slurm` shows what it would get."] * explicit
+
+
+def _way(options: argparse.Namespace, stages: Sequence[str], config: Config, misplaced: Sequence[str],
+         lacking: Sequence[str]) -> list[str]:
+    """A command that would start what the refused one is for, with these stages; [] if there is none so simple. Every
+    check but that of packages is done on it.
+
+    misplaced: why it cannot run where it was to run: it is to run here. lacking: packages for jobs.
+    """
+    from drover.launch.checks import configuration_problems, fitting, refuse_jobs
+    from drover.launch.forecast import disk
+    from drover.launch.local import find_machine
+    from drover.launch.plan import Options, plan
+    from drover.launch.slurm.scheduler import Scheduler
+    from drover.pipeline.config.loading import load_config
+    from drover.pipeline.config.tree import changed
+    from drover.pipeline.contract.run import Run
+    from drover.pipeline.contract.stages import STAGES, parse_stages
+
+    better = argparse.Namespace(**{**vars(options), "stage": ",".join(dict.fromkeys(stages))})
+    if misplaced:
+        better.cluster, better.nodes, better.gpus_per_node, better.hosts = "local", None, None, None
+    cluster = _cluster(better, config.launch.hosts)[0]
+    machine = find_machine(config.launch.device)
+
+    def planned() -> tuple[Run, list[Any], Options]:
+        request = Options(cluster, better.config, tuple(_overrides(better)), better.force, better.accept_drift, machine)
+        fitted = changed(load_config(better.config, request.overrides, check=False),
+                         {"launch.limits": config.launch.limits})
+        return (run := Run(fitted)), plan(fitted, run, parse_stages(better.stage), request), request
+
+    run, jobs, request = planned()
+    if cluster == "slurm":
+        settings = fitting(config, [job for job in jobs if job.to_run], Scheduler().node_kinds())
+        kept = [word for word in better.overrides if word.partition("=")[0] not in settings]
+        for name, key in (("nodes", "launch.train.nodes"), ("gpus_per_node", "launch.gpus_per_node")):
+            if key in settings and getattr(better, name) is not None:
+                setattr(better, name, settings.pop(key))
+        better.overrides = [*kept, *(f"{key}={value}" for key, value in settings.items())]
+        run, jobs, request = planned()
+    space = disk(run.config, jobs)
+    found = [refusals(partial(configuration_problems, run.config, jobs, better.config, installed=installed),
+                      partial(refuse_jobs, run, jobs, request, space, os.environ)) for installed in (True, False)]
+    if found[0]:
+        return []
+    program = ["python", sys.argv[0]] if Path(sys.argv[0]).name == "submit.py" else ["drover", "run"]
+    asked = ["--stage", "all" if {*better.stage.split(",")} == {*STAGES} else better.stage, "--config", better.config]
+    for name, usual in (("cluster", "auto"), ("nodes", None), ("gpus_per_node", None), ("hosts", None)):
+        if (value := getattr(better, name)) != usual:
+            asked += [f"--{name.replace('_', '-')}", str(value)]
+    flags = [word for word, given in (("--force", better.force), ("--accept-drift", better.accept_drift),
+                                      ("--rehearse", better.rehearse), ("--no-rehearse", better.rehearse is False))
+             if given]
+    this = "Once the packages are installed, this" if found[1] or lacking else "This"
+    return [f"{this} command would start: {shlex.join([*program, *asked, *flags, *better.overrides])}"]
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:

@@ -80,6 +80,17 @@ class AbsentInputError(UserError):
         self.found, self.sources = found, sources
 
 
+def refusals(*calls: Callable[[], Any]) -> list[str]:
+    """The messages of the calls that raise a UserError."""
+    found = list[str]()
+    for call in calls:
+        try:
+            call()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
 def all_told(*calls: Callable[[], Any]) -> list[Any]:
     """The results of calls; the messages of all that fail, as one UserError."""
     results, errors = [], list[UserError]()

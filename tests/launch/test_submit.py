@@ -14,6 +14,7 @@ from drover.launch import checks, submit
 from drover.launch.plan import Machine, Options
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core import errors
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused, table
 from tests.test_house import HEAVY, imported_by
@@ -100,7 +101,7 @@ def test_finished_partial_and_stale_stages(launcher):
 
 @pytest.mark.parametrize("arguments, said", [("", "No stage is given"), *table("""
     --stage tran -> There is no stage tran | convert, evaluate, report, or all
-    --stage train -> tokenizer, encode of runs/trial are not done | --stage tokenizer,encode,train
+    --stage train -> shard, tokenizer, encode of runs/trial are not done | --stage shard,tokenizer,encode,train
     --stage all train.learning=1 -> unknown key 'train.learning'
     --stage all train.batch_tokens=8448 train.warmup_steps=99 model.heads=7 -> 4 problems | 33 sequences \
 (train.batch_tokens 8448 / train.sequence_length 256) is not divisible by 2 data-parallel ranks | \
@@ -199,6 +200,26 @@ def test_the_fewest_nodes_must_have_memory_for_training(lacking):
     given, options = (640e9, {"limits": {"gpu_memory_gb": 70}}, 8), Options("slurm", "c.yaml")
     assert lacking(*given, (4, 3, 2), options) == ""
     assert "raise launch.train.min_nodes, since" in lacking(*given, (4, 3, 2, 1), options)
+
+
+@pytest.mark.parametrize("words, problem", table("""
+    --stage evaluate --nodes 4 -> --nodes and --gpus-per-node are for Slurm and hosts
+    --stage evaluate --gpus-per-node 2 --cluster local -> --nodes and --gpus-per-node are for Slurm and hosts
+    --stage evaluate --nodes 4 --cluster slurm -> There is no sbatch on PATH
+    --stage evaluate --cluster local -> evaluate cannot start"""))
+def test_where_there_is_no_slurm_the_command_that_would_start_runs_here(launcher, words, problem):
+    complaint = launcher.refused(words)
+    assert problem in complaint and "shard, tokenizer, encode, train, convert of runs/trial are not done" in complaint
+    assert complaint.endswith("\nThis command would start: python launch/submit.py --stage shard,tokenizer,encode,"
+                              "train,convert,evaluate --config config.yaml --cluster local\n")
+
+
+def test_packages_that_jobs_lack_are_named_with_all_else(launcher, monkeypatch):
+    launcher.with_slurm(monkeypatch)
+    monkeypatch.setattr(errors, "find_spec", lambda module: None)
+    complaint = launcher.refused("--stage evaluate train.precision=fp8")
+    for part in ("submitit", "tensorboard", "torchao", "train, convert of runs/trial are not", "Once the packages are"):
+        assert part in complaint, complaint
 
 
 def test_where_it_runs(launcher, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import secrets
-import shutil
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -31,7 +30,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
 from drover.pipeline.core.console import say
-from drover.pipeline.core.errors import EXTRAS, UserError, listed, require
+from drover.pipeline.core.errors import EXTRAS, UserError, listed
 
 
 def with_site_limits(config: Config) -> Config:
@@ -45,12 +44,8 @@ def with_site_limits(config: Config) -> Config:
                             if most and getattr(launch.limits, name) is None})
 
 
-def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:
+def for_slurm(run: Run, options: Options) -> Options:
     """Options with the paths of the jobs' copies of code and configuration. Writes nothing."""
-    require("Slurm", "submitit", "use --cluster local")
-    if not dry_run and shutil.which("sbatch") is None:
-        raise UserError("There is no sbatch on PATH, so nothing was submitted. Log in to a machine with Slurm, use "
-                        "--cluster local, or use --dry-run to see the scripts.")
     code, content = planned_snapshot(run.folder)
     frozen = run.folder.absolute() / "launch" / f"config-{config_hash(run.config)[:12]}.yaml"
     wanted = run.config.launch.train.nodes

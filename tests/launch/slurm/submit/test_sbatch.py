@@ -6,6 +6,7 @@ What the jobs do is tested on a real cluster in tests/slurm.
 import errno
 import fcntl
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -263,6 +264,26 @@ def test_what_a_partition_takes_is_queued(slurm, words):
     """A quality of service may lift a partition's limits."""
     slurm.programs.say("sinfo", SITE)
     slurm.accepted(f"--stage all launch.time=60 {words}")
+
+
+@pytest.mark.parametrize("words, command", table("""
+    --stage train --nodes 4 -> --stage shard,tokenizer,encode,train --nodes 2 launch.time=60 launch.cpus=2
+    --stage convert launch.time=30 launch.train.cpus=3 -> --stage shard,tokenizer,encode,train,convert \
+launch.time=30 launch.train.cpus=2
+    --stage report --nodes 9 --gpus-per-node 8 launch.partition=big launch.cpus=99 -> --stage all --nodes 2 \
+--gpus-per-node 8 launch.partition=big launch.cpus=8 --no-rehearse
+    --stage all --gpus-per-node 8 launch.processes=70 launch.partition=long -> --stage all --gpus-per-node 0 \
+--no-rehearse launch.partition=long launch.cpus=1 launch.processes=64"""))
+def test_one_answer_has_all_that_is_wrong_and_a_command_that_is_accepted(slurm, words, command):
+    slurm.programs.say("sinfo", SITE)
+    more = ["train.batch_tokens=524288", "train.sequence_length=128", "train.micro_batch=1"]
+    complaint = slurm.refused(f"{words}{' --no-rehearse' * ('--gpus' in words)}", *more)
+    advised = shlex.split(complaint.partition("This command would start: ")[2])
+    assert advised[:2] == ["python", "launch/submit.py"], complaint
+    assert {*advised[2:]} == {*shlex.split(command), "--config", "config.yaml", *more}, complaint
+    assert not list(slurm.queue.iterdir())
+    accepted = slurm.call(*advised[2:])
+    assert accepted.returncode == 0 and list(slurm.queue.iterdir()), accepted.stderr
 
 
 def test_a_refused_submission_says_what_is_queued(slurm):
