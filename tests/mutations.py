@@ -11,6 +11,7 @@ import pickle
 import resource
 import shutil
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,15 +43,16 @@ class Reader:
     """Something that reads files.
 
     make: writes whole ones into a folder, or names a kind of vocabulary. read: reads them; returns, or raises
-    UserError. files: which of them are mutated. known: changes that once went wrong, each of one file. cost: how many
-    cases others have for each of its own. allowed: what it may do of what readers must not.
+    UserError. files: which of them are mutated. known: changes that once went wrong, each of one file, or what is in
+    its place (OTHERWISE). cost: how many cases others have for each of its own. allowed: what it may do of what readers
+    must not.
     """
 
     name: str
     make: Callable[[Path], Any] | str
     read: Callable[[Path], Any]
     files: tuple[str, ...] = ("*",)
-    known: Sequence[tuple[str, Callable[[bytes], bytes]]] = ()
+    known: Sequence[tuple[str, Callable[[bytes], bytes] | str]] = ()
     cost: int = 1
     allowed: tuple[str, ...] = ()
 
@@ -96,12 +98,22 @@ def planted(text):
 
 
 def _put_otherwise(path, chance):
-    how = chance.choice(["missing", "folder", "dangling", "loop"])
-    if how == "folder":
-        path.mkdir()
-    elif how != "missing":
-        path.symlink_to("nowhere" if how == "dangling" else path.name)
+    how = chance.choice(list(OTHERWISE))
+    OTHERWISE[how](path)
     return how
+
+
+def _hole(path):
+    """A file that is larger than any memory, and takes no room."""
+    with open(path, "wb") as file:
+        file.truncate(1 << 42)
+
+
+OTHERWISE = {"missing": lambda path: None, "folder": os.mkdir, "dangling": lambda path: path.symlink_to("nowhere"),
+             "loop": lambda path: path.symlink_to(path.name), "pipe": os.mkfifo, "hole": _hole,
+             "endless": lambda path: path.symlink_to("/dev/zero"),
+             "socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path))}
+"""What may be in a file's place."""
 
 
 def _structured(whole, suffix, chance):
@@ -273,8 +285,12 @@ def _change(reader, folder, seed, number):
     if number < len(reader.known):
         name, known = reader.known[number]
         path, = folder.glob(name)
-        path.write_bytes(known(path.read_bytes()))
-        return f"{name}, known"
+        if isinstance(known, str):
+            path.unlink()
+            OTHERWISE[known](path)
+        else:
+            path.write_bytes(known(path.read_bytes()))
+        return f"{name}, known: {known}"
     chance = Random(f"{reader.name} {seed} {number}")
     files = sorted(path for pattern in reader.files for path in folder.glob(pattern) if path.is_file())
     path = chance.choice(files)

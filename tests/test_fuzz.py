@@ -17,6 +17,7 @@ from drover.launch.slurm.nodes import strikes
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.trust import check_submission
 from drover.launch.status import main as status
+from drover.launch.submit import main as submit
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.shapes import shape_in
@@ -27,7 +28,7 @@ from drover.pipeline.contract.start_record import STARTED, read_start, sound_sta
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Part, marked_parts
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import append_line, write_json, write_sealed
+from drover.pipeline.core.files import append_line, write_json, write_sealed, write_text
 from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.text_shards import read_shard, read_texts, shard_records
@@ -42,12 +43,15 @@ from drover.pipeline.records.metrics import plan_changes, read_metrics
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
 from drover.pipeline.tokenization.export import names_code, settings_text
 from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
+from drover.tools.audit import main as audit
+from drover.tools.verify.__main__ import main as verify
+from drover.tools.where.__main__ import main as trace
 from tests.conftest import REPOSITORY
 from tests.evaluation.test_tasks import write_planted
 from tests.formats.test_meta import LLAMA2, as_meta
 from tests.formats.test_weights import as_pickled
 from tests.launch.run_folders import HandMade, ago
-from tests.mutations import Reader, planted, put, tried
+from tests.mutations import FORBIDDEN, Reader, planted, put, tried
 from tests.records.recorded_time import Recorded
 from tests.stages.small_run import make_trained_run
 from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
@@ -79,6 +83,23 @@ model: &model {dim: 96, context_length: 512, rope_scaling: {factor: 8, original_
 train: {phases: [{until: 819200, mixture: {t: 1}}, {until: 1474560, lr: 0.1}]}
 launch: {train: {nodes: 2}, setup: [module load x]}
 """)
+
+
+def _looked_at(folder):
+    """A run of all stages up to train, with what its launcher and its training write."""
+    make_trained_run(folder)
+    recorded = Recorded(folder / RUN).play("start 5; steps 3; save 1; end finish")
+    recorded.launcher("attempt", ranks=1, nodes=["n"])
+    write_text(folder / RUN / "logs/train/1.0/output.log", "a line\n")
+
+
+def _look_at(folder):
+    """What programs that somebody else's run is looked at with do."""
+    run = str(folder / RUN)
+    for program in ([verify, "--run", run, "--processes", "1"], [audit, "--run", run], [status, "--run", run],
+                    [trace, "--run", run, "--step", "1"], [submit, "--logs", run, "train"],
+                    [submit, "--stop", run], [submit, "--cancel", run]):
+        assert program[0](program[1:]) in (0, 1, 2)
 
 
 def _job(folder):
@@ -320,6 +341,13 @@ READERS = (
     Reader("job", _job, _read_job, ("run/launch/*.json*", "run/launch/jobs/*.json"), known=planted("""
         run/launch/chain.json -> jobs 0 elements -> 3
         run/launch/jobs/*train*.json -> chain -> "\\udc80" """)),
+    Reader("looked at", _looked_at, _look_at, (f"{RUN}/[!l]*/**/*", f"{RUN}/config.yaml", f"{RUN}/launch/**/*"),
+           cost=30, allowed=(*FORBIDDEN, "open"), known=[
+        (f"{RUN}/{name}", how) for how in ("pipe", "endless", "hole", "folder") for name in (
+            "config.yaml", "encode/manifest.json", "train/metrics.jsonl", "train/events.jsonl",
+            "train/checkpoints/*/COMPLETE.json", "train/checkpoints/*/index.json", "tokenizer/vocabulary.json",
+            "encode/train/code-00000.arrow", "shard/train/code-00000.tar", "launch/attempts/1.jsonl",
+            "logs/train/1.0/output.log") if (how, name[:4]) != ("hole", "logs")]),
     Reader("status", _job, _show_status, ("run/config.yaml", "run/**/*.json*"), cost=30,
            allowed=("subprocess.Popen", "os.posix_spawn", "os.fork")),  # squeue, which is not there
     Reader("checkpoint", _checkpoint, _read_checkpoint, ("run/train/checkpoints/*/*",), cost=3, known=planted("""

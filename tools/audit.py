@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,13 @@ def audit(folder: Path) -> Audit:
     tolerance, why = _tolerance(starts)
     found = Audit(restarts=len(starts) - 1, replanned=logged - len(ledger.lines), tolerance=tolerance, why=why)
     _repeats(ledger, found)
-    _coverage(ledger.final, found)
+    gaps = _coverage(ledger.final, found)
     _left_out(ledger, found)
     _checkpoints(ledger, found)
-    found.faults += [f"after step {event['step']} {OTHER_ORDER} than before: a sequence may come again, or never"
+    found.faults += [f"after step {event.get('step')} {OTHER_ORDER} than before: a sequence may come again, or never"
                      for event in ledger.events if OTHER_ORDER in event.get("changes", ())]
-    _sequences(ledger.data, ledger.excluded().outside(0, found.samples), found)
+    if not gaps:  # else their numbers may be anything
+        _sequences(ledger.data, ledger.excluded().outside(0, found.samples), found)
     return found
 
 
@@ -134,7 +136,7 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
     """
     from drover.pipeline.training.data.token_check import DAMAGED
 
-    damages = [event["first_step"] for event in ledger.events if event["event"] == DAMAGED]
+    damages = [event.get("first_step", 0) for event in ledger.events if event["event"] == DAMAGED]
     last: dict[int, Line] = {}
     other = Counter[int]()
     for line in ledger.lines:
@@ -171,22 +173,23 @@ def _difference(earlier: Line, line: Line) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _coverage(final: dict[int, Line], found: Audit) -> None:
-    """Each step must begin where the one before it ended."""
-    end = 0
-    found.steps = max(final, default=0)
-    for step in range(1, found.steps + 1):
-        if step not in final:
-            found.faults.append(f"step {step} has no line in metrics.jsonl (train.log_every above 1?), so its samples "
-                                f"are unknown")
-            continue
+def _coverage(final: dict[int, Line], found: Audit) -> bool:
+    """Each step must begin where the one before it ended. Returns whether samples are missing between two."""
+    end, gaps = 0, False
+    for before, step in pairwise([0, *final]):
+        if step > before + 1:
+            absent = f"step {step - 1} has" if step == before + 2 else f"steps {before + 1}-{step - 1} have"
+            found.faults.append(f"{absent} no line in metrics.jsonl (train.log_every above 1?), so the samples are "
+                                f"unknown")
         first, stop = final[step]["samples"]
         if first > end:
+            gaps = True
             found.faults.append(f"samples [{end}, {first}) were lost before step {step}")
         elif first < end:
             found.faults.append(f"samples [{first}, {min(end, stop)}) were used again in step {step}")
         end = stop
-    found.samples = end
+    found.steps, found.samples = max(final, default=0), end
+    return gaps
 
 
 def _left_out(ledger: Ledger, found: Audit) -> None:
@@ -219,11 +222,11 @@ def _checkpoints(ledger: Ledger, found: Audit) -> None:
         progress, who = read_marker(path)["progress"], f"checkpoint {path.name}"
         found.checkpoints += 1
         if (line := ledger.final.get(progress["step"])) is not None:
-            counted.append((who, "samples", progress["samples"], line["samples"][1]))
+            counted.append((who, "samples", progress.get("samples"), line["samples"][1]))
         counted.append((who, "skipped updates", (progress.get("guards") or {}).get("skipped_total"),
-                        sum(step <= progress["step"] for step in skipped)))
+                        sum(step <= progress.get("step", 0) for step in skipped)))
     if (manifest := read_manifest(ledger.folder)) is not None:
-        counted += [("the manifest", "samples", manifest.counts["samples"], found.samples),
+        counted += [("the manifest", "samples", manifest.counts.get("samples"), found.samples),
                     ("the manifest", "skipped updates", manifest.counts.get("skipped"), len(skipped)),
                     ("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(ledger.rollbacks))]
     found.faults += [f"{who} counts {count} {what}, the log {logged}" for who, what, count, logged in counted

@@ -6,9 +6,10 @@ from functools import cached_property
 
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.exclusion import Excluded
-from drover.pipeline.records.metrics import standing_lines
+from drover.pipeline.records.metrics import Event, standing_lines
 from drover.pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table
 
@@ -33,8 +34,12 @@ class Ledger:
         self.table = read_shard_table(self.work)
         self.data = open_training_data(self.work, self.table)
         self.rollbacks = read_rollbacks(self.folder)
-        self.events = list(read_lines(self.folder / "events.jsonl"))
-        self.lines = standing_lines(self.folder / "metrics.jsonl")
+        self.events = list(read_lines(self.folder / "events.jsonl", Event))
+        self.lines = standing_lines(path := self.folder / "metrics.jsonl")
+        for line in self.lines:
+            if absent := [name for name in ("samples", "loss", "grad_norm") if name not in line]:
+                raise UserError(f"Step {line['step']} in {path} has no {' and no '.join(absent)}. Take the file from a "
+                                f"copy of the run.")
         self.data.leave_out(self.excluded())  # phases lie after what rollbacks left out of those before
 
     def excluded(self, rollbacks: int | None = None) -> Excluded:

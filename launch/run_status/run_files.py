@@ -28,7 +28,7 @@ from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STOP, Progress, StageState, read_attempts, read_state
 from drover.pipeline.contract.tasks import marked_parts
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, read_lines, read_sealed
+from drover.pipeline.core.files import Record, read_bytes, read_lines, read_sealed
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 
@@ -100,7 +100,7 @@ def read_run(folder: Path) -> RunFiles:
     told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), (list[str](), list[str]()))
     return RunFiles(
         folder, chain, stages, told + _quietly(lambda: _failed_nodes(folder, nodes), list[str]()), evaluations,
-        _quietly(lambda: (folder / STOP).read_text(encoding="utf-8").strip(), None), nodes,
+        _quietly(lambda: read_bytes(folder / STOP).decode().strip(), None), nodes,
         "hosts" if run and run.config.launch.hosts else "local")
 
 
@@ -165,7 +165,7 @@ def _failed_nodes(folder: Path, wanted: int) -> list[str]:
 
 def _alive(own: Path) -> bool | None:
     """Whether the process that the stage's lock names still runs. The lock itself is not touched."""
-    text = _quietly(lambda: (own.parent / ".locks" / own.name).read_text(encoding="utf-8"), "")
+    text = _quietly(lambda: read_bytes(own.parent / ".locks" / own.name).decode(), "")
     match = re.match(r"process (\d+) on (\S+?),? ", text)
     if not match or match[2] != platform.node():
         return None if match else False

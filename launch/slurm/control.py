@@ -18,7 +18,7 @@ from drover.pipeline.contract.locks import LOCKS, lock
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import CANCEL, LAUNCHER, STOP, read_attempts
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, write_text
+from drover.pipeline.core.files import Record, opened, write_text
 
 POLL_S = 0.5
 
@@ -98,19 +98,19 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
     if stage not in STAGES:
         raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
     shown, file = Path(), None
-    with ExitStack() as opened:
+    with ExitStack() as closing:
         try:
             while True:
                 start = next((event for event in reversed(read_attempts(run_folder)) if event["event"] == "attempt"
-                              and event["stage"] == stage), None)
+                              and event["stage"] == stage and event.get("nodes") and "ranks" in event), None)
                 path = shown
                 if start:
                     folder = run_folder / "logs" / stage / f"{start['job']}.{start['start']}"
-                    path = rank_log(folder, rank, start["ranks"] // len(start["nodes"]))
+                    path = rank_log(folder, rank, max(1, start["ranks"] // len(start["nodes"])))
                 if file is not None:
                     _print(file, rank)  # the rest of an earlier start
-                if path != shown and path.exists():
-                    shown, file = path, opened.enter_context(open(path, "rb"))
+                if path != shown and path.is_file():
+                    shown, file = path, closing.enter_context(opened(path))
                     print(f"==> {path} <==", flush=True)
                     _print(file, rank)
                 if not follow:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from drover.launch.processes import Say
+from drover.pipeline.core.files import opened
 
 ONE_PROCESS = "output.log"
 PIECE = 1024
@@ -71,7 +72,7 @@ def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list
     """The last lines of a rank, each with the rank; [] without a log. Slurm's own last line, that it ends the step, is
     left out."""
     try:
-        with open(rank_log(folder, rank, ranks_per_node), "rb") as file:
+        with opened(rank_log(folder, rank, ranks_per_node)) as file:
             text = b"".join(deque(output(file, rank), 1000)).decode(errors="replace")
     except OSError:
         return []

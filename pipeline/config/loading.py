@@ -68,8 +68,17 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 
 
 def read_without_plugins(path: Path) -> Config:
-    """The configuration in a run's folder, without importing anything; UserError as in `load_config`."""
-    tree = _read(path, (), "Put it back: a run is read by it.")
+    """The configuration in a run's folder, without importing anything; UserError as in `load_config`.
+
+    It is complete as `save_config` writes it. So nobody who made the folder can name other files to read.
+    """
+    tree = read_yaml(path, "Put it back: a run is read by it.")
+    for at in (("base",), ("launch", "cluster"), ("model", "preset")):
+        section = tree.get(at[0]) if at[1:] else tree
+        if isinstance(section, dict) and section.get(at[-1]) is not None:
+            raise UserError(f"{place_of(tree, at)}: `{'.'.join(at)}` is in no run's configuration: Drover writes that "
+                            f"complete. Put the run's own file back, or give yours with --config.")
+    _find_itself(tree, path)
     try:
         return _validated(tree, path, {})
     except UserError as error:
@@ -121,7 +130,7 @@ def _read(path: Path, overrides: Iterable[tuple[str, str]], advice: str) -> Tree
 
 def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     """A file merged over its bases. above: the files that named it as a base."""
-    own, chain = read_yaml(path, advice), (*above, path.resolve())
+    own, chain = read_yaml(path, advice, piped=not above), (*above, path.resolve())
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
                         f"`base:`.")

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import yaml
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import typed
+from drover.pipeline.core.files import read_bytes, typed
 
 Path_ = tuple[str | int, ...]
 """The place of a value in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
@@ -21,6 +21,8 @@ Tree = dict[str, Any]
 MOST_VALUES = 100_000
 """The most values of a file or an override with its aliases expanded. Aliases of aliases can double the count on every
 line."""
+LARGEST = 1 << 22
+"""Bytes of the largest file that is read. YAML is read slowly: of this size in half a minute."""
 _OURS = {"bool": ("tTfF", r"true|false|True|False"), "int": ("-+0123456789", r"[-+]?[0-9][0-9_]*"),
          "float": ("-+.0123456789",
                    r"[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)")}
@@ -158,16 +160,17 @@ def override(tree: Tree, dotted: str, text: str, *, as_text: bool = False) -> No
         node = inner
 
 
-def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
+def read_yaml(path: Path, advice: str = "Give an existing file.", *, piped: bool = False) -> Tree:
     """The values of one YAML file.
 
     Args:
         advice: what to do if the file is missing.
+        piped: it may be a pipe, as the shell makes of `<(...)`.
 
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
-    found = _built(_decoded(path, advice), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
+    found = _built(_decoded(path, advice, piped), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
     if not isinstance(found, dict | None):
         raise UserError(f"{path} does not hold a mapping of settings, but a {type(found).__name__}.")
     return found or {}
@@ -207,7 +210,7 @@ def _said(error: Exception, name: str) -> str:
 def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
     """The content of a task's YAML file, by a loader of PyYAML. UserError, with the advice, if it is no task."""
     try:
-        loader = kind(path.read_text(encoding="utf-8"))
+        loader = kind(read_bytes(path, LARGEST).decode())
         node = _bounded(loader.get_single_node(), str(path))
         return dict(typed(node and loader.construct_document(node), TaskSettings))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -235,9 +238,13 @@ def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
     return node
 
 
-def _decoded(path: Path, advice: str) -> str:
+def _decoded(path: Path, advice: str, piped: bool) -> str:
     try:
-        data = path.read_bytes()
+        if piped and path.is_fifo():
+            with open(path, "rb") as pipe:
+                data = pipe.read(LARGEST)
+        else:
+            data = read_bytes(path, LARGEST)
     except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
         raise UserError(f"The configuration file {path} cannot be read: {getattr(error, 'strerror', error)} (looked in "
                         f"{path.absolute().parent}). {advice}") from None

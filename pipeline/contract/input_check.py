@@ -13,7 +13,7 @@ from pathlib import Path
 
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, sha256_file
+from drover.pipeline.core.files import Record, opened, sha256_file
 
 CHUNK_BYTES = 1 << 22
 """Bytes that are read and hashed at once. The thread takes no other memory."""
@@ -145,7 +145,7 @@ def _problem(file: Expected, pace: Pace) -> str:
 def _hash(path: Path, pace: Pace) -> str | None:
     """Hex sha256 of a file; None if `pace` is over before the end."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    with opened(path, 0) as file:
         began = time.monotonic()
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

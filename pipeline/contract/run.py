@@ -35,7 +35,7 @@ from drover.pipeline.contract.start_record import STARTED, read_start
 from drover.pipeline.contract.tasks import finished_units, marked_parts
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
-from drover.pipeline.core.files import Record, sha256_file, sha256_json
+from drover.pipeline.core.files import Record, opened, sha256_file, sha256_json
 
 KEEPS = "will be made with the current settings; results that still fit are kept"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
@@ -110,7 +110,7 @@ class Run:
         """The manifest in a stage's folder. It is parsed again only if the file has changed: it may have a hundred
         thousand outputs, and one start needs it a dozen times."""
         try:
-            with open(folder / MANIFEST, "rb") as file:  # network file systems ask their server when a file is opened
+            with opened(folder / MANIFEST) as file:  # network file systems ask their server when a file is opened
                 found = os.fstat(file.fileno())
         except OSError:
             return read_manifest(folder)  # None, or an error

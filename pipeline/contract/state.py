@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, append_line, read_lines, read_record, write_json, write_sealed
+from drover.pipeline.core.files import Count, Record, append_line, read_lines, read_record, write_json, write_sealed
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
@@ -174,3 +174,4 @@ class Attempt(_Event, total=False):
     seconds: float
     restart: int
     nodes: list[str]
+    ranks: Count

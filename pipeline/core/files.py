@@ -13,9 +13,11 @@ import os
 import platform
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
@@ -29,6 +31,13 @@ from drover.pipeline.core.typed import like as like
 from drover.pipeline.core.typed import typed
 
 Kind = TypeVar("Kind")
+LARGEST = 1 << 29
+"""Bytes of the largest file that is read as a whole: the manifest of millions of shards."""
+LONGEST = 1 << 27
+"""Bytes of the longest line."""
+DEEPEST = 100
+"""Levels of values in values that a JSON text may have. Python refuses more itself, but how many depends on what else
+it is doing."""
 
 
 @contextmanager
@@ -61,9 +70,32 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
         sync(path.parent)
 
 
+def opened(path: Path | str, buffering: int = -1) -> Any:
+    """A regular file, open for reading. OSError for a folder, a device, a pipe or a socket: somebody else may have put
+    it there, and reading it might wait for ever or never end."""
+    refuse_irregular(Path(path))  # already opening a device may do something
+    return open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def refuse_irregular(path: Path) -> os.stat_result:
+    """The state of a regular file; OSError for anything else."""
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return state
+
+
+def read_bytes(path: Path, most: int = LARGEST) -> bytes:
+    """The content of a regular file of at most so many bytes; OSError if it cannot be read."""
+    with opened(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes; at most {most:,} are read", str(path))
+        return bytes(file.read(size))
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file's content, atomically."""
-    with open(source, "rb") as reading, atomic_file(target) as writing:
+    with opened(source) as reading, atomic_file(target) as writing:
         shutil.copyfileobj(reading, writing)
 
 
@@ -129,15 +161,24 @@ def write_text(path: Path, text: str) -> None:
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file. OSError if it cannot be read, ValueError if it is not JSON in UTF-8."""
-    return parsed_json(path.read_bytes())
+    return parsed_json(read_bytes(path))
 
 
 def parsed_json(data: bytes) -> Any:
     """The value of JSON in UTF-8; ValueError if it is invalid or nested too deeply."""
-    try:
-        return json.loads(data.decode("utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    with suppress(RecursionError):
+        value = json.loads(data.decode("utf-8"))
+        if data.count(b"[") + data.count(b"{") <= DEEPEST or not _is_deep(value):
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [inner for outer in level if type(outer) in (dict, list)
+                 for inner in (outer.values() if type(outer) is dict else outer)]
+    return bool(level)
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -166,12 +207,12 @@ def read_lines(path: Path, kind: Any = Record, *, appended: bool = False) -> Ite
         is every other line that is no such record.
 
     Raises:
-        UserError: another line is no such record: the file is damaged.
+        UserError: another line is no such record, or is endless: the file is damaged.
     """
     if not path.is_file():
         return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    with opened(path) as file:
+        for number, line in enumerate(bounded_lines(file), 1):
             whole = line.endswith(b"\n")
             try:
                 value = typed(parsed_json(line), kind)
@@ -184,6 +225,16 @@ def read_lines(path: Path, kind: Any = Record, *, appended: bool = False) -> Ite
                 yield value
 
 
+def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file. UserError for one that is longer than any record: a file with a hole may be larger than the
+    memory."""
+    for number, line in enumerate(iter(partial(file.readline, LONGEST), b""), 1):
+        if len(line) == LONGEST:
+            raise UserError(f"Line {number} of {file.name} is damaged: it has over {LONGEST:,} bytes. Take the "
+                            f"file from a copy of the run, or remove the line.")
+        yield line
+
+
 def changed_ns(stat: Any) -> int:
     """Time of the last change of a file, from the result of `os.stat`: mtime or ctime, whichever is later. Setting the
     mtime back changes ctime. For an object: the number of its content."""
@@ -191,8 +242,8 @@ def changed_ns(stat: Any) -> int:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with open(path, "rb") as file:
+    """Hex sha256 of a regular file's bytes."""
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -231,7 +282,7 @@ def problem_of(path: Path, record: Record, *, hashed: bool = True) -> str:
     """Why a file differs from its record, as a sentence without its full stop; "" if it does not. hashed: also compare
     the hash."""
     try:
-        size = path.stat().st_size
+        size = refuse_irregular(path).st_size
         found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
     except FileNotFoundError:
         return f"{path} is missing"
@@ -306,7 +357,7 @@ def sealed_text(text: str) -> str:
 
 def seal_of(path: Path) -> Sealed:
     """Whether a file has a checksum that matches. OSError if it cannot be read."""
-    return sealing(path.read_bytes())
+    return sealing(read_bytes(path))
 
 
 def sealing(data: bytes) -> Sealed:
@@ -316,6 +367,15 @@ def sealing(data: bytes) -> Sealed:
         digest = hashlib.sha256(data[:found.start()]).hexdigest().encode()
         return "sealed" if digest in found.groups() else "damaged"
     return "damaged" if _WAS_SEAL.search(data, end) else "not sealed"
+
+
+class Commit(TypedDict):
+    """A line of a ledger."""
+
+    task: str
+    key: str
+    record: Any
+    at: int
 
 
 class Ledger:
@@ -352,13 +412,14 @@ class Ledger:
         """Name, key and record of every finished task."""
         found: dict[tuple[str, str], tuple[int, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
-            with suppress(FileNotFoundError), open(path, "rb") as file:  # --force removes the folder
-                for line in file:
-                    if sealing(line) == "sealed":
-                        value = json.loads(line)
-                        task = value["task"], value["key"]
-                        if task not in found or found[task][0] <= value["at"]:
-                            found[task] = value["at"], value["record"]
+            with suppress(FileNotFoundError), opened(path) as file:  # --force removes the folder
+                for line in bounded_lines(file):
+                    with suppress(ValueError):  # sealed, but no commit: it does not count
+                        if sealing(line) == "sealed":
+                            value = typed(parsed_json(line), Commit)
+                            task = value["task"], value["key"]
+                            if task not in found or found[task][0] <= value["at"]:
+                                found[task] = value["at"], value["record"]
         yield from ((*task, record) for task, (_, record) in found.items() if record is not None)
 
 

@@ -21,7 +21,7 @@ import orjson
 from drover.pipeline.contract.input_check import output, refuse_changed, wrong
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, atomic_file
+from drover.pipeline.core.files import Count, atomic_file, opened
 from drover.pipeline.data.documents import Document, from_json, key_fits
 from drover.pipeline.data.streams import Watched
 
@@ -207,7 +207,7 @@ def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
 
 def _open(path: Path) -> IO[bytes]:
     try:
-        return open(path, "rb", buffering=_BUFFER)
+        return opened(path, _BUFFER)
     except FileNotFoundError:
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:

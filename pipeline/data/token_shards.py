@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import atomic_file
+from drover.pipeline.core.files import atomic_file, refuse_irregular
 
 FORMAT = 1
 KEY_BYTES = 16
@@ -43,6 +43,7 @@ def open_sized(path: Path, size: int, name: str, fix: str) -> Descriptor:
     """A file opened for reading; UserError if that fails, or if it has another size. name: of the file in errors. fix:
     what they advise."""
     try:
+        refuse_irregular(path)
         file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         found = os.fstat(file.number).st_size
     except OSError as error:

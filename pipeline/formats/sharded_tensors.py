@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, Inside, Record, atomic_file, parsed_json, typed
+from drover.pipeline.core.files import Count, Inside, Record, atomic_file, parsed_json, read_bytes, typed
 from drover.pipeline.formats.shard_index import Cut, Entry, Index, corners, overlapping
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
@@ -123,7 +123,7 @@ def _key(name: str, offset: Sequence[int]) -> str:
 def read_index(folder: Path) -> bytes | None:
     """The content of a checkpoint's index; None if it cannot be read: a reader then raises the error."""
     try:
-        return (folder / INDEX).read_bytes()
+        return read_bytes(folder / INDEX)
     except OSError:
         return None
 
@@ -154,7 +154,7 @@ class CheckpointReader:
         self.folder, self._fix = folder, fix
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
-            content = parsed_json((folder / INDEX).read_bytes() if index is None else index)
+            content = parsed_json(read_bytes(folder / INDEX) if index is None else index)
             version = content.get("version", _VERSION) if isinstance(content, dict) else _VERSION
             if version != _VERSION:
                 raise UserError(f"The checkpoint {folder} has form {version!r:.20}, and this Drover reads form "

@@ -24,7 +24,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from drover.pipeline.core.files import Count, Record, flush, parsed_json, typed
+from drover.pipeline.core.files import Count, Record, flush, opened, parsed_json, refuse_irregular, typed
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -156,7 +156,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+            self._file = opened(path, 0)
         except FileNotFoundError as error:
             raise DamagedFileError(f"{path} is missing") from error
         except OSError as error:
@@ -242,6 +242,7 @@ class PickleFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            refuse_irregular(path)
             if not _is_zip(path) and path.stat().st_size:
                 raise DamagedFileError(f"{path} is truncated, or is not a zip file, as torch.save has written since "
                                        f"torch 1.6. Read an older file with torch.load(path, weights_only=True) and "

@@ -4,7 +4,7 @@ events.jsonl."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from drover.pipeline.contract.manifest import Drifts
 from drover.pipeline.contract.state import Time
@@ -16,12 +16,22 @@ Each line of metrics.jsonl has in `plan_changes` how many came before it. Number
 of two nodes may differ, and a run restored from a copy may lack lines."""
 OTHER_ORDER = "samples come in another order"
 """One of its changes."""
+MOST_SAMPLES = 1 << 30
+"""No step trains on more."""
 
 
 def is_range(numbers: list[int]) -> None:
     """ValueError unless these are a first number and an end."""
-    if len(numbers) != 2:
+    if len(numbers) != 2 or not 0 <= numbers[1] - numbers[0] <= MOST_SAMPLES:
         raise ValueError(f"{numbers[:5]} is no range")
+
+
+def is_figure(value: Any) -> None:
+    """ValueError unless this is a number, or a text for one that JSON cannot hold (NaN)."""
+    try:
+        float(value)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
 
 
 class _Line(TypedDict):
@@ -34,6 +44,9 @@ class Line(_Line, total=False):
     samples: Annotated[list[Count], is_range]
     plan_changes: Count
     rollbacks: Count
+    left_out: list[Annotated[list[Count], is_range]]
+    loss: Annotated[Any, is_figure]
+    grad_norm: Annotated[Any, is_figure]
     time: float
     step_s: float
     train_s: float
@@ -53,6 +66,8 @@ class Event(_Event, total=False):
     number: Count
     ranks: Count
     drift: Drifts
+    changes: list[str]
+    first_step: Count
     startup_s: float
     train_s: float
     look_s: float

@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import opened
 from drover.pipeline.storage.store import Entry, Store, is_url
 
 
@@ -104,7 +105,7 @@ def open_input(path: str) -> BufferedReader:
     if is_url(path):
         folder, _, name = path.rpartition("/")
         return Store(folder).stream(name)
-    return open(path, "rb")
+    return opened(path)
 
 
 def find(pattern: str) -> list[ObjectFile]:

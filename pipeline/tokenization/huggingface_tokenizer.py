@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import parsed_json, read_record, sha256_file
+from drover.pipeline.core.files import parsed_json, read_bytes, read_record, sha256_file
 from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, byte_piece, encoded_flat
 from drover.pipeline.tokenization.byte_level import byte_of_character
 
@@ -38,7 +38,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         from tokenizers import Tokenizer
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_bytes(path).decode()
             _refuse_wrong_prefixes(parsed_json(text.encode()))
             self.tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever is wrong in the file

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import read_bytes, sha256_file
 from drover.pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, encoded_flat, joined
 from drover.pipeline.tokenization.byte_level import merges
 
@@ -26,7 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Read the model; UserError if it is none, or lacks BOS or EOS."""
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
         try:
-            self.processor = processor = SentencePieceProcessor(model_proto=path.read_bytes())
+            self.processor = processor = SentencePieceProcessor(model_proto=read_bytes(path))
         except (RuntimeError, UnicodeDecodeError, OSError) as error:
             raise UserError(f"{path} is not a sentencepiece model ({error}). If it holds lines of base64 and numbers, "
                             f"take tokenizer.kind=tiktoken.") from None

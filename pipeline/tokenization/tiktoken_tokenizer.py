@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import read_bytes, sha256_file
 from drover.pipeline.tokenization.base import Flat, Tokenizer, joined
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character, merges
 
@@ -76,7 +76,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """The `base64 rank` lines of a file, ranks counted from 0; UserError naming the line that is not one."""
     ranks: dict[bytes, int] = {}
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path).splitlines()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. Correct tokenizer.path.") from None
     for number, line in enumerate(lines, 1):

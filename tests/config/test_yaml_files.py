@@ -1,5 +1,8 @@
 """What a YAML file may hold, and what is said of one that cannot be read."""
 
+import os
+import threading
+
 import pytest
 
 from drover.pipeline.config.loading import load_config
@@ -78,3 +81,23 @@ def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, 
     for base in ("[1, other.yaml]", "{a: 1}", "2"):
         assert "`base` is a file name or a list" in refusal(written(f"base: {base}\n"))
     assert str(tmp_path / "clusters" / "ours.yaml") in refusal(written("launch: {cluster: ours}\n"))
+
+
+def test_a_configuration_may_come_through_a_pipe_and_its_base_may_not(tmp_path):
+    """As the shell makes one of `--config <(...)`."""
+    os.mkfifo(tmp_path / "pipe")
+    for text, expected in (("name: piped", "piped"), ("base: /dev/zero", None)):
+        writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,))
+        writer.start()
+        if expected:
+            assert load_config(tmp_path / "pipe").name == expected
+        else:
+            assert "it is not a regular file" in refusal(tmp_path / "pipe")
+        writer.join()
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1 << 42, "4,398,046,511,104 bytes"), (5_000_000, "5,000,000 bytes")])
+def test_a_file_that_is_too_large_is_not_read(tmp_path, size, expected):
+    (tmp_path / "c.yaml").touch()
+    os.truncate(tmp_path / "c.yaml", size)
+    assert f"it has {expected}; at most" in refusal(tmp_path / "c.yaml")

@@ -51,8 +51,8 @@ class Recorded:
             self.step, self.train_s = self.step + 1, self.train_s + STEP_S
             if self.step % log_every == 0:
                 self._write(Path("train/metrics.jsonl"), {
-                    "step": self.step, "loss": 3.0, "samples": [self.step - 1, self.step], "time": BEGIN + self.clock,
-                    "step_s": STEP_S, "train_s": self.train_s,
+                    "step": self.step, "loss": 3.0, "grad_norm": 1.0, "samples": [self.step - 1, self.step],
+                    "time": BEGIN + self.clock, "step_s": STEP_S, "train_s": self.train_s,
                     **({"look_s": self.look_s} if self.look_s else {}), **details})
 
     def look(self, seconds):

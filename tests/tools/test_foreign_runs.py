@@ -1,5 +1,6 @@
 """Opening a run that somebody else made imports no code of it; what the user names is imported."""
 
+import os
 import sys
 
 import pytest
@@ -15,9 +16,10 @@ from drover.pipeline.core.files import sealed_text
 from drover.pipeline.encode import encode
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import lm_eval
+from drover.tools.verify.__main__ import main as verify
 from tests.conftest import merged, slow
 from tests.evaluation.test_task_packs import write_pack
-from tests.refusal import refused, table
+from tests.refusal import printed, refused, table
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tools.recorded import Recorded
 
@@ -108,3 +110,16 @@ def test_settings_that_need_a_plugin_are_refused_with_its_name(tmp_path, ran):
     """A plugin may extend Drover's own tables, so that nobody else can read the configuration."""
     (tmp_path / "config.yaml").write_text("plugins: [theirs.py]\nshard: {filters: [{kind: theirs}]}\n")
     refused(UserError, r"(?s)no filter of this kind.*not imported: theirs.py.*--plugin theirs.py", run_in, tmp_path)
+
+
+@pytest.mark.parametrize(("key", "settings"), table("""
+    base -> base: /dev/zero
+    base -> base: [pipe]
+    launch.cluster -> launch: {cluster: lab}
+    model.preset -> model: {preset: /dev}"""))
+def test_a_run_names_no_other_files_that_its_configuration_is_read_from(tmp_path, key, settings, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "config.yaml").write_text(settings)
+    refused(UserError, f"config.yaml:1: `{key}` is in no run's configuration", run_in, tmp_path)
+    assert verify([str(tmp_path)]) == 1
+    assert tmp_path.name in printed(capsys, status.main, "--runs-dir", tmp_path.parent)

@@ -1,12 +1,14 @@
 """What a check of a file says where it fails; and seals, by which a record is known to be what was written."""
 
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from drover.pipeline.core.files import Ledger, read_sealed, seal_of, write_sealed
-from drover.tools.verify.checks import Check, Findings, check_ledger
+from drover.tools.verify.checks import Check, Findings, check_ledger, check_source
+from tests.mutations import OTHERWISE
 
 
 @pytest.mark.parametrize("filename, expected", [(None, ["run/a.tar", "run/b.arrow"]), ("run/b.arrow", ["run/b.arrow"])])
@@ -43,3 +45,17 @@ def test_a_changed_byte_of_a_ledger_is_found_and_a_torn_line_is_none(tmp_path):
         assert problems(data[:at] + bytes([data[at] ^ 1 << at % 6]) + data[at + 1:]), at
     whole = data.index(b"\n") + 1
     assert not any(problems(data[:cut] + torn) for cut in range(whole, len(data) - 3) for torn in (b"", b"\n"))
+
+
+@pytest.mark.parametrize(("make", "size", "expected"), [
+    (lambda path: path.symlink_to("/dev/zero"), 0, "it is not a regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), 9, "it is not a regular file"),
+    (os.mkfifo, 0, "it is not a regular file"),
+    (lambda path: path.write_bytes(b"x" * 10), 9, "has 10 bytes instead of the 9 that the stage shard read (as a/b)"),
+    (OTHERWISE["hole"], 9, "it has 4,398,046,511,104 bytes instead of the 9 that")])
+def test_an_input_that_cannot_be_what_was_read_is_not_hashed(tmp_path, make, size, expected):
+    path = tmp_path / "source"
+    make(path)
+    record = {"name": "a/b", "bytes": size, "sha256": "0" * 64, "mtime_ns": 0}
+    problem, = Check(check_source, (path, record, "shard"))().problems
+    assert problem.file == str(path) and expected in problem.what

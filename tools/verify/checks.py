@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 
 from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, problem_of, read_json, seal_of, sealing
+from drover.pipeline.core.files import (
+    Record,
+    bounded_lines,
+    opened,
+    problem_of,
+    read_json,
+    refuse_irregular,
+    seal_of,
+    sealing,
+)
 from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.text_shards import read_shard
 from drover.pipeline.data.token_shards import TokenShard, column_offsets, read_batch
@@ -124,6 +133,9 @@ class Check:
         """Run the check. An exception becomes a problem of the files that it reads."""
         found = Findings()
         try:
+            for path in self.files:
+                if path.exists():
+                    refuse_irregular(path)
             self.function(found, *self.arguments)
             sizes = [path.stat().st_size for path in self.files if self.counted and path.is_file()]
             found.files, found.bytes = len(sizes), sum(sizes)
@@ -161,17 +173,21 @@ def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None,
 
 
 def check_source(found: Findings, path: Path, record: Record, stage: str) -> None:
-    """Compare an input file with the hash that was made when the stage read it."""
+    """Compare an input file with the size and hash that it had when the stage read it."""
+    fix = f"Put the old file back, or run --stage {stage} --force with the new one"
     try:
         stat = path.stat()
     except FileNotFoundError:
         found.note(GONE, path)
         return
-    if (now := content_hash(str(path), record["sha256"])) != record["sha256"]:
+    if stat.st_size != record["bytes"]:
+        found.problem(path, f"it has {stat.st_size:,} bytes instead of the {record['bytes']:,} that the stage {stage} "
+                            f"read (as {record['name']})", fix)
+    elif (now := content_hash(str(path), record["sha256"])) != record["sha256"]:
         kept = ", though its modification time is the same" if stat.st_mtime_ns == record["mtime_ns"] else ""
         found.problem(path, f"its content changed after the stage {stage} read it (as {record['name']}){kept}: "
                             f"{_short(record['sha256'])} -> {_short(now)}",
-                      f"Put the old file back, or run --stage {stage} --force with the new one")
+                      fix)
 
 
 def check_seal(found: Findings, path: Path, do: str, required: bool = False) -> None:
@@ -192,8 +208,8 @@ def check_seal(found: Findings, path: Path, do: str, required: bool = False) -> 
 
 def check_ledger(found: Findings, path: Path, do: str) -> None:
     """Check a ledger of finished tasks. Each line has a checksum; a kill may leave the last one truncated."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    with opened(path) as file:
+        for number, line in enumerate(bounded_lines(file), 1):
             if sealing(line) != "sealed" and re.search(rb'"seal": ".{64}|[0-9a-f]{64}', line[-90:]):
                 found.problem(path, f"the checksum of line {number} does not match", do)
 

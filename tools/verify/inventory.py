@@ -131,6 +131,8 @@ class Inventory(Findings):
             try:
                 damaged = seal_of(path) != "sealed"
                 manifest = None if damaged else read_manifest(folder)
+            except OSError:  # the check of its seal says so
+                manifest, damaged = None, True
             except UserError as error:
                 manifest, damaged = None, True
                 self.problem(path, f"it cannot be read ({error})", do)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError, all_problems
-from drover.pipeline.core.files import atomic_file, sha256_json
+from drover.pipeline.core.files import atomic_file, opened, sha256_json
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
 from drover.pipeline.data.sampling.order import Cursor, Segment, unpermute
 from drover.pipeline.data.sampling.sequences import Overlap, Span
@@ -128,7 +128,7 @@ class Packing:
     def has(self, row: int, *, checked: bool) -> bool:
         """Whether the file of a shard is there and of this plan; then note its counts. checked: compare the hash."""
         try:
-            with open(self.path(row), "rb") as file:
+            with opened(self.path(row)) as file:
                 digest, of, *counts = _HEADER.unpack(file.read(_HEADER.size))
                 file.seek(len(digest))
                 if of != self.planning.identity(row) or (
@@ -239,7 +239,7 @@ def forget(packing: Packing) -> None:
 
 def is_sound(path: Path) -> bool:
     """Whether the file of a shard's plan is as it was written. FileNotFoundError where there is none."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return file.read(32) == hashlib.file_digest(file, "sha256").digest()
 
 
