@@ -201,6 +201,7 @@ def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) 
 def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict[str, Any]]:
     """The model's continuation of each prompt. Each rank continues a share of the prompts."""
     from drover.model.generate import generate
+    from drover.pipeline.evaluation.open_model import named_if_nan
     from drover.pipeline.evaluation.prompts import eos_ids, prompt_ids
 
     settings, context = work.config.evaluate, opened.config.context_length
@@ -209,15 +210,24 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict
         if len(ids) >= context:
             raise UserError(f"evaluate.prompts.{number} has {len(ids)} tokens, which leaves no room in the model's "
                             f"context of {context}. Shorten it.")
-    written = {}
+    written: dict[int, Any] = {}
     with opened.placed.together:
         for number in range(ranks.rank, len(asked), ranks.world):
             room = min(settings.prompt_tokens, context - len(asked[number]))
-            new, = generate(opened.model, [asked[number]], room, temperature=settings.temperature, top_p=settings.top_p,
-                            seed=number, stop_ids=eos_ids(opened))
+            try:
+                with named_if_nan(opened):
+                    new, = generate(opened.model, [asked[number]], room, temperature=settings.temperature,
+                                    top_p=settings.top_p, seed=number, stop_ids=eos_ids(opened))
+            except UserError as error:  # raised on every rank below
+                written[number] = error
+                continue
             written[number] = {"prompt": settings.prompts[number], "text": opened.tokenizer.decode(new),
                                "tokens": len(new), "ended": len(new) < room}
-    return [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]
+    entries = [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]
+    for entry in entries:
+        if isinstance(entry, UserError):
+            raise entry
+    return entries
 
 
 def _write(work: Work, ranks: Ranks, opened: OpenedModel, found: dict[str, Any], seconds: dict[str, float]) -> None:

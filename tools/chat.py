@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from drover.pipeline.core.command_line import Parser, Program, complain
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.evaluation.open_model import named_if_nan
 from drover.pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
 from drover.tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
 
@@ -66,7 +67,7 @@ class Session:
     def write(self, prompts: Sequence[str]) -> None:
         """Continue all prompts together. Print them in their order, as they are generated."""
         ids = [self._ids(prompt) for prompt in prompts]
-        settings = [replace(self._fitting(row), seed=self.sampling.seed + self.written + number)
+        settings = [replace(self._fitting(row), seed=(self.sampling.seed + self.written + number) % 2**63)
                     for number, row in enumerate(ids)]
         self.written += len(prompts)
         shown = ["" if self.template else prompt for prompt in prompts]
@@ -129,19 +130,20 @@ def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
     waiting = dict.fromkeys(range(len(prompts)), "")
     ended: set[object] = set()
     first = 0
-    for piece in stream(opened.model, readable_bytes(opened.tokenizer), prompts, samplings):
-        waiting[piece.key] += piece.text
-        if piece.end:
-            ended.add(piece.key)
-        while first in waiting:
-            text, over = waiting[first], first in ended
-            waiting[first] = ""
-            if text or over:
-                yield first, text + ("\n" if over and first + 1 < len(prompts) else "")
-            if not over:
-                break
-            del waiting[first]
-            first += 1
+    with named_if_nan(opened):
+        for piece in stream(opened.model, readable_bytes(opened.tokenizer), prompts, samplings):
+            waiting[piece.key] += piece.text
+            if piece.end:
+                ended.add(piece.key)
+            while first in waiting:
+                text, over = waiting[first], first in ended
+                waiting[first] = ""
+                if text or over:
+                    yield first, text + ("\n" if over and first + 1 < len(prompts) else "")
+                if not over:
+                    break
+                del waiting[first]
+                first += 1
 
 
 def show(text: str) -> None:

@@ -110,6 +110,7 @@ def kept(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     if sampling.top_p < 1:
         # A token stays while those before it have not reached top_p, so the most likely one always does.
         before = probabilities.cumsum(dim=-1) - probabilities
+        before[0] = -1.0  # also if top_p is so small that it is rounded to 0
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     if sampling.min_p > 0:
         probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities[0], 0.0)

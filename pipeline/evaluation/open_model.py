@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,17 @@ class OpenedModel:
     def config(self) -> ModelConfig:
         """The network's shape, `vocab_size` known."""
         return self.model.config
+
+
+@contextmanager
+def named_if_nan(opened: OpenedModel) -> Iterator[None]:
+    """UserError in place of the FloatingPointError of a model that gives no numbers."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(f"No text can be written with {opened.path}: {error}. Its weights hold NaN or infinite "
+                        f"numbers, or are too large for the precision. Try float32 (--dtype, evaluate.dtype), or an "
+                        f"earlier checkpoint.") from error
 
 
 def open_model(path: Path, device: torch.device, dtype: torch.dtype, *, tokenizer: Tokenizer | None = None,

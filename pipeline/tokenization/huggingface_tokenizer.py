@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import parsed_json, read_bytes, read_record, sha256_file
-from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, byte_piece, encoded_flat
+from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, byte_piece, encoded_flat, padded
 from drover.pipeline.tokenization.byte_level import byte_of_character
 
 SETTINGS = "tokenizer_config.json"
 TAKE_AGAIN = "Take it from the tokenizer's source again."
 BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
 EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
+MOST_HOLES = 4
+"""Ids for each token, at most: those of published tokenizers have hardly any hole."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -49,6 +51,10 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self.tokenizer.get_vocab()
         self._names = {token: name for name, token in ids.items()}
         self.used = max(self._names) + 1
+        if self.used > MOST_HOLES * padded(len(ids)):  # the library writes itself with a place for each hole
+            raise UserError(f"{path} has {len(ids):,} tokens, and {self._names[self.used - 1][:50]!r} has the id "
+                            f"{self.used - 1:,}: a model would need a row for each id up to it. Number the tokens "
+                            f"from 0 on.")
         bos, eos = bounds or find_bounds(path, set(ids))
         self.bos_id, self.eos_id = ids[bos], ids[eos]
         added = self.tokenizer.get_added_tokens_decoder()

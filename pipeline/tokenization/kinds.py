@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, Inside, read_record, sha256_file, write_json
+from drover.pipeline.core.files import LARGEST, Count, Inside, read_record, sha256_file, write_json
 from drover.pipeline.tokenization.hub import fetched, names_the_hub
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     record = vocabulary_record(folder)
     path = folder / record["file"] if record["file"] else None
-    if path is not None and (not path.is_file() or sha256_file(path) != record["sha256"]):
+    if path is not None and (not path.is_file() or path.stat().st_size > LARGEST
+                             or sha256_file(path) != record["sha256"]):
         raise UserError(f"{path} is {'not the file' if path.is_file() else 'missing, not the one'} that "
                         f"{folder / RECORD} was written for. Run --stage tokenizer --force to make it again.")
     names = {token: name for name, token in record["special_tokens"].items()}

@@ -1,11 +1,13 @@
 """Vocabularies from files: the record, ready tokenizers and what is wrong with some of them."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_json
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from drover.pipeline.tokenization.kinds import (
     input_files,
@@ -56,6 +58,15 @@ def test_a_file_of_another_kind_is_named(tmp_path, kind):
     path = tmp_path / "file"
     path.write_text("{}\n")
     refused(UserError, str(path), open_tokenizer, kind, path)
+
+
+@pytest.mark.parametrize("name, token", [("a far one", 1_500_000_000), ("a far one", 2**32 - 1), ("a", 40_000_000)])
+def test_a_token_far_beyond_the_others_is_refused_before_it_takes_memory(tmp_path, byte_level, name, token):
+    content = json.loads(byte_level.to_str())
+    content["model"]["vocab"][name] = token
+    write_json(tmp_path / "tokenizer.json", content)
+    refused(UserError, f"'{name}' has the id {token:,}: a model would need", HuggingFaceTokenizer,
+            tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize(("tokens", "settings", "bounds"), [*table("""

@@ -60,15 +60,32 @@ def test_the_settings_reach_the_model(places, model, capsys):
         return capsys.readouterr().out
     assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
     text = continued(model, "x", 20)
-    for one in ("--top-k=1", "--min-p=1", "--top-p=0.0001"):
+    for one in ("--top-k=1", "--min-p=1", "--top-p=0.0001", "--top-p=1e-300", "--top-p=5e-324"):
         assert said("--temperature", "2", one) == f"x{text}\n"
     assert said("--temperature", "0", "--stop", text[4:6]) == f"x{text[:text.find(text[4:6])]}\n"
     assert said("--temperature", "0", "--repetition-penalty", "5") != f"x{text}\n"
+    assert main(["--model", str(places["run"]), "x", "y", "--temperature", "1e300", "--top-k", str(10**18),
+                 "--seed", str(2**63 - 1), "--max-tokens", "1"]) == 0
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_model_that_gives_no_numbers_is_named(tmp_path, capsys, weight, temperature):
+    broken = for_tokenizer(TOKENIZER, context_length=16)
+    broken.norm.weight.data.fill_(weight)
+    run = write_run(tmp_path / "run", {3: broken}, TOKENIZER)
+    assert "No text can be written with" in printed(capsys, main, "--model", run, "x", "--temperature", temperature,
+                                                    expect=2)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ([], "nothing to continue"), (["x" * 256], "257 tokens, which leaves no room in the model's context of 256"),
     (["x", "--top-p", "0", "--min-p", "3"], "top_p must be above 0 and at most 1, not 0.0. min_p must be"),
+    *((["x", *option.split()], "must be") for option in (
+        "--temperature 1e-300", "--temperature nan", "--temperature inf", "--temperature -1", "--top-p nan",
+        "--top-p=-1e-300", "--min-p inf", "--top-k 0", "--top-k -9", "--max-tokens 0", "--repetition-penalty 1e300",
+        "--repetition-penalty nan", "--seed -1", f"--seed {2**64}")),
+    (["x", "--stop", ""], "stop must be"),
     (["x", "--device", "nothing"], "--device nothing cannot be used here"), (["x", "--chat"], "has no chat template")])
 def test_what_cannot_be_done_is_said_in_a_sentence(places, arguments, said, capsys):
     assert main(["--model", str(places["run"]), *arguments]) == 2
