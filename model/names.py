@@ -72,8 +72,8 @@ def their_name(name: str) -> str:
 
 
 def zero_biases(config: ModelConfig) -> set[str]:
-    """Their names of biases that our network does not have. They are written as zeros of shape (dim,), and must be zero
-    when read."""
+    """Their names of biases that our network does not have. They are written as zeros of shape (dim,), but in a Qwen2,
+    which lacks them too, and must be zero when read."""
     return {their_name(f"layers.{layer}.attention.wo.bias") for layer in range(config.layers)} \
         if config.qkv_bias else set()
 
@@ -101,9 +101,10 @@ def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
 
 
-def to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Our parameter in their form: (name, tensor), and a bias of zeros if they have one."""
+def to_huggingface(name: str, tensor: Tensor, config: ModelConfig, *,
+                   fourth_bias: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Our parameter in their form: (name, tensor), and a bias of zeros if their class has one with the other three."""
     theirs, heads = their_name(name), rotated_heads(name, config)
     yield theirs, half_rows(tensor, heads) if heads else tensor
-    if config.qkv_bias and name.endswith(".wo.weight"):
+    if config.qkv_bias and fourth_bias and name.endswith(".wo.weight"):
         yield f"{theirs.removesuffix('weight')}bias", tensor.new_zeros(config.dim)

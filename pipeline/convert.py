@@ -44,20 +44,19 @@ def _convert(work: Work) -> None:
     """
     import torch
 
-    from drover.pipeline.config.shapes import export_problem
     from drover.pipeline.data.stored.opening import validation_files
     from drover.pipeline.formats.base import reader
-    from drover.pipeline.formats.huggingface import Source, huggingface_files, write_folder
+    from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable, write_folder
     from drover.pipeline.formats.weights import MeanWeights
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.generation_settings import FILE, read_settings
-    from drover.pipeline.tokenization.export import SETTINGS, settings_text
+    from drover.pipeline.tokenization.export import SETTINGS, names_qwen2, settings_text
     from drover.pipeline.tokenization.kinds import MODEL_FILE
 
-    if problem := export_problem(work.config.model):
-        raise UserError(problem)
     train_folder, trained = work.input("train")
     tokenizer_folder, tokenizer = work.input("tokenizer")
+    qwens = names_qwen2(tokenizer_folder / "hf" / SETTINGS)
+    refuse_unexportable(work.config.model, qwens=qwens)
     checkpoint = train_folder / trained.counts["checkpoint"]
     read_marker(checkpoint)
     work.check([*work.committed("tokenizer"), *work.committed(
@@ -82,7 +81,7 @@ def _convert(work: Work) -> None:
                "eos_token_id": generation.get("eos_token_id", tokenizer.counts["eos_id"]),
                **{name: generation[name] for name in ("pad_token_id",) if name in generation}}
         write_folder(temporary, huggingface_files(Source(config, dtype, read), int(settings.max_shard_mb * 1e6), ids,
-                                                  generation))
+                                                  generation, qwens=qwens))
         vocabulary, copied = _tokenizer(work), sorted((tokenizer_folder / "hf").iterdir())
         # llama.cpp reads the scores of merges from it. It would also read a unigram model's scores as such.
         if vocabulary.merges_by_score:

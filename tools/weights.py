@@ -78,20 +78,22 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     import torch
 
     from drover.pipeline.formats.base import reader
-    from drover.pipeline.formats.huggingface import Source, huggingface_files
+    from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable
     from drover.pipeline.formats.meta import meta_files, meta_reads
     from drover.pipeline.formats.weights import drover_files, open_weights
     from drover.tools.weights_companions import carried_files, companions_of
 
     with open_weights(source) as weights:
         config, found = weights.config, companions_of(weights)
+        if form == "hf":
+            refuse_unexportable(config, qwens=found.qwens)
         kept = reduce(torch.promote_types, {weights.dtype(name) for name in weights.shapes})
         dtype = dtype or kept
         say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_spelled(kept)}")
         progress = ProgressBar("weights", f"to {form} in {_spelled(dtype)}", 0, "pieces")
         made = Source(config, dtype, reader(weights, dtype, progress.advance))
         files = meta_files(made, parts) if form == "meta" else drover_files(made, shard_bytes) if form == "drover" \
-            else huggingface_files(made, shard_bytes, found.token_ids)
+            else huggingface_files(made, shard_bytes, found.token_ids, qwens=found.qwens)
         others, sentences = carried_files(found, form)
         files = [*{file.name: file for file in (*files, *others)}.values()]
         progress.total = sum(file.rectangles for file in files)

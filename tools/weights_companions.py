@@ -21,6 +21,7 @@ from drover.pipeline.tokenization.export import (
     SETTINGS,
     hugging_face_tokenizer,
     names_code,
+    names_qwen2,
     settings_text,
     write_hugging_face,
 )
@@ -64,6 +65,13 @@ class Companions:
     token_ids: Record = field(default_factory=dict)
     context_length: int | None = None
     trained_with: Tokenizer | None = None
+
+
+    @property
+    def qwens(self) -> bool:
+        """Whether the tokenizer is Qwen2's, or there is none."""
+        none = self.vocabulary is None and not {*TOKENIZER} & self.files.keys()
+        return none or (SETTINGS in self.files and names_qwen2(self.files[SETTINGS]))
 
 
 def companions_of(weights: Weights) -> Companions:

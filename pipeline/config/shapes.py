@@ -18,14 +18,19 @@ POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """The parts of a shape that may be changed by name for existing weights: these extend a context."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` says of a layer."""
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-"""The classes that are written. Qwen2 and Mistral can be read, too."""
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+           "smollm3": "SmolLM3ForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"}
+"""The classes of transformers that are read and written, by their names in config.json."""
+_PLAIN = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "ffn_dim_multiplier", "multiple_of", "vocab_size",
+          "context_length", "rope_theta", "norm_eps", "tied_embeddings")
+"""The settings of the first Llamas."""
 _ONLY = {
     "hidden_act": "silu", "mlp_bias": False, "use_qk_norm": False, "qk_norm": False,
     "partial_rotary_factor": 1.0, "quantization_config": None, "num_local_experts": None, "residual_multiplier": 1.0,
     "embedding_multiplier": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None,
 }
 """Keys for features that our network lacks, with the value that means "not used"; an absent key means the same."""
+_MISTRALS = ("mistral", "ministral")
 _LLAMA_ONLY = {"sliding_window": None, "no_rope_layers": None}
 """The same for a Llama, which ignores these keys in transformers."""
 _NEEDED = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_theta")
@@ -55,9 +60,10 @@ def shape_of(content: Record) -> ModelConfig:
     """The shape in the content of a Hugging Face config.json; ValueError, naming the key, if our network cannot be
     it."""
     kind = content.get("model_type", "llama")
-    if kind not in (*CLASSES, "qwen2", "mistral"):
-        raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)}, qwen2 and mistral can be "
-                         f"read.")
+    if kind == "mistral" and "layer_types" in content:
+        kind = "ministral"  # as AutoConfig reads it
+    if kind not in CLASSES:
+        raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)} can be read.")
     heads, count = content["num_attention_heads"], content["num_hidden_layers"]
     if not isinstance(count, int) or count > MOST_LAYERS:
         raise ValueError(f"config.json has num_hidden_layers = {count!r}; at most {MOST_LAYERS:,} can be read.")
@@ -85,19 +91,47 @@ def shape_of(content: Record) -> ModelConfig:
         norm_eps=content.get("rms_norm_eps", 1e-6),
         tied_embeddings=content.get("tie_word_embeddings", False),
         head_dim=None if width is not None and width * heads == content["hidden_size"] else width,
-        # Mistral's class has none, whatever its config.json says.
-        qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(content.get("attention_bias"))),
+        # Mistral's classes have none, whatever their config.json says.
+        qkv_bias=kind == "qwen2" or (kind not in _MISTRALS and bool(content.get("attention_bias"))),
         qk_norm=kind == "qwen3",
         **_layers(content, kind),
     )
 
 
-def export_problem(model: ModelConfig) -> str:
-    """Why the stage convert cannot export this network, as a sentence; empty if it can."""
-    unrotated = model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers
-    return "" if not (model.qk_norm and unrotated) else (
-        "model.qk_norm (from Qwen3) and model.no_rope_layer_interval (from SmolLM3) cannot be exported together: no "
-        "class of transformers computes such a network. It can only be trained.")
+def is_plain(model: ModelConfig) -> bool:
+    """Whether the network is a Llama by sizes and constants alone, as every transformers has it."""
+    return not model.differences(ModelConfig(**{name: getattr(model, name) for name in _PLAIN}))
+
+
+def export_class(model: ModelConfig, *, qwens: bool) -> str:
+    """The name in CLASSES of the class of transformers that an export of this network has.
+
+    Args:
+        qwens: whether its tokenizer is Qwen2's, or there is none. Next to a Qwen2, transformers splits text by Qwen2's
+            rules, whatever the tokenizer. With another one, a network with biases is a Llama with `attention_bias`,
+            which includes a fourth bias, of the output projection: zeros.
+
+    Raises:
+        ValueError: no class computes such a network.
+    """
+    windows, uneven = {model.window_of(layer) for layer in range(model.layers)}, model.dim % model.heads != 0
+    unrotated = not all(model.rotates(layer) for layer in range(model.layers))
+    if model.qk_norm and unrotated:
+        raise ValueError("model.qk_norm (from Qwen3) and model.no_rope_layer_interval (from SmolLM3) cannot be "
+                         "exported together: no class of transformers computes such a network. Leave one of them out.")
+    if model.qk_norm or unrotated:
+        return "qwen3" if model.qk_norm else "smollm3"
+    limited = windows != {None}
+    if model.qkv_bias and not qwens and (limited or uneven):
+        other = "model.sliding_window" if limited else f"model.dim ({model.dim}) not divisible by heads ({model.heads})"
+        raise ValueError(f"model.qkv_bias with {other} can be exported as a Qwen2 only, and next to a Qwen2 "
+                         f"transformers splits text by Qwen2's rules, whatever the tokenizer: ids would be others than "
+                         f"in training. Take Qwen2's tokenizer (kind huggingface), or leave out model.qkv_bias.")
+    if model.qkv_bias and (qwens or limited):
+        return "qwen2"
+    if limited:
+        return "ministral" if None in windows else "mistral"
+    return "mistral" if uneven else "llama"  # transformers' Llama has only widths that are multiples of the heads
 
 
 def _layers(content: Record, kind: str) -> dict[str, int | None]:
@@ -107,11 +141,11 @@ def _layers(content: Record, kind: str) -> dict[str, int | None]:
     if kind == "smollm3":
         interval = content.get("no_rope_layer_interval", 4)
         rotated = content.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
-    window = content.get("sliding_window") if content.get("use_sliding_window", kind == "mistral") else None
+    window = content.get("sliding_window") if content.get("use_sliding_window", kind in _MISTRALS) else None
     types = content.get("layer_types")
     if types is None:  # what the classes themselves make of that
         first = content.get("max_window_layers", 28)
-        slides = {"mistral": layers, "qwen2": layers[first:], "qwen3": layers[first:],
+        slides = {**dict.fromkeys(_MISTRALS, layers), "qwen2": layers[first:], "qwen3": layers[first:],
                   "smollm3": [layer for layer in layers if not rotated[layer]]}.get(kind, ())
         types = [SLIDING if window and layer in slides else FULL for layer in layers]
     if other := sorted(set(types) - {FULL, SLIDING}):

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from drover.model.config import ModelConfig, YarnScaling
 from drover.model.names import parameter_shapes, to_huggingface
-from drover.pipeline.config.shapes import CLASSES, FULL, SLIDING, export_problem
+from drover.pipeline.config.shapes import CLASSES, FULL, SLIDING, export_class, shape_of
+from drover.pipeline.core.console import quiet_imports
+from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import Record
 from drover.pipeline.formats.tensor_file import Layout, MaybeDims, write_tensors
 
@@ -26,6 +28,8 @@ class Read(Protocol):
     def __call__(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor: ...
 
 
+_ANY_SIZE = 512
+"""Of a vocabulary, for checks before it is known."""
 Stored = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 """Returns the names and tensors in a format's files of a parameter and its values."""
 
@@ -54,7 +58,7 @@ def text_file(name: str, text: str) -> OutputFile:
 
 
 def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, Any],
-                      generation: Mapping[str, Any] | None = None) -> list[OutputFile]:
+                      generation: Mapping[str, Any] | None = None, *, qwens: bool = True) -> list[OutputFile]:
     """The safetensors files, their index, config.json and generation_config.json.
 
     Args:
@@ -62,16 +66,19 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
             that two or three are in memory at a time.
         token_ids: bos_token_id, eos_token_id and so on, for both configurations.
         generation: further settings of generation_config.json.
+        qwens: as for `export_class`.
     """
+    content = config_to_json(source.config, source.dtype, qwens=qwens)
     files, where, size = list[OutputFile](), dict[str, str](), 0
     for file, layouts in tensor_files(source, shard_bytes, lambda number, count:
                                       f"model-{number + 1:05d}-of-{count:05d}.safetensors",
-                                      partial(to_huggingface, config=source.config)):
+                                      partial(to_huggingface, config=source.config,
+                                              fourth_bias=content["model_type"] != "qwen2")):
         files.append(file)
         where |= dict.fromkeys(layouts, file.name)
         size += sum(layout.size for layout in layouts.values())
     contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
-                "config.json": {**config_to_json(source.config, source.dtype), **token_ids},
+                "config.json": {**content, **token_ids},
                 "generation_config.json": {**(generation or {}), **token_ids}}
     return [*files, *(text_file(name, json.dumps(content, indent=2) + "\n") for name, content in contents.items())]
 
@@ -113,16 +120,18 @@ def write_folder(folder: Path, files: list[OutputFile]) -> None:
         file.write(folder / file.name)
 
 
-def config_to_json(config: ModelConfig, dtype: torch.dtype) -> Record:
-    """The content of config.json without token ids. Raises ValueError if transformers has no such network."""
-    if problem := export_problem(config):
-        raise ValueError(problem)
+def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = True) -> Record:
+    """The content of config.json without token ids.
+
+    A Llama becomes a LlamaForCausalLM, and a network with more the class of transformers that computes the same
+    (`export_class`, also for `qwens`). ValueError if there is none.
+    """
     scaling = None
     if config.rope_scaling is not None:
         said = config.rope_scaling.model_dump(exclude={"kind"}, exclude_none=True)
         scaling = {"rope_type": "yarn" if isinstance(config.rope_scaling, YarnScaling) else "llama3",
                    "original_max_position_embeddings": said.pop("original_context_length"), **said}
-    kind, extra = _family(config)
+    kind = export_class(config, qwens=qwens)
     return {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
@@ -136,7 +145,7 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> Record:
         "hidden_act": "silu",
         "attention_bias": config.qkv_bias,
         "mlp_bias": False,
-        **extra,
+        **_of_class(kind, config),
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
@@ -148,25 +157,46 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> Record:
     }
 
 
-def _family(config: ModelConfig) -> tuple[str, Record]:
-    """transformers' name for the network, and settings that depend on it.
-
-    A Llama becomes a LlamaForCausalLM. With normed queries and keys, or with layers that have a sliding window or no
-    rotary embedding, it becomes the class of transformers that computes the same: Qwen3 or SmolLM3. Biases of queries,
-    keys and values become `attention_bias`. In these classes it includes a fourth bias, of the output projection, which
-    is written as zeros. Qwen2 has the three biases only, but then transformers would split text by Qwen's rules,
-    whatever the folder's tokenizer. Qwen2 and Mistral are read.
-    """
+def _of_class(kind: str, config: ModelConfig) -> Record:
+    """Settings that only this class has, and those whose defaults would be wrong."""
     types = [SLIDING if config.window_of(layer) else FULL for layer in range(config.layers)]
-    windowed, rotated = SLIDING in types, [int(config.rotates(layer)) for layer in range(config.layers)]
-    windows = {"use_sliding_window": windowed, "sliding_window": config.sliding_window if windowed else None,
-               "layer_types": types}
-    if config.qk_norm:
+    windowed = SLIDING in types
+    window = {"sliding_window": config.sliding_window if windowed else None}
+    if kind in ("mistral", "ministral"):
+        # transformers takes the tokenizer next to a Mistral of an earlier version for one with a known fault.
+        return {**window, **({"layer_types": types} if kind == "ministral" else {}), "transformers_version": "5.0.0"}
+    windows = {"use_sliding_window": windowed, **window, "layer_types": types}
+    if kind in ("qwen2", "qwen3"):
         # max_window_layers: what readers before layer_types ask, layers from there on have the window.
-        first = types.index(SLIDING) if windowed else config.layers
-        return "qwen3", {**windows, "max_window_layers": first}
-    if windowed or not all(rotated):
+        return {**windows, "max_window_layers": types.index(SLIDING) if windowed else config.layers}
+    if kind == "smollm3":
         # Its default would be a token that small vocabularies do not have.
-        return "smollm3", {**windows, "no_rope_layers": rotated, "pad_token_id": None,
-                           "no_rope_layer_interval": config.no_rope_layer_interval or config.layers + 1}
-    return "llama", {}
+        return {**windows, "no_rope_layers": [int(config.rotates(layer)) for layer in range(config.layers)],
+                "pad_token_id": None, "no_rope_layer_interval": config.no_rope_layer_interval}
+    return {}
+
+
+def refuse_unexportable(config: ModelConfig, *, qwens: bool) -> None:
+    """Raise UserError if no class of the installed transformers can be this network. Imports transformers.
+
+    Args:
+        config: `vocab_size` may be unknown yet.
+        qwens: as for `export_class`.
+    """
+    config = config.with_vocabulary(_ANY_SIZE)
+    try:
+        content = config_to_json(config, torch.float32, qwens=qwens)
+        lost = config.differences(shape_of(content))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if lost:
+        raise UserError(f"model.{', model.'.join(lost)} cannot be exported: no class of transformers has it.")
+    with quiet_imports():
+        from transformers import AutoConfig
+    kind = content.pop("model_type")
+    try:
+        AutoConfig.for_model(kind, **content)
+    except Exception as error:  # noqa: BLE001 - each version checks in its own way
+        raise UserError(f"The installed transformers {installed_version('transformers')} refuses the export of this "
+                        f"network as a {CLASSES[kind]}: {' '.join(str(error).split())} Change the section model."
+                        ) from None

@@ -59,6 +59,12 @@ def names_code(path: Path) -> bool:
     return CODE in (read_record(path, dict[str, Any], TAKE_AGAIN) or {})
 
 
+def names_qwen2(path: Path) -> bool:
+    """Whether a tokenizer_config.json names Qwen2's class, which transformers takes next to any Qwen2."""
+    named = (read_record(path, dict[str, Any], TAKE_AGAIN) or {}).get("tokenizer_class")
+    return named in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+
+
 def settings_text(path: Path, context_length: int | None = None, prefix_space: bool | None = None) -> str:
     """The text of a tokenizer_config.json without CODE, and with SPLIT switched off if it is on.
 

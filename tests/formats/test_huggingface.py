@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -9,10 +10,15 @@ from safetensors.torch import load_file
 
 from drover.model.config import ModelConfig, RopeScaling, YarnScaling
 from drover.model.llama import Llama, initialise
+from drover.pipeline.config import shapes
 from drover.pipeline.config.shapes import shape_of
-from drover.pipeline.formats.huggingface import config_to_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.formats import huggingface
+from drover.pipeline.formats.huggingface import config_to_json, refuse_unexportable
+from drover.pipeline.tokenization.export import write_hugging_face
 from tests.formats.exporting import state_in, write_state
 from tests.refusal import refused
+from tests.tiny_models import TOKENIZER_OF_BYTES
 
 SMALL = {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "vocab_size": 90}
 SCALING = {"context_length": 512, "rope_scaling": RopeScaling(factor=8, original_context_length=64)}
@@ -84,10 +90,72 @@ def test_an_export_computes_the_same_in_transformers_and_is_read_back_to_the_bit
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
 
 
-def test_what_transformers_has_no_name_for_is_refused(tmp_path):
-    config = CONFIGS["SmolLM3"].model_copy(update={"qk_norm": True})
-    refused(ValueError, r"qk_norm .* and model.no_rope_layer_interval .* no class of transformers", write,
-            built(config), tmp_path)
+WINDOWS = {"": {}, "window": {"sliding_window": 7}, "windows": {"sliding_window": 7, "full_attention_interval": 3}}
+WIDTHS = {"": {}, "wide": {"head_dim": 10}, "uneven": {"heads": 5, "kv_heads": 5, "head_dim": 10}}
+WRITTEN = {"": "Llama", "uneven": "Mistral", "window": "Mistral", "windows": "Ministral", "bias": "Qwen2",
+           "norm": "Qwen3", "norope": "SmolLM3", "norm norope": None}
+"""The class for a network with this, from the last line that applies up: only "norm norope" has none."""
+
+
+@pytest.mark.parametrize("qwens", [True, False])
+@pytest.mark.parametrize("norm", ["", "norm"])
+@pytest.mark.parametrize("norope", ["", "norope"])
+@pytest.mark.parametrize("bias", ["", "bias"])
+def test_every_crossing_is_written_as_the_class_that_computes_it_or_refused(bias, norope, norm, qwens, tmp_path):
+    """Next to a Qwen2, transformers would misread any tokenizer but Qwen2's own."""
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.randint(90, (2, 40), generator=torch.Generator().manual_seed(0))
+    for number, (window, width) in enumerate(product(WINDOWS, WIDTHS)):
+        config = ModelConfig(**{**SMALL, "layers": 3, **WINDOWS[window], **WIDTHS[width], "qkv_bias": bool(bias),
+                                "qk_norm": bool(norm), "no_rope_layer_interval": 2 if norope else None,
+                                "tied_embeddings": number % 2 == 0, **(SCALING if number % 3 else {})})
+        *_, known = (WRITTEN[name] for name in WRITTEN if set(name.split()) <= {bias, norm, norope, window, width})
+        if known == "Qwen2" and not qwens:
+            known = None if window or width == "uneven" else "Llama"
+        if known is None:
+            said = "qk_norm .* and .*no_rope_layer_interval" if norope else "model.qkv_bias with model.(sliding_w|dim)"
+            refused(UserError, said, refuse_unexportable, config, qwens=qwens)
+            refused(ValueError, said, write, built(config), tmp_path, qwens=qwens)
+            continue
+        refuse_unexportable(config.model_copy(update={"vocab_size": None}), qwens=qwens)
+        model = built(config)
+        write(model, folder := tmp_path / f"{number}", qwens=qwens)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert type(theirs).__name__ == f"{known}ForCausalLM" == theirs.config.architectures[0], config
+        with torch.no_grad():
+            assert (theirs(tokens).logits - model(tokens)).abs().max().item() <= 1e-5, config
+        assert config.differences(state_in(folder)[0]) == {}
+
+
+def test_what_the_installed_transformers_refuses_is_the_users_error_before_training(monkeypatch):
+    """Each version checks more: today's Llama, widths that are no multiple of the heads."""
+    uneven = ModelConfig(**{**SMALL, "heads": 5, "kv_heads": 5, "head_dim": 10})
+    refuse_unexportable(uneven, qwens=False)
+    monkeypatch.setattr(huggingface, "export_class", lambda config, qwens: "llama")
+    refused(UserError, r"transformers 5\S+ refuses .* as a LlamaForCausalLM: .*hidden size \(48\).* section model",
+            refuse_unexportable, uneven, qwens=False)
+    monkeypatch.undo()
+
+    class Later(ModelConfig):
+        activation: str = "silu"
+    monkeypatch.setattr(shapes, "ModelConfig", Later)
+    refused(UserError, "model.activation cannot be exported", refuse_unexportable,
+            Later(**SMALL, activation="relu2"), qwens=False)
+
+
+@pytest.mark.parametrize(("config", "qwens"), [
+    ({"sliding_window": 8}, False), ({"sliding_window": 8, "full_attention_interval": 2}, False),
+    ({"qkv_bias": True}, False), ({"heads": 5, "kv_heads": 5, "head_dim": 10}, False)])
+def test_transformers_reads_the_tokenizer_beside_every_class_by_its_own_rules(config, qwens, tmp_path, caplog):
+    """Next to a Qwen2 it would not; next to a Mistral it would warn that they are wrong."""
+    transformers = pytest.importorskip("transformers")
+    config = ModelConfig(**{**SMALL, "vocab_size": 512, **config})
+    write(built(config), tmp_path, qwens=qwens)
+    write_hugging_face(TOKENIZER_OF_BYTES, tmp_path)
+    text = "Numbers 1234567, e\u0301 and  spaces\n\n don't"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text, add_special_tokens=False) \
+        == TOKENIZER_OF_BYTES.encode(text)
+    assert "regex" not in caplog.text
 
 
 @pytest.mark.parametrize("class_name, settings, read", [

@@ -129,7 +129,7 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
     {vocab_size: 91} -> is \[90, 48\]; by its config.json it is \[91, 48\]
     {num_hidden_layers: 3} -> layers.2.* is missing
     {hidden_size: removed} -> it has no 'hidden_size'
-    {model_type: mamba} -> model_type = 'mamba'; only llama, qwen3, smollm3, qwen2 and mistral
+    {model_type: mamba} -> model_type = 'mamba'; only llama, qwen2, qwen3, smollm3, mistral, ministral
     {attention_bias: true} -> layers\.0\.self_attn\.q_proj\.bias is missing
     {hidden_act: gelu} -> hidden_act = 'gelu'
     {head_dim: 128} -> is \[48, 48\]; by its config.json it is \[768, 48\]

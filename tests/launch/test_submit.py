@@ -68,10 +68,19 @@ def test_plan_of_a_fresh_run(launcher):
 
 
 def test_what_cannot_be_exported_can_be_trained(launcher):
-    """Both together are refused where they would be exported."""
-    assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(
-        "--dry-run --cluster local model.qk_norm=true model.no_rope_layer_interval=2 --stage "
-        "shard,tokenizer,encode,train")
+    """Before it is trained: refused if the export is requested too, and said if not."""
+    trained = "--dry-run --cluster local --stage shard,tokenizer,encode,train"
+    for crossing, said in ((("model.qk_norm=true", "model.no_rope_layer_interval=2"), "no class of transformers"),
+                           (("model.qkv_bias=true", "model.sliding_window=32"), "Qwen2's rules"),
+                           (("model.qkv_bias=true", "model.heads=5", "model.kv_heads=5", "model.head_dim=16"),
+                            r"model.dim \(256\) not divisible by heads \(5\)")):
+        shown = launcher.accepted(trained, *crossing)
+        assert re.search(rf"this network can be trained, but not exported: .*{said}", shown)
+        assert re.search(rf"{said}.*--stage shard,tokenizer,encode,train", launcher.refused(
+            f"{trained},convert", *crossing), re.DOTALL)
+    assert "not exported" not in launcher.accepted(f"{trained},convert", "model.qkv_bias=true")
+    assert "not exported" not in launcher.accepted(  # as a Mistral
+        f"{trained},convert", "model.heads=5", "model.kv_heads=5", "model.head_dim=16")
 
 
 def test_finished_partial_and_stale_stages(launcher):
