@@ -10,16 +10,14 @@ The file gives the reason for each value. Change what you know better.
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import math
-import os
 import re
 import shlex
 import sys
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from itertools import count
+from pathlib import Path
 
 from drover.launch.forecast import matrix_rate
 from drover.launch.local import find_machine
@@ -31,8 +29,9 @@ from drover.pipeline.core.command_line import Parser, Program, refuse_low
 from drover.pipeline.core.console import duration
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
-from drover.pipeline.data.readers import file_format
+from drover.pipeline.data.streams import UTF8
 from drover.tools.presets import CHINCHILLA
+from drover.tools.survey import Corpus, look
 
 CPU_SHARE = 0.6
 """Share of the speed of matrix products that training reaches on CPUs: the middle of what was measured
@@ -41,8 +40,6 @@ GPU_FLOPS = 0.35 * 300e12
 """FLOP/s of a GPU: a careful guess that does not depend on its model."""
 EPOCHS = 4
 """Up to so many epochs, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
-PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
-"""Bytes of text in a byte of such a file, about."""
 BYTES = 512
 """Ids of the vocabulary of bytes, with the special ones. Smaller corpora than 0.5 MB take it: one of 1,024 learned ids
 may need more text than there is."""
@@ -50,21 +47,6 @@ FEW_DOCUMENTS = 500
 """With fewer, the validation text is the end of each source: too few documents could be drawn at random."""
 MUON_WIDTH = 512
 """Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Files of text: how many with each ending, the bytes of text in them (about), and the beginnings of some."""
-
-    folder: Path
-    endings: Counter[str]
-    text_bytes: int
-    prompts: list[str]
-
-    @property
-    def files(self) -> int:
-        """How many."""
-        return self.endings.total()
 
 
 @dataclass(frozen=True)
@@ -119,46 +101,14 @@ def work(options: argparse.Namespace) -> None:
     proposal = propose(corpus, rate, options.minutes, options.params)
     write_text(target, as_yaml(corpus, proposal, _name(options.data)))
     load_config(target)
+    for remark in corpus.remarks:
+        print(remark)
     print(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
           f"{tokens_text(proposal.corpus_tokens)} tokens\n"
           f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
           f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
           f"{target} is written. Read it, then:\n"
           f"  drover run --config {shlex.quote(str(target))} --cluster local")
-
-
-def look(folder: Path) -> Corpus:
-    """Count the text in a folder. UserError if there is none."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no folder. Give the folder that holds your text files.")
-    endings: Counter[str] = Counter()
-    others: Counter[str] = Counter()
-    size, prompts = 0.0, list[str]()
-    for root, inside, names in os.walk(folder):
-        inside[:] = sorted(name for name in inside if not name.startswith("."))
-        for name in sorted(names):
-            path = PurePath(root, name)
-            if file_format(path) is None:
-                others[path.suffix] += 1
-                continue
-            endings["".join(path.suffixes[-2:] if path.suffix in PACKED and file_format(path) != "parquet"
-                            else path.suffixes[-1:])] += 1
-            size += Path(path).stat().st_size * PACKED.get(path.suffix.lower(), 1.0)
-            if len(prompts) < 3 and file_format(path) == "txt" and path.suffix not in PACKED:
-                prompts += _beginning(Path(path))
-    if not size:
-        found = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in others.most_common(5))
-        there = f" (its files: {found})" if found else ""
-        raise UserError(f"{folder} holds no text that Drover reads{there}. It reads .txt, .md, .rst, .tex, .py, .html, "
-                        f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.")
-    return Corpus(folder, endings, int(size), prompts)
-
-
-def _beginning(path: Path) -> list[str]:
-    """The first words of a file, as a prompt; [] where it begins with none."""
-    with open(path, encoding="utf-8", errors="ignore") as file:
-        words = file.readline(200).split()[:4]
-    return [" ".join(words)] if len(words) == 4 and all(word.isprintable() for word in words) else []
 
 
 def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
@@ -182,8 +132,6 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     shape, steps = proposal.shape, proposal.steps
     muon = shape.dim <= MUON_WIDTH
     lr = 0.01 if muon else 0.003239 - 0.0001395 * math.log(shape.non_embedding_parameter_count)
-    place = glob.escape(str(corpus.folder.resolve()))
-    patterns = [f"{place}/**/*{ending}" for ending in sorted(corpus.endings)]
     few = corpus.files < FEW_DOCUMENTS
     validation = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
     rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
@@ -192,11 +140,11 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
                   f"vocab_size: {shape.vocab_size}   # about the square root of the text's bytes")
     return f"""\
 # Proposed for {corpus.files:,} files with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know better.
-name: {_quoted(name)}
+{"".join(f"# {remark}{chr(10)}" for remark in corpus.remarks)}name: {_quoted(name)}
 
 shard:
   sources:
-    - {{kind: files, name: text, paths: {_flow(patterns)}}}
+{_sources(corpus)}
   shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
   validation_share: {validation:.2g}
   validation_rule: {rule}
@@ -229,6 +177,19 @@ train:   # {tokens_text(proposal.tokens)} tokens, {proposal.limit}; beyond {EPOC
 evaluate:
   prompts: {_flow(prompts)}
 """
+
+
+def _sources(corpus: Corpus) -> str:
+    """A line for each kind of files."""
+    lines = dict[str, str]()
+    for kind, paths in corpus.sources.items():
+        parts = (kind.text_field or "text", "records" if kind.text_field == "text" else "",
+                 "" if kind.encoding == UTF8 else kind.encoding, "long" if kind.separator else "")
+        base = re.sub(r"[^A-Za-z0-9_]+", "-", "-".join(filter(None, parts))).strip("-")[:40] or "records"
+        name = next(own for number in count(1) if (own := base if number == 1 else f"{base}-{number}") not in lines)
+        more = "".join(f", {key}: {_quoted(value)}" for key, value in kind.settings().items())
+        lines[name] = f"    - {{kind: files, name: {name}, paths: {_flow(paths)}{more}}}"
+    return "\n".join(lines.values())
 
 
 def _flow(texts: list[str]) -> str:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
+from pydantic import AfterValidator, Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
 
-from drover.pipeline.config.kinds import Kind
+from drover.pipeline.config.kinds import Kind, impossible
 from drover.pipeline.config.section import LocalPath, Section, added, execution
 from drover.pipeline.config.shipped import FILTERS
+
+
+def _encoding(name: str) -> str:
+    """An encoding of text under its usual name; UTF-8 with a byte order mark is UTF-8."""
+    try:
+        "".encode(name)
+        codecs.getincrementaldecoder(name)("replace").decode(b"", final=True)
+        return codecs.lookup(name).name.replace("utf-8-sig", "utf-8")
+    except (LookupError, ValueError):
+        raise impossible(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are "
+                         f"some") from None
 
 
 class StdlibSource(Section):
@@ -50,6 +62,9 @@ class FilesSource(Section):
     `file:7`; in a file that is read in parts the offset, as `file@1234`."""
     meta_fields: list[str] = []
     """Fields or columns to keep as the document's `meta`."""
+    encoding: Annotated[str, AfterValidator(_encoding)] = added("utf-8")
+    """Encoding of text, JSON and CSV files, such as `latin-1`, `cp1252`, `utf-16` or `shift_jis`: any that Python
+    knows. What cannot be decoded is rejected. Files in another encoding than UTF-8 are not read in parts."""
     html: Literal["refuse", "keep"] = added("refuse")
     """What is done with HTML pages among text files. `refuse`: files named .html, .htm or .xhtml stop the stage, and
     other files that begin as a page are rejected. `keep`: the model learns the markup, too."""

@@ -6,7 +6,7 @@ import codecs
 import re
 import zlib
 
-from drover.pipeline.data.streams import COMPRESSIONS, Input, unpacked
+from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, recoder, unpacked
 
 HEAD = 4096
 """Bytes that are looked at."""
@@ -26,9 +26,9 @@ _SIGNATURES = (
     (b"ARROW1", "Arrow", "an Arrow file; name it .arrow, or set the source's `format: arrow`"),
     (b"%PDF-", "PDF", "a PDF file; take its text out of it first"),
     (b"SQLite format 3\0", "SQLite", "an SQLite file; export its text first"),
-    (b"\xff\xfe\0\0", "UTF-32", "UTF-32 text with a byte-order mark; convert it to UTF-8 (iconv -f utf-32 -t utf-8)"),
+    (b"\xff\xfe\0\0", "UTF-32", "UTF-32 text with a byte-order mark; set the source's `encoding: utf-32`"),
     ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16",
-     "UTF-16 text with a byte-order mark; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"),
+     "UTF-16 text with a byte-order mark; set the source's `encoding: utf-16`"),
     (b"\x89PNG", "PNG", "a PNG file; leave it out"), (b"\xff\xd8\xff", "JPEG", "a JPEG file; leave it out"),
     (b"\x7fELF", "ELF", "an ELF file; leave it out"))
 """First bytes of files that are not text, the name of their format, and what a user reads about it."""
@@ -49,18 +49,22 @@ def mistaken(file: Input, kind: str, html: str = "refuse") -> str | None:
             head = raw.read(HEAD) or b""
         compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
-            return _instead_of(kind, head, html)
+            return _instead_of(kind, head, html, file.encoding)
         what, advice = _signature(head)
         if head and compression != ("zstd" if head[1:4] == SKIPPABLE else what):
             return f"its name ends in {ending}, but it is {advice or f'no {compression} data; rename it'}"
         with unpacked(file.raw(0, 0), compression) as stream:
-            return _instead_of(kind, stream.read(HEAD) or b"", html)
+            return _instead_of(kind, stream.read(HEAD) or b"", html, file.encoding)
     except (OSError, EOFError, zlib.error):
         return None
 
 
-def _instead_of(kind: str, head: bytes, html: str) -> str | None:
+def _instead_of(kind: str, head: bytes, html: str, encoding: str) -> str | None:
     wanted, (what, advice) = _FORMATS.get(kind), _signature(head)
+    if encoding != UTF8 and wanted is None and encoding.startswith(what.lower()):
+        if (wrong := _not_encoded(encoding, head)) is not None:
+            return wrong
+        head, what = recoder(encoding)(head, False), ""
     if what:
         return None if what == wanted else f"it is {advice}"
     if wanted is not None:
@@ -78,12 +82,30 @@ def _no_text(head: bytes) -> str | None:
     nuls = head.count(0)
     if not nuls or (_is_utf8(head) and (nuls < FEW_NULS or nuls < NUL_SHARE * len(head))):
         return None
-    even = head[::2].count(0)
-    for order, own, other in (("be", even, nuls - even), ("le", nuls - even, even)):
-        if own > 0.7 * len(head) / 2 and other < 0.05 * own:  # half of each letter of a Western script
-            return (f"it is UTF-16 text without a byte-order mark; convert it to UTF-8 (iconv -f utf-16{order} -t "
-                    f"utf-8)")
+    if order := utf16_order(head):
+        return f"it is UTF-16 text without a byte-order mark; set the source's `encoding: utf-16-{order}`"
     return "it is binary data, not text (it holds NUL bytes); leave it out, or take its text out of it first"
+
+
+def utf16_order(head: bytes) -> str:
+    """`le` or `be` if the first bytes of a file are UTF-16 without a byte order mark, as Western scripts show it; else
+    empty."""
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    for order, own, other in (("be", even, odd), ("le", odd, even)):
+        if own > 0.7 * len(head) / 2 and other < 0.05 * own:  # half of each letter
+            return order
+    return ""
+
+
+def _not_encoded(encoding: str, head: bytes) -> str | None:
+    """What speaks against text in another encoding than UTF-8."""
+    if encoding in ("utf-16", "utf-32") and head and _signature(head)[0] != encoding.upper():
+        return (f"it has no byte-order mark of {encoding.upper()}; set the source's `encoding` to {encoding}-le or "
+                f"{encoding}-be, or leave it out where the text is UTF-8")
+    is_wide = encoding.startswith(("utf-16", "utf-32"))
+    if _is_utf8(head) and (0 not in head if is_wide else not head.isascii()) and head:
+        return f"it is UTF-8, not {encoding}; make a source without `encoding` of such files"
+    return None
 
 
 def _is_utf8(head: bytes) -> bool:

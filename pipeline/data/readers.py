@@ -29,7 +29,7 @@ from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
 from drover.pipeline.data.documents import Limit, PlainText, Records, Unreadable, damage
 from drover.pipeline.data.file_kinds import mistaken
-from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file, reach, separated
+from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, map_file, reach, separated
 from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20
@@ -69,8 +69,9 @@ def _ending(path: PurePath) -> str:
 def divisible(path: PurePath, source: FilesSource) -> bool:
     """Whether parts of the file can be read by themselves; its name alone decides."""
     kind = file_format(path, source.format)
-    return path.suffix.lower() not in COMPRESSIONS and (
-        kind in ("jsonl", "parquet") or (kind == "txt" and source.separator is not None))
+    if path.suffix.lower() in COMPRESSIONS or (source.encoding != UTF8 and kind != "parquet"):
+        return False
+    return kind in ("jsonl", "parquet") or (kind == "txt" and source.separator is not None)
 
 
 def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -84,11 +85,11 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     yield from FORMATS[kind](file, source, limit)
 
 
-def column_names(path: Path, kind: str) -> list[str] | None:
+def column_names(path: Path, kind: str, encoding: str) -> list[str] | None:
     """The columns that a file of one of the COLUMNAR formats says it has, without reading what is in them; None where
     that cannot be seen so: it is damaged, packed or something else than its name says."""
     with suppress(*damage()):
-        file = Input(Piece.of(path))
+        file = Input(Piece.of(path), encoding)
         if mistaken(file, kind) is not None:
             return None
         if kind == "csv":
@@ -114,7 +115,7 @@ def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> lis
         own = [path for name, path in files if name.startswith(f"{source.name}/")]
         for path in own:
             kind = file_format(PurePath(path), source.format)
-            names = column_names(Path(path), kind) if kind in COLUMNAR and not is_url(path) else None
+            names = column_names(Path(path), kind, source.encoding) if kind in COLUMNAR and not is_url(path) else None
             absent = [name for name in absent if name not in names] if names is not None else []
             present = names or []
             if not absent:

@@ -43,7 +43,7 @@ from drover.pipeline.data.filters.chain import Chain, Dropped
 from drover.pipeline.data.hub import hub_rows
 from drover.pipeline.data.planning.signatures import Signer
 from drover.pipeline.data.readers import file_records, python_records
-from drover.pipeline.data.streams import Input, Piece
+from drover.pipeline.data.streams import UTF8, Input, Piece
 from drover.pipeline.storage.store import Changed, Missing
 
 STAGING = "staging"
@@ -159,7 +159,7 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
             yield _document(source, source.split, number, row, limit, fields)
     for piece in (Piece(**piece) for piece in payload["pieces"]):
         try:
-            file = Input(piece)
+            file = Input(piece, getattr(source, "encoding", UTF8))
             if not isinstance(source, HubSource):  # whose own library knows which of them it read
                 records = python_records(file, limit) if isinstance(source, StdlibSource) else \
                     file_records(file, source, limit)

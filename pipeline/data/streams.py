@@ -31,6 +31,7 @@ from drover.pipeline.core.files import changed_ns
 from drover.pipeline.storage.object_files import ObjectFile, content_number
 from drover.pipeline.storage.store import Changed, is_url
 
+UTF8 = "utf-8"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20
 """Bytes read from the disk at a time."""
@@ -108,19 +109,22 @@ class Input:
         OSError: it cannot be read.
     """
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece, self.reader = piece, piece.reader()
+    def __init__(self, piece: Piece, encoding: str = UTF8) -> None:
+        self.piece, self.reader, self.encoding = piece, piece.reader(), encoding
         self.path = Path(piece.path) if self.reader is None else PurePath(piece.path)
         piece.refuse_changed()
         self._hash = _RangeHash(piece, self.raw)
 
     def open(self, before: int = 0) -> Any:
-        """A stream of the bytes from the start of the piece on, unpacked by the ending of the name. before: it begins
-        so many bytes earlier, where there are so many."""
+        """A stream of the bytes from the start of the piece on, unpacked by the ending of the name, as UTF-8.
+
+        before: it begins so many bytes earlier, where there are so many.
+        """
         start = max(0, self.piece.start - before)
         raw = Watched(self.raw(start, self.piece.stop), start, self._hash.feed)
         compression = COMPRESSIONS.get(self.path.suffix.lower())
-        return io.BufferedReader(raw, BUFFER) if compression is None else unpacked(raw, compression)
+        stream = io.BufferedReader(raw, BUFFER) if compression is None else unpacked(raw, compression)
+        return stream if self.encoding == UTF8 else io.BufferedReader(_Recoded(stream, self.encoding), UNPACKED)
 
     def record(self) -> dict[str, Any]:
         """What the unit's record says of the file: hashes of its content, for which the rest of the piece is read now.
@@ -219,6 +223,45 @@ class Watched(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+class _Recoded(io.RawIOBase):
+    """Text of another encoding as UTF-8 (see `recoder`)."""
+
+    def __init__(self, stream: Any, encoding: str) -> None:
+        self._stream, self._recode, self._held = stream, recoder(encoding), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held and (data := self._stream.read(CHUNK)):
+            self._held = self._recode(data, False)
+        self._held = self._held or self._recode(b"", True)
+        taken, self._held = self._held[:len(buffer)], self._held[len(buffer):]
+        buffer[:len(taken)] = taken
+        return len(taken)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def recoder(encoding: str) -> Callable[[bytes, bool], bytes]:
+    """Makes UTF-8 of bytes in an encoding that come in parts, of which the last is marked. What cannot be decoded
+    becomes a byte that UTF-8 has not, so that it is found where broken UTF-8 is."""
+    decoder = codecs.getincrementaldecoder(encoding)(BROKEN)
+    return lambda data, final: decoder.decode(data, final).encode(UTF8, BROKEN)
+
+
+def _broken(error: UnicodeError) -> tuple[str | bytes, int]:
+    """In place of what cannot be decoded or encoded: half of a surrogate pair, and of that a byte."""
+    assert isinstance(error, (UnicodeDecodeError, UnicodeEncodeError))
+    return b"\xff" if isinstance(error, UnicodeEncodeError) else "\udcff", error.end
+
+
+BROKEN = "drover.broken"
+codecs.register_error(BROKEN, _broken)
 
 
 class _Spool(io.RawIOBase):

@@ -27,10 +27,11 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
     ("a.jsonl.gz", gzip.compress(GZIPPED, mtime=0), "it is a gzip file"),
     ("a.jsonl.gz", ZSTD, "its name ends in .gz, but it is a zstd file"),
     ("a.jsonl.gz", LINES, "its name ends in .gz, but it is no gzip data; rename it"),
-    ("a.txt", "words ü".encode("utf-16"), "it is UTF-16 text with a byte-order mark; convert it to UTF-8 (iconv "),
-    ("a.txt", "words and words ".encode("utf-16-le"), "UTF-16 text without a byte-order mark; convert it to UTF-8 "
-                                                      "(iconv -f utf-16le -t utf-8)"),
-    ("a.txt", "words and words ".encode("utf-16-be"), "iconv -f utf-16be"), ("a.txt", "w".encode("utf-32"), "UTF-32"),
+    ("a.txt", "words ü".encode("utf-16"), "it is UTF-16 text with a byte-order mark; set the source's `enc"),
+    ("a.txt", "words and words ".encode("utf-16-le"), "it is UTF-16 text without a byte-order mark; set the "
+                                                      "source's `encoding: utf-16-le`"),
+    ("a.txt", "words and words ".encode("utf-16-be"), "`encoding: utf-16-be`"),
+    ("a.txt", "w".encode("utf-32"), "UTF-32"),
     ("a.txt", b"\x01\x02\0\xff" * 9, "binary data, not text"), ("a.jsonl", bytes(100), "binary data, not text"),
     ("a.txt", b"w" * 144 + bytes(16), "binary data, not text"), ("a.txt", b"%PDF-1.7\n%\xe2\xe3", "it is a PDF file"),
     ("a.jsonl", b"\n<!DOCTYPE html><html>", "it is an HTML page, as a server sends"),

@@ -1,13 +1,18 @@
 """The configuration that is proposed for a folder of one's own text."""
 
 import json
+import os
+import re
 import shlex
 
 import pytest
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
+from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
+from drover.tools import survey
 from drover.tools.init import look, main, propose
+from tests.data.source_files import COMPRESS, batch, lines, write_batches
 from tests.refusal import printed, table
 from tests.stages.here import run_here
 
@@ -23,6 +28,70 @@ def notes(tmp_path, monkeypatch):
     (folder / "photo.png").write_bytes(b"\x89PNG")
     monkeypatch.chdir(tmp_path)
     return folder
+
+
+def wide(number):
+    return f"On day {number} we walked {number * 7 % 13} miles to the sea, größer als früher.\n" * 9
+
+
+ENCODED = {"a.md": "utf-8", "b.MD": "utf-8", "[x] a*b/c.md": "utf-8", "two\nlines/d.md": "utf-8", "latin.md": "cp1252",
+           "caf\udce9/e.md": "utf-8", "caf\udce9/latin.txt": "cp1252", "folder.txt/f.txt": "utf-8", "wide.md": "utf-16",
+           "sub/wide.txt": "utf-16-le", "sub/deep/russian.txt": "cp1251", "content.jsonl": "utf-8",
+           "body.jsonl.gz": "utf-8", "raw_content.json": "utf-8", "review.csv": "cp1252"}
+
+
+def zoo(folder):
+    """Every kind of file, in folders of odd names; the texts that are to be read, and the names of the others."""
+    texts = {name: wide(number) for number, name in enumerate(ENCODED)}
+    texts["sub/deep/russian.txt"] = "Это русский текст о реке и мельнице. " * 9
+    for name, text in texts.items():
+        path, encoding = folder / name, ENCODED[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        field = path.name.partition(".")[0]
+        if ".csv" in name:
+            path.write_bytes(f'id,{field}\n1,"{text}"\n'.encode(encoding))
+        elif ".js" in name:
+            path.write_bytes(COMPRESS[".gz" if "gz" in name else ""](lines([{"id": 1, field: text}])))
+        else:
+            path.write_bytes(text.encode(encoding))
+    write_batches(folder / "table.parquet", batch(("text", [wide(99)]), ("stars", [1])))
+    others = {
+        "package.json": b'{"name": "site", "version": "1"}', "table.csv": b"day,rain\nMonday,3\n", "README": b"Read.",
+        "page.html": b"<p>", "page.md": b"<!doctype html>", "photo.md": b"\x89PNG\r\n", "zeros.txt": bytes(99),
+        "same.md": wide(0).encode("utf-16-be"), "broken.md": "größer, früher".encode() + b"\xff",
+        "cut.parquet": b"PAR1",
+        "some.jsonl": b'{"text": "a"}\n{}\n', "bad.jsonl": b'{"text": "a"\n', "none.csv": b"text\n", "empty.md": b" \n"}
+    for name, data in others.items():
+        (folder / name).write_bytes(data)
+    (folder / "gone.md").symlink_to("nowhere")
+    (folder / "loop").symlink_to("..")
+    os.mkfifo(folder / "pipe.txt")
+    return {*texts.values(), wide(99)}, {*others, "gone.md", "pipe.txt"}
+
+
+def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wanted, others = zoo(tmp_path / "zoo")
+    told = printed(capsys, main, "zoo", "--minutes", "1")
+    assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", told)} == set()
+    assert run_here("shard", "zoo.yaml", "launch.processes=1", "shard.validation_rule=hash",
+                    "shard.validation_share=0.5") == 0
+    run = Run(load_config("zoo.yaml"))
+    texts = {document.text for split in SPLITS for record in shard_records(run.finished("shard"), split)
+             for document in read_shard(run.own_folder("shard"), record)}
+    assert texts == wanted and run.finished("shard").counts["rejected"] == 0
+
+
+def test_a_long_text_is_divided_into_documents(notes, monkeypatch):
+    monkeypatch.setattr(survey, "LONG_BYTES", 1000)
+    (notes / "crlf.txt").write_bytes(b"a day at the sea\r\n\r\nanother day\r\n" * 40)
+    assert {kind.separator for kind in look(notes).sources} == {"\n", "\r\n\r\n"}
+
+
+def test_of_many_files_some_are_opened(notes, monkeypatch):
+    monkeypatch.setattr(survey, "OPENED", 2)
+    found = look(notes)
+    assert found.files == 6 and "4 of 7 files were opened" not in found.remarks and "5 of 7" in found.remarks[-1]
 
 
 def test_few_files_are_a_corpus_with_held_out_text(notes):
@@ -53,7 +122,7 @@ def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     'my notes' --minutes 0 -> above 0
     'my notes' --params many -> above 0
     nowhere -> is no folder
-    pictures -> its files: 1 .png
+    pictures -> left out: photo.png: the name does
     'my notes' --to pictures -> there already""", shlex.split))
 def test_what_cannot_be_is_refused(notes, arguments, said, capsys):
     (notes.parent / "pictures").mkdir()

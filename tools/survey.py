@@ -1,0 +1,365 @@
+"""What text a folder holds, in which kinds of files, and which files hold none: for `drover init`.
+
+A kind is what a source of `kind: files` reads with one set of settings. Each file is opened, or of very many some.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from drover.pipeline.config.data import FilesSource
+from drover.pipeline.config.tree import Config
+from drover.pipeline.core.console import first
+from drover.pipeline.core.errors import UserError, printable
+from drover.pipeline.data.documents import Limit, Unreadable, damage
+from drover.pipeline.data.file_kinds import mistaken, utf16_order
+from drover.pipeline.data.folders import files_below
+from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
+from drover.pipeline.data.sources import input_files
+from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, name_as_text
+
+PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
+"""Bytes of text in a byte of such a file, about."""
+OPENED = 20_000
+"""Of more files with one ending, so many are opened. The others count as what the one before them is."""
+READ = 1 << 24
+"""Bytes of a text file that are read."""
+RECORDS = 100
+"""Records of a file that are read."""
+TEXT_FIELDS = ("text", "content", "raw_content", "body", "contents", "page_content", "article", "document", "markdown",
+               "maintext", "story", "transcript", "message", "code", "abstract")
+"""Names of fields that hold a document's text, the usual one first."""
+PROSE = 100
+"""Characters that a field of another name has on average where it is the text."""
+LONG_BYTES = 100e6
+"""Text files of more bytes are divided into documents: they would be rejected (shard.max_document_mb) or take much
+memory."""
+MOST_REASONS = 20
+"""So many reasons to leave out files are named."""
+UNICODE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
+           (codecs.BOM_UTF16_BE, "utf-16"))
+"""The encodings that byte order marks show."""
+LIKELY = ["cp1250", "cp1251", "koi8_r", "cp932", "euc_jp", "gb18030", "big5", "cp949", "cp1253", "cp1254", "cp1255",
+          "cp1256"]
+"""Encodings that are guessed where text is not Western."""
+GUESSED = 200
+"""So many files of an ending have their encoding guessed; the next ones have the commonest of these, if it fits."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Settings of a source, where they are not the defaults; `text_field` is empty for text files."""
+
+    text_field: str = ""
+    encoding: str = "utf-8"
+    delimiter: str | None = None
+    separator: str | None = None
+
+    def settings(self) -> dict[str, str]:
+        """Those that a configuration has to name."""
+        default = FilesSource(kind="files", name="a", paths=["a"]).model_dump()
+        return {name: value for name, value in asdict(self).items() if value and value != default[name]}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files with text.
+
+    Attributes:
+        folder: where they lie.
+        sources: for each kind of files their paths, as globs where these match no others.
+        files: how many they are.
+        text_bytes: bytes of text in them, about.
+        prompts: the beginnings of some.
+        remarks: what to know about the files, such as which hold no text and why, as lines.
+    """
+
+    folder: Path
+    sources: Mapping[Kind, list[str]]
+    files: int
+    text_bytes: int
+    prompts: list[str]
+    remarks: list[str]
+
+
+EMPTY = "it is empty"
+
+
+class NoTextError(Exception):
+    """Why a file is left out."""
+
+
+@dataclass
+class _Found:
+    """Of one kind: its files, the digests of texts in them, and the beginnings of some."""
+
+    files: list[Path] = field(default_factory=list)
+    digests: set[bytes] = field(default_factory=set)
+    beginnings: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def look(folder: Path) -> Corpus:
+    """The text in a folder. UserError if there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder. Give the folder that holds your text files.")
+    folder = folder.resolve()
+    paths = sorted(files_below(folder))
+    kinds, left_out, opened = _looked_at(paths)
+    found, seen = dict[Kind, _Found](), set[bytes]()
+    for kind, own in sorted(kinds.items(), key=lambda item: (-len(item[1].files), str(item[0]))):
+        if own.digests <= seen:
+            left_out["all its text is in other files too"] += own.files
+        else:
+            found[kind] = own
+            seen |= own.digests
+    empty = set(left_out.get(EMPTY, ()))  # patterns may match them: nothing is read of them
+    reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
+    remarks = [f"left out: {first([_shown(path, folder) for path in left_out[reason]])}: {reason}"
+               for reason in reasons[:MOST_REASONS]]
+    if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
+        remarks.append(f"left out for other reasons: {first([_shown(path, folder) for path in more])}")
+    if not found:
+        raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads .txt, .md, .rst, .tex, .py, "
+                                     f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.",
+                                     *remarks]))
+    remarks += [f"read as {kind.encoding}, which is a guess: {first([_shown(path, folder) for path in own.files])}"
+                for kind, own in found.items() if not kind.encoding.startswith("utf")]
+    if opened < len(paths):
+        remarks.append(f"{opened:,} of {len(paths):,} files were opened")
+    files = {kind: own.files for kind, own in found.items()}
+    size = sum(path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0) for own in files.values() for path in own)
+    beginnings = sorted(beginning for own in found.values() for beginning in own.beginnings)
+    prompts = [prompt for _, text in beginnings for prompt in _prompt(text)][:3]
+    return Corpus(folder, _patterns(folder, [path for path in paths if path not in empty], files),
+                  sum(map(len, files.values())), int(size), prompts, remarks)
+
+
+def _looked_at(paths: Sequence[Path]) -> tuple[dict[Kind, _Found], dict[str, list[Path]], int]:
+    """The files of each kind, those without text by the reason, and how many were opened."""
+    kinds, left_out, opened = defaultdict[Kind, _Found](_Found), defaultdict[str, list[Path]](list), 0
+    of_ending = defaultdict[str, list[Path]](list)
+    for path in paths:
+        of_ending[_ending(path)].append(path)
+    for own in of_ending.values():
+        guesses, step = _Guesses(), -(-len(own) // OPENED)
+        for at in range(0, len(own), step):
+            opened += 1
+            try:
+                kind, texts = _kind(own[at], guesses)
+            except NoTextError as reason:
+                left_out[str(reason)] += own[at:at + step]
+                continue
+            kinds[kind].files += own[at:at + step]
+            kinds[kind].digests |= {sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts}
+            if at < 3 * step:
+                kinds[kind].beginnings.append((own[at], texts[0][:200]))
+    return kinds, left_out, opened
+
+
+def _kind(path: Path, guesses: _Guesses) -> tuple[Kind, list[str]]:
+    """What a file is read as, and some of its texts; NoTextError if it holds none."""
+    form = file_format(path)
+    if not path.is_file():
+        raise NoTextError("it is a link that leads nowhere, a pipe or a device")
+    if form is None:
+        raise NoTextError("the name does not show a format")
+    if is_page(path):
+        raise NoTextError("an HTML page, of which the model would learn the markup; take its text out first")
+    try:
+        if form in COLUMNAR and form != "csv":
+            return _records_kind(path, form, "utf-8")
+        with Input(Piece.of(path)).open() as stream:
+            data = stream.read(READ)
+        if not data.strip():
+            raise NoTextError(EMPTY)
+        encoding = _encoding(data, form, guesses)
+        if form != "txt":
+            return _records_kind(path, form, encoding)
+        _refuse_mistaken(Input(Piece.of(path), encoding), form)
+        separator = None
+        if path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0) > LONG_BYTES:
+            separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
+        return Kind("", encoding, None, separator), [_decoded(data, encoding)]
+    except damage() as error:
+        raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _refuse_mistaken(file: Input, form: str) -> None:
+    if (instead := mistaken(file, form)) is not None:
+        raise NoTextError(instead)
+
+
+def _records_kind(path: Path, form: str, encoding: str) -> tuple[Kind, list[str]]:
+    """The kind of a file of records, and the texts of the first ones."""
+    _refuse_mistaken(Input(Piece.of(path), encoding), form)
+    records = _records(path, encoding, None)
+    header = next(iter(records[0])) if form == "csv" and records and len(records[0]) == 1 else ""
+    delimiter = next((own for own in ";\t|" if own in header), None)
+    if delimiter and "delimiter" in FilesSource.model_fields:
+        records = _records(path, encoding, delimiter)
+    if len(records) == 1 and isinstance(records[0], dict):
+        lists = [value for value in records[0].values() if isinstance(value, list) and value
+                 and isinstance(value[0], dict)]
+        records = lists[0] if len(lists) == 1 else records
+    if not records:
+        raise NoTextError("it has no record")
+    fields = [dict(_strings(record)) for record in records]
+    name = _text_field(fields)
+    return Kind(name, encoding, delimiter), [own[name] for own in fields]
+
+
+def _records(path: Path, encoding: str, delimiter: str | None) -> list[Any]:
+    source = FilesSource.model_validate({"kind": "files", "name": "a", "paths": [str(path)], "text_field": "",
+                                         "encoding": encoding, **({"delimiter": delimiter} if delimiter else {})})
+    records = []
+    for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
+        if isinstance(item, Unreadable):
+            raise NoTextError(f"a record cannot be read: {item.reason}")
+        records.append(item[1])
+    return records
+
+
+def _strings(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of a record that hold text, dotted."""
+    for name, value in record.items() if isinstance(record, dict) else ():
+        if isinstance(value, str):
+            yield prefix + name, value
+        elif isinstance(value, dict) and prefix.count(".") < 3:
+            yield from _strings(value, f"{prefix}{name}.")
+
+
+def _text_field(records: Sequence[Mapping[str, str]]) -> str:
+    """The field with the text of documents: it is in all of the records."""
+    counts = Counter(name for record in records for name in record)
+    everywhere = [name for name, count in counts.items() if count == len(records)]
+    for known in TEXT_FIELDS:
+        for name in sorted(counts, key=lambda name: (name.count("."), name)):
+            if name.rpartition(".")[2] == known:
+                if name in everywhere:
+                    return name
+                raise NoTextError(f"the field '{name}' holds text in {counts[name]} of {len(records)} records alone")
+    lengths = {name: sum(len(record[name]) for record in records) / len(records) for name in everywhere}
+    longest = max(everywhere, key=lambda name: lengths[name], default="")
+    if lengths.get(longest, 0) < PROSE:
+        raise NoTextError(f"no field holds a document's text: {first(list(counts)) or 'none holds text'}")
+    return longest
+
+
+class _Guesses:
+    """Guessed encodings of the files with one ending."""
+
+    def __init__(self) -> None:
+        self._made = Counter[str]()
+
+    def of(self, data: bytes) -> str:
+        """The encoding of text that is not UTF-8; NoTextError if none fits."""
+        import charset_normalizer
+        common = [name for name, _ in self._made.most_common(1)] if self._made.total() >= GUESSED else []
+        if not common:
+            lines = b"\n".join(line[:1000] for line in data.splitlines() if not line.isascii())[:4096]
+            best = next(filter(None, (charset_normalizer.from_bytes(lines, cp_isolation=likely).best()
+                                      for likely in (["cp1252"], LIKELY))), None)
+            common = [best.encoding] if best is not None else []
+        for name in common:
+            if _fits(data, name):
+                self._made[name] += 1
+                return codecs.lookup(name).name
+        raise NoTextError("the encoding cannot be guessed; convert it to UTF-8 (iconv)")
+
+
+def _encoding(data: bytes, form: str, guesses: _Guesses) -> str:
+    for mark, name in UNICODE:
+        if data.startswith(mark):
+            return name
+    if order := utf16_order(data[:4096]):
+        return f"utf-16-{order}"
+    if b"\0" in data or _fits(data, "utf-8"):
+        return "utf-8"
+    text = data.decode("utf-8", "replace")
+    broken, others = text.count("\ufffd"), len(re.findall(r"[^\x00-\x7f\ufffd]", text))
+    if others < 2 * broken:
+        return guesses.of(data)
+    if form == "txt" or broken * 1000 > data.count(b"\n"):
+        raise NoTextError("UTF-8 with broken bytes in it; repair it")
+    return "utf-8"  # a broken byte costs its record
+
+
+def _fits(data: bytes, encoding: str) -> bool:
+    try:
+        codecs.getincrementaldecoder(encoding)().decode(data, final=len(data) < READ)
+    except UnicodeError:
+        return False
+    return True
+
+
+def _decoded(data: bytes, encoding: str) -> str:
+    return codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
+
+
+def _prompt(text: str) -> list[str]:
+    """The first words of a text; [] where it begins with none."""
+    words = next(iter(text.lstrip().splitlines()), "").split()[:4]
+    return [" ".join(words)] if len(words) == 4 and all(word.isprintable() for word in words) else []
+
+
+def _ending(path: Path) -> str:
+    return "".join(path.suffixes[-2:] if path.suffix.lower() in COMPRESSIONS else path.suffixes[-1:])
+
+
+def _patterns(folder: Path, paths: Sequence[Path], files: Mapping[Kind, Sequence[Path]]) -> dict[Kind, list[str]]:
+    """The paths of each kind's files: globs, or the files where a glob would match others too."""
+    kind_of = {path: kind for kind, own in files.items() for path in own}
+    of_ending = defaultdict[str, list[Path]](list)
+    for path in paths:
+        of_ending[_ending(path)].append(path)
+    found = {kind: list[str]() for kind in files}
+    for ending, own in sorted(of_ending.items()):
+        for kind, pattern in _covering(folder, own, ending, kind_of):
+            found[kind].append(pattern)
+    for kind, alone in files.items():
+        source = FilesSource(kind="files", name="a", paths=found[kind])
+        matched = {path for _, path in input_files(Config.model_validate({"shard": {"sources": [source]}}))}
+        if matched.intersection(paths) != set(alone):  # a link leads to a folder of others
+            found[kind] = [_literal(path) for path in alone]
+    return found
+
+
+def _covering(folder: Path, paths: Sequence[Path], ending: str,
+              kind_of: Mapping[Path, Kind]) -> Iterator[tuple[Kind, str]]:
+    """(kind, glob) that together match those of `paths`, all with this ending in this folder, that have a kind."""
+    kinds = {kind_of.get(path) for path in paths}
+    wildcard = f"*{glob.escape(ending)}"
+    if kinds == {None}:
+        return
+    if len(kinds) == 1:
+        yield kind_of[paths[0]], f"{_literal(folder)}/**/{wildcard}"
+        return
+    inside = defaultdict[str, list[Path]](list)
+    for path in paths:
+        below = path.relative_to(folder).parts
+        inside[below[0] if len(below) > 1 else ""].append(path)
+    direct = inside.pop("", [])
+    if len(direct) > 1 and len({kind_of.get(path) for path in direct}) == 1 and direct[0] in kind_of:
+        yield kind_of[direct[0]], f"{_literal(folder)}/{wildcard}"
+    else:
+        yield from ((kind_of[path], _literal(path)) for path in direct if path in kind_of)
+    for name, own in sorted(inside.items()):
+        yield from _covering(folder / name, own, ending, kind_of)
+
+
+def _literal(path: Path) -> str:
+    """A glob of one path; a byte that is not UTF-8, which YAML cannot hold, is any character."""
+    return re.sub("[\udc80-\udcff]", "?", glob.escape(str(path)))
+
+
+def _shown(path: Path, folder: Path) -> str:
+    return printable(name_as_text(path.relative_to(folder).as_posix())).replace("\n", "\\n")
