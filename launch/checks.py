@@ -293,7 +293,7 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
     yield from option_problems(launch, jobs)
     found: dict[str, list[str]] = {}
     for job in jobs:
-        for text in _misfits(job, nodes, site):
+        for text in _misfits(job, nodes, site, requested=launch.request_gpus):
             found.setdefault(text, []).append(job.key)
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
             yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before its end "
@@ -321,8 +321,11 @@ def _candidates(job: Job, nodes: Sequence[NodeKind]) -> list[NodeKind]:
     return [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
 
 
-def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[str]:
-    """What a job requests that the site or its partition does not allow, or that its nodes do not have."""
+def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits, *, requested: bool) -> Iterator[str]:
+    """What a job requests that the site or its partition does not allow, or that its nodes do not have.
+
+    requested: whether it requests its GPUs from Slurm.
+    """
     partitions, names = {kind.partition for kind in nodes}, _partitions(job)
     if nodes and (absent := sorted(names - partitions)):
         yield (f"there is no partition {', '.join(absent)} (launch.partition); there are "
@@ -340,14 +343,17 @@ def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits) -> Iterator[
             yield (f"requests {job.minutes} min, but {who} allows {longest:g}: request less (launch.time, "
                    f"launch.<stage>.time); training continues by itself")
     cores, memory = job.tasks_per_node * job.cpus_per_task, megabytes(job.asked.mem)
+    gpus = job.gpus_per_node if requested else 0
     fit = sum(kind.nodes for kind in there
-              if kind.cpus >= cores and kind.gpus >= job.gpus_per_node and kind.memory_mb >= memory)
+              if kind.cpus >= cores and kind.gpus >= gpus and kind.memory_mb >= memory)
     if fit >= job.all_nodes or not there:
         return
     has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
-    yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {job.gpus_per_node} GPUs, "
+    yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs, "
            f"{memory:,} MB each, but the partition {name} has {has}. A rank, or a job without ranks, gets launch.cpus "
-           f"cores; a node gets launch.gpus_per_node or launch.processes ranks")
+           f"cores; a node gets launch.gpus_per_node or launch.processes ranks"
+           + "; launch.request_gpus=false requests no GPUs, where Slurm gives whole nodes without counting theirs"
+           * bool(gpus and not any(kind.gpus for kind in there)))
 
 
 def fitting(config: Config, jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> dict[str, int]:
@@ -360,7 +366,7 @@ def fitting(config: Config, jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> d
         room = max(there, key=lambda kind: (min(kind.nodes, kind.most) >= job.all_nodes,
                                             min(kind.gpus, job.gpus_per_node), kind.cpus))
         most, longest = min(room.nodes, room.most), seconds(room.longest, inf) / 60
-        gpus = min(room.gpus, job.gpus_per_node)
+        gpus = min(room.gpus, job.gpus_per_node) if launch.request_gpus else job.gpus_per_node
         tasks = min(gpus or launch.processes or 1, room.cpus) if job.ranks else 1
         for name, value, planned in (
                 ("nodes", most - job.spare_nodes, job.nodes), ("time", longest, job.minutes),

@@ -34,7 +34,7 @@ import drover
 from drover.launch.plan import in_container
 from drover.launch.slurm.job.node_trial import EXCHANGE, GPU, REDUCE, read_reports
 from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts
-from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, most_elements, seconds
+from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, literal, most_elements, seconds
 from drover.launch.slurm.submit.options import GPUS, directives, long_options, outer_python, preamble
 from drover.launch.slurm.submit.sbatch import uninterrupted
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
@@ -302,12 +302,13 @@ def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder
     asked = {"account": launch.account, "qos": launch.qos, "constraint": launch.constraint,
              "gpus-per-node": one if gpus and extra.keys().isdisjoint(GPUS) else None, **extra,
              "job-name": f"{JOB}{folder.name}", "mem": launch.mem, "partition": partition, "nodes": nodes,
-             "ntasks-per-node": 1, "time": MINUTES, "output": folder / "job.log", "chdir": Path.cwd()}
+             "ntasks-per-node": 1, "propagate": "NONE", "time": MINUTES, "output": literal(folder / "job.log"),
+             "chdir": Path.cwd()}
     wrap, srun_args = in_container(launch.container, [folder, Path.cwd()], int(gpus),
                                    ["PYTHONPATH", *launch.environment])
     command = shlex.join([*wrap, *launch.wrap, launch.python or sys.executable, "-m",
                           "drover.launch.slurm.job.site_trial", str(folder), str(TRIAL_S)])
-    srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={str(folder).replace('%', '%%')}/node%n.log",
+    srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={literal(folder)}/node%n.log",
                        *srun_args, *launch.srun_args])
     python, source = outer_python(launch, bool(wrap or srun_args or launch.wrap)), shlex.quote(str(code))
     return "\n".join(["#!/bin/bash", *directives(asked), *preamble(launch),

@@ -33,6 +33,7 @@ from drover.launch.slurm.job.rank import PREFLIGHT, SAVES
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import failing
 from drover.launch.slurm.scheduler import NoScheduler
+from drover.launch.slurm.submit.options import setup_lines
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
@@ -123,7 +124,7 @@ def ssh_command(host: str, launch: LaunchConfig) -> list[str]:
     """
     python = launch.runner_python or (None if launch.wrap or launch.container.image else launch.python)
     script = "\n".join([
-        f"cd {shlex.quote(str(Path.cwd()))} || exit", "{ :", *launch.setup, "} </dev/null",
+        f"cd {shlex.quote(str(Path.cwd()))} || exit", "{ :", *setup_lines(launch), "} </dev/null",
         f"exec env PYTHONPATH={shlex.quote(str(IMPORTED_FROM))} PYTHONSAFEPATH=1 "
         f"{shlex.quote(python or sys.executable)} -m drover.launch.on_host"])
     encoded = base64.b64encode(script.encode()).decode()

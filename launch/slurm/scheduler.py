@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
+from pathlib import Path
 
 from drover.launch.processes import Environment, answer_of
 from drover.launch.slurm.wait_reasons import plain
@@ -311,6 +312,11 @@ def seconds(text: str, otherwise: float = 0) -> float:
         return seconds_of(text)
     except ValueError:
         return otherwise
+
+
+def literal(path: Path) -> str:
+    """A path in an option of Slurm's that names a log, where % begins a replacement."""
+    return str(path).replace("%", "%%")
 
 
 def _queue_lines(text: str) -> Iterator[tuple[str, JobInfo]]:

@@ -31,8 +31,9 @@ REASONS = (
      "launch.train.time may let it start before"),
     ("ReqNodeNotAvail|NodeDown|NodeNotAvail|Nodes required for job are DOWN",
      "waits for nodes that are down, drained or reserved{nodes}; it starts when they are back{fewer}"),
-    ("BadConstraints|.*constraints can not be satisfied", "will never run: no nodes of the partition fit its request "
-                                                          "(launch.constraint, gpus_per_node, mem, cpus, extra)"),
+    ("BadConstraints|.*constraints can not be satisfied",
+     "will never run: no nodes of the partition fit its request (launch.constraint, gpus_per_node, mem, cpus, extra; "
+     "where Slurm does not count GPUs, request_gpus)"),
     ("ReservationDeleted", "will never run: its reservation (launch.extra) no longer exists"),
     ("Reservation", "waits for its reservation to begin"),
     ("Licenses", "waits for licenses that other jobs hold (launch.extra)"),
@@ -73,7 +74,10 @@ REFUSALS = (
     ("[Pp]rolog", "the site's own test of a node failed: ask the administrators (`sinfo -R` shows the node)"),
     ("Memory required", "set launch.mem, launch.train.mem and launch.evaluate.mem to what the partition allows "
                         "(`scontrol show partition`: MaxMemPerNode, MaxMemPerCPU)"),
-    ("feature spec|generic resource|node config", "no nodes of the partition fit (launch.constraint, gpus_per_node, "
+    ("generic resource", "Slurm has no such GPUs: `sinfo --format='%P %N %c %m %G %f'` shows what it has "
+                         "(launch.gpu_type, gpus_per_node, extra); launch.request_gpus=false requests none, for sites "
+                         "that give whole nodes without counting GPUs"),
+    ("feature spec|node config", "no nodes of the partition fit (launch.constraint, gpus_per_node, "
                                                   "gpu_type, mem, cpus, extra); `sinfo --format='%P %N %c %m %G %f'` "
                                                   "shows them"),
     (r"\bpartition\b", "set launch.partition; `sinfo` shows those that take jobs"),

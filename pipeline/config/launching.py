@@ -6,8 +6,9 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from drover.pipeline.config.kinds import impossible
 from drover.pipeline.config.section import LocalPath, Section, nested
 
 
@@ -34,28 +35,49 @@ def seconds_of(time: int | str) -> int:
     return int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(rest.split(":"), units, strict=False))
 
 
-def _time(value: int | str) -> int | str:
-    minutes(value)
+def _time(value: Any) -> Any:
+    try:
+        minutes(value)
+    except ValueError as error:
+        raise impossible(str(error)) from None
     return value
 
 
-Time = Annotated[int | str, AfterValidator(_time)]
+def _memory(value: Any) -> Any:
+    """Slurm takes 64g and 64GB for 64G, and megabytes without a unit."""
+    if value is None:
+        return None
+    size = re.fullmatch(r"([0-9]+)(?:([KMGT])B?)?", str(value).strip().upper())
+    if size is None or isinstance(value, (bool, list)):
+        raise impossible(f"{value!r} is no amount of memory: write megabytes, or a number with the suffix K, M, G or T "
+                         f"(64G); 0 requests all memory of the node")
+    return "".join(filter(None, size.groups()))
+
+
+def _joined(value: Any) -> Any:
+    """A list as Slurm writes it: n1,n2."""
+    return ",".join(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else value
+
+
+Time = Annotated[int | str, BeforeValidator(_time)]
 """A time limit in any of Slurm's notations."""
+Names = Annotated[str, BeforeValidator(_joined)]
+"""Names with commas between them, or a list of names."""
 
 
 class Resources(Section):
     """What jobs request from Slurm. null in a stage's section means the value of `launch`; null in `launch` means the
     site's default."""
 
-    partition: str | None = None
-    """Slurm partition."""
+    partition: Names | None = None
+    """Slurm partition, or several: the job runs in the one that starts it first."""
     cpus: PositiveInt | None = None
     """CPU cores per rank; for a stage without ranks, per job."""
-    mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
+    mem: Annotated[str | None, BeforeValidator(_memory)] = None
     """Memory per node in Slurm's notation: `64G`; `0` requests all memory of the node."""
     time: Time | None = None
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
-    extra: dict[str, str | int | bool] | None = None
+    extra: dict[str, Names | int | bool] | None = None
     """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`. Give a stage's own account, qos
     or constraint here, and options that have no setting. `{gres: "gpu:h100:8"}` names the GPU type. false removes an
     option."""
@@ -168,6 +190,9 @@ class LaunchConfig(Resources):
     """The ssh command and its options: `[ssh, -p, "2222"]`."""
     gpus_per_node: NonNegativeInt = 0
     """GPUs per Slurm node or host, with one rank each; 0: CPU ranks, `processes` of them per node."""
+    request_gpus: bool = True
+    """Request the GPUs of `gpus_per_node` from Slurm. false: for sites that give whole nodes and do not count GPUs
+    (`sinfo -o %G` shows `(null)`)."""
     gpu_type: str | None = None
     """Type of GPU that stages with ranks request, in the site's spelling, for example `h100`; null: any."""
     account: str | None = None
@@ -176,17 +201,18 @@ class LaunchConfig(Resources):
     """Slurm's quality of service; null: the site's default."""
     constraint: str | None = None
     """Features that the nodes must have. For one stage's account, qos or constraint use its `extra`."""
-    exclude: str | None = None
-    """Nodes to exclude, in Slurm's notation, in addition to those that failed twice."""
+    exclude: Names | None = None
+    """Nodes to exclude, as a list or in Slurm's notation (`n[3-5]`), in addition to those that failed twice."""
     cpus: PositiveInt = 4
     """CPU cores per rank, and of a stage without ranks. Such a stage gets more if `processes` is larger."""
     time: Time = 240
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
-    extra: dict[str, str | int | bool] = {}
+    extra: dict[str, Names | int | bool] = {}
     """More sbatch options that have no setting, without the dashes. Write `true` for one without a value (`exclusive:
     true`)."""
     setup: list[str] = []
-    """Shell lines that a job runs first, for example to load modules or activate the virtual environment."""
+    """Shell lines that a job runs first, for example to load modules or activate the virtual environment. If one fails,
+    the job ends and its log names the line. End a line that may fail with `|| true`."""
     environment: dict[str, str] = {}
     """Environment variables of the jobs, for example NCCL's. They are written to files, so put no secrets here."""
     secrets: list[str] = []

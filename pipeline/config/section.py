@@ -120,6 +120,8 @@ def sentence(problem: Any, key: str, instead: str) -> str:
         return f"'{key}' is missing."
     if kind == "impossible":
         return f"'{key}': {message}."
+    if kind == "string_type" and isinstance(given, int | float):
+        message = f"a text is needed; write it in quotes ('{str(given).lower()}')"
     shown = "a mapping" if isinstance(given, dict) else "a list" if isinstance(given, list) else \
         f"{given!r} ({type(given).__name__})"
     return f"'{key}' is {shown}: {message}{'' if message[-1] in '?.' else '.'}"

@@ -23,11 +23,40 @@ def test_every_notation_of_a_time_limit(time, expected):
     assert minutes(time) == minutes(expected) == expected
 
 
-@pytest.mark.parametrize("time", ["soon", "", "1-", "12:30:00:00", "-5", 0, "0:00"])
+@pytest.mark.parametrize("time", ["soon", "", "1-", "12:30:00:00", "-5", 0, "0:00", 90.5, "2h", True, [60]])
 def test_what_is_no_time_limit_is_refused_with_its_place(written, time):
     path = written({"launch": {"train": {"time": time}}})
     said = refusal(path)
-    assert "c.yaml:3: 'launch.train.time'" in said
+    assert "c.yaml:3: 'launch.train.time'" in said and "is no time" in said and "valid" not in said
+
+
+@pytest.mark.parametrize(("given", "taken"), table("""
+    {mem: 64GB, time: 1-12} -> {mem: 64G, time: 1-12}
+    {mem: 64g, partition: "a,b"} -> {mem: 64G, partition: "a,b"}
+    {mem: 0} -> {mem: "0"}
+    {mem: 6000, partition: [a, b]} -> {mem: "6000", partition: "a,b"}
+    {mem: 2tb, exclude: [n1, n2]} -> {mem: 2T, exclude: "n1,n2"}
+    {train: {mem: 500kB, extra: {nodelist: [n1, n2], exclusive: true, nice: 9}}} -> {train: {mem: 500K, extra: \
+{nodelist: "n1,n2", exclusive: true, nice: 9}}}""", *[yaml.safe_load] * 2))
+def test_what_slurm_takes_is_taken(written, given, taken):
+    def part(values, launch):
+        return {name: part(value, getattr(launch, name)) if name == "train" else getattr(launch, name)
+                for name, value in values.items()}
+
+    launch = load_config(written({"launch": given})).launch
+    assert part(taken, launch) == taken
+    assert load_config(written({}), ["launch.exclude=[n1,n2]", "launch.mem=64g"]).launch.exclude == "n1,n2"
+
+
+@pytest.mark.parametrize(("given", "said"), table("""
+    {mem: 1.5G} -> 'launch.mem': '1.5G' is no amount of memory: write megabytes, or a number with the suffix K, M, G
+    {mem: 64GiB} -> is no amount of memory
+    {mem: true} -> is no amount of memory
+    {mem: -4} -> is no amount of memory
+    {account: 17} -> 'launch.account' is 17 (int): a text is needed; write it in quotes ('17').
+    {environment: {A: true}} -> write it in quotes ('true').""", yaml.safe_load))
+def test_what_slurm_does_not_take_is_refused_in_words(written, given, said):
+    assert said in refusal(written({"launch": given}))
 
 
 PROFILE = """

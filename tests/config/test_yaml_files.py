@@ -24,7 +24,7 @@ launch:
 
 
 def test_a_problem_in_what_was_merged_is_named_where_it_was_written(written):
-    path = written("launch:\n  shard: &one\n    cpus: many\n  encode:\n    <<: *one\n    mem: 7\n")
+    path = written("launch:\n  shard: &one\n    cpus: many\n  encode:\n    <<: *one\n    mem: [7]\n")
     text = refusal(path)
     assert f"{path}:3: 'launch.shard.cpus'" in text and f"{path}:3: 'launch.encode.cpus'" in text
     assert f"{path}:6: 'launch.encode.mem'" in text

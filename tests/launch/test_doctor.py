@@ -63,8 +63,8 @@ def test_the_script_quotes_what_it_is_given(tmp_path):
     folder = tmp_path / "a run 100%"
     text = _script("gpu", 2, True, launch, folder, folder / "code")
     subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
-    assert f"#SBATCH --output='{folder}/job.log'" in text and "a run 100%%/node%n.log" in text
-    for option in "mem=4G", "gpus-per-node=h100:1", "reservation=ours":
+    assert f"#SBATCH --output='{tmp_path}/a run 100%%/job.log'" in text and "a run 100%%/node%n.log" in text
+    for option in "mem=4G", "propagate=NONE", "gpus-per-node=h100:1", "reservation=ours":
         assert f"#SBATCH --{option}\n" in text
 
 

@@ -209,9 +209,14 @@ def test_a_killed_rank_is_named_with_its_host(ready, ssh):
 
 def test_setup_is_a_script_without_input_and_what_a_stage_refuses_is_not_tried_again(ready, ssh):
     """It has a comment, a command of several lines, one that reads all input, and one that fails."""
-    setup = "launch.setup=['true # for nothing', 'if true', then, 'cat; export FAKE_train=fail; fi', 'false']"
+    setup = "launch.setup=['true # for nothing', 'if true', then, 'cat; export FAKE_train=fail; fi', 'false || true']"
     said = go(ready, ssh, "--stage", "train", setup, expect=2)
     assert "the third record of corpus.txt is broken" in said and "starting again" not in said
+
+
+def test_a_line_of_the_setup_that_fails_is_named(ready, ssh):
+    said = go(ready, ssh, "--stage", "train", "launch.setup=['true', 'nosuch load cuda']", expect=2)
+    assert "127.0.0.1: launch.setup failed with exit status 127 (line 2" in said
 
 
 def test_fewer_hosts_where_that_is_allowed(ready, ssh):

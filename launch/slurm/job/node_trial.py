@@ -37,6 +37,8 @@ LEAST_SHARED = 64 << 20
 """The least free bytes in the run folder and in /dev/shm."""
 SPACE, FOLDER, SHARED_MEMORY, GPU, OWN = "space", "folder", "shm", "gpu", "own"
 """Kinds of problems. The first two may be problems of the shared run folder."""
+GRACE_S = 30.0
+"""For how long a rank whose measurements failed stays, so that srun does not end the others before they fail too."""
 PRODUCT, EXCHANGE, REDUCE = "a matrix product", "an exchange with another node", "an all-reduce"
 REPEATS = 5
 ROUNDS = 3
@@ -50,6 +52,7 @@ class Report:
 
     problems: of the node, by kind; from its first rank. clock_at: its time just after all ranks have met; from its
         first rank. times: seconds of each measurement, the best of several; empty before it has met the others.
+    failed: the error that ended the measurements.
     """
 
     rank: int
@@ -58,6 +61,7 @@ class Report:
     device: str = "cpu"
     clock_at: float | None = None
     times: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
 
 
 def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> dict[str, str]:
@@ -139,7 +143,14 @@ def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
         if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
     send(report)
-    measure(report, limit_s, gpus)
+    try:
+        measure(report, limit_s, gpus)
+    except Exception as error:  # whatever torch raises is a finding, and this rank's end
+        text = str(error).partition("Exception raised from")[0]
+        report.failed = f"{type(error).__name__}: {' '.join(text.split())}"
+        send(report)
+        time.sleep(min(GRACE_S, limit_s))
+        raise
     send(report)
 
 

@@ -8,6 +8,7 @@ it is in the shared run folder, the cause is common to them.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, S
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
+from drover.launch.slurm.start_logs import last_lines
 from drover.pipeline.core.console import counted
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
@@ -68,6 +70,8 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
                 reports, last = found, now
             look_at = now + 1 + len(reports) / 1000
         silent = _silent(reports, places)
+        if len(reports) == len(places) and all(report.failed for report in reports):
+            return False
         stuck = 0 < len(silent) <= few(len(nodes)) and now - last >= 2 * max(QUIET_S, last - began)
         return each() and now - began < limit_s and not (reports and stuck)
 
@@ -76,6 +80,11 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
     goes_on()  # the last reports
     now = time.monotonic()
     found = judge(reports, places, last - began, now - last)
+    if not reports and end.exit_code and now - began < limit_s:  # none could even begin
+        lines = [line for rank in range(0, spec.ranks, spec.tasks_per_node)
+                 for line in last_lines(folder, rank, spec.tasks_per_node, 1)]
+        if len(lines) == spec.nodes and (reason := _common(lines)):
+            found = Found(reason=reason)
     found.lines += conclusion(found, reports, places, now - began, end.cause)
     return found
 
@@ -109,6 +118,12 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
         if found and (kind == SPACE or 2 * len(found) > count):
             result.reason = f"{found[0]} ({share(found)}; {shared} is shared, so no node is to blame)"
             return result
+    errors = {report.node: report.failed for report in reports if report.failed}
+    if errors.keys() == {*places} and (reason := _common([*errors.values()])):
+        result.reason = reason
+        return result
+    if errors:
+        result.lines.append(f"{share(errors)} failed: {named(errors)}, with {next(iter(errors.values()))}")
     if len(bad) > most:
         result.reason = (f"{next(iter(bad.values()))} ({share(bad)}; {named(bad)}; {common}. Look at these nodes. If "
                          f"they are bad, exclude them (launch.exclude; on hosts, remove them from launch.hosts) "
@@ -150,6 +165,14 @@ def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], s
     times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
                       for what in reports[0].times)
     return [f"{counted(len({*places}), 'node')} passed in {seconds:.0f} s ({times})"]
+
+
+def _common(errors: Sequence[str]) -> str:
+    """The error of all nodes, with advice; empty if they have several."""
+    if len({re.sub(r"[0-9]+", "#", error) for error in errors}) > 1:
+        return ""
+    return (f"{errors[0]} (the same on all nodes, so none is to blame. If it names a network interface, look at "
+            f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in launch.environment)")
 
 
 def _silent(reports: Sequence[Report], places: Sequence[str]) -> list[str]:

@@ -202,7 +202,7 @@ class Runner:
         for line in found.lines:
             self.say(f"preflight: {line}")
         self._log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
-        if not found.bad or self.stopping:
+        if self.stopping or not (found.bad or found.reason):
             return None
         if found.reason:
             return Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)

@@ -15,9 +15,10 @@ from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Group, Say, free_port, meeting, started
 from drover.launch.slurm import trust
 from drover.launch.slurm.job.joblock import JobLock
+from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import address, named
-from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.scheduler import Scheduler, literal
 from drover.pipeline.core.errors import UserError
 
 STEP_TRIES = 4
@@ -115,7 +116,6 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Seq
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
     `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
-    place = str(folder).replace("%", "%%")
     # Each node gets its copy of the code before anything of it is imported there. The program goes along as text, which
     # this process has from a compared copy: the run folder's file may have been exchanged since.
     copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node",
@@ -123,10 +123,12 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Seq
     # With pyxis srun starts the task itself inside the container; elsewhere each rank becomes the container's program.
     inside = any(word.startswith("--container-image") for word in spec.srun_args)
     python = spec.command[0] if inside else sys.executable
-    return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
+    together = int(spec.stage != PREFLIGHT)  # there, what each node says counts
+    return ["srun", f"--kill-on-bad-exit={together}", f"--wait={WAIT_S}", f"--nodes={spec.nodes}",
+            f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             *([f"--nodelist={','.join(nodes)}"] * spec.survives_nodes), "--distribution=block", "--overlap",
-            "--label", f"--output={place}/node%n.log",
+            "--label", f"--output={literal(folder)}/node%n.log",
             *spec.srun_args, *(copying if spec.code_sha256 and not spec.contained else []),
             python, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,14 +30,30 @@ GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 """Options that request GPUs and can name their type (`gpu:h100:8`). The number must equal `gpus_per_node`."""
 
 
+SETUP = (
+    "in_setup=${#BASH_SOURCE[@]} at= first=$((LINENO + 2))",
+    """trap 'code=$?; [ "${#BASH_SOURCE[@]}" != "$in_setup" ] || { at=$LINENO; exit $code; }' ERR""",
+    """trap 'code=$? text=${at:+line $((at - first)), $(sed -n "${at}p" "$0" 2> /dev/null)}; [ -z "$in_setup" ] || """
+    """echo "launch.setup failed with exit status $code (${text:-$BASH_COMMAND}). Correct it, or end a line that may """
+    """fail with || true." >&2' EXIT""")
+"""Lines before those of `launch.setup`. LINENO is known where a command fails, not where `exit` or `set -u` ends it."""
+
+
 def outer_python(launch: LaunchConfig, contained: bool) -> str:
     """The Python outside of a container, as a shell word. contained: whether the stages run in one."""
     return shlex.quote(launch.runner_python or (None if contained else launch.python) or sys.executable)
 
 
+def setup_lines(launch: LaunchConfig) -> list[str]:
+    """`launch.setup`, as lines of bash: one that fails ends the script and is named. What fails inside of a condition,
+    of a function or of a sourced file is their own business."""
+    return [*SETUP, *launch.setup, "in_setup="] if launch.setup else []
+
+
 def preamble(launch: LaunchConfig) -> list[str]:
     """What a script does first: `launch.setup`, then `launch.environment`, which overrides it, as in the ranks."""
-    return [*launch.setup, *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items())]
+    return [*setup_lines(launch),
+            *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items())]
 
 
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
@@ -92,12 +109,21 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
         name = word.lstrip("-").partition("=")[0]
         if name in DECIDED or name in SRUN or name.startswith("container"):
             yield f"launch.srun_args has {word}, which the launcher or launch.container sets. Leave it out."
+    if launch.gpu_type and not launch.request_gpus:
+        yield "launch.gpu_type requests GPUs of a type, but launch.request_gpus is false. Leave one out."
     yield from container_problems(launch)
+    for name, place in {"run folder": jobs[0].run if jobs else "", "working directory": str(Path.cwd())}.items():
+        if found := re.search(r"\\|%[jtAa]" if name == "run folder" else r"\\", place):
+            yield (f"The {name} {place} has {found[0]} in its path, which Slurm reads as something else. Use another "
+                   f"folder{' (runs_dir, name)' * (name == 'run folder')}.")
     for job in jobs:
         asked, memory = gpus_asked(job), {"mem-per-cpu", "mem-per-gpu"} & options_of(job).keys()
         if asked is not None and launch.gpu_type:
             yield (f"{job.key}: launch.gpu_type and {asked[0]} in launch.extra both choose the GPUs of the job. Leave "
                    f"one out.")
+        if asked is not None and not launch.request_gpus:
+            yield (f"{job.key}: {asked[0]} in launch.extra requests GPUs, but launch.request_gpus is false. Leave one "
+                   f"out.")
         if asked is not None and asked[1] != job.gpus_per_node:
             yield (f"{job.key}: launch.extra requests {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
                    f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them equal.")

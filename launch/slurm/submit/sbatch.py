@@ -13,7 +13,7 @@ from pathlib import Path
 from drover.launch.plan import Job
 from drover.launch.slurm import trust
 from drover.launch.slurm.chain import Chain, ChainJob, add_job, read_chain, token
-from drover.launch.slurm.scheduler import Scheduler, of_another_job
+from drover.launch.slurm.scheduler import Scheduler, literal, of_another_job
 from drover.launch.slurm.submit.options import directives, gpus_asked, options_of, outer_python, preamble
 from drover.launch.slurm.wait_reasons import refusal
 from drover.pipeline.config.loading import save_config
@@ -140,7 +140,7 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
     # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.
     own = f"-{sha256_json(str(config.folder.resolve()))[:6]}" if job.stage == "train" else ""
     kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
-    gpus = f"{kind}{job.gpus_per_node}" if job.gpus_per_node else None
+    gpus = f"{kind}{job.gpus_per_node}" if job.gpus_per_node and launch.request_gpus else None
     options = {
         **extra, "mem": job.asked.mem, "partition": job.asked.partition,
         "array": job.elements and spelled(job.elements).replace(" ", "") + (f"%{at_once}" if at_once else ""),
@@ -150,7 +150,9 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         "job-name": job.name + own,
         "kill-on-invalid-dep": "yes" if job.dependencies else None, "nodes": job.all_nodes,
         "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
-        "output": config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log"),
+        "output": literal(config.folder.absolute() / LOGS) + ("/%A_%a.log" if job.elements else "/%j.log"),
+        # The limits of the shell that submits are the login node's (CPU seconds, locked memory). Jobs get their node's.
+        "propagate": extra.get("propagate", "NONE"),
         "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
     # In an array SLURM_JOB_ID of one element equals the array's id, which means all of them.
     itself = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.elements else "$SLURM_JOB_ID"

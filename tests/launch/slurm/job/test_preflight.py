@@ -39,7 +39,7 @@ from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import add_strike, few, strikes
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
-from tests.refusal import table
+from tests.refusal import refused, table
 
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
 FAULTS = ({"problems": {"gpu": "7 GPUs"}}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
@@ -82,6 +82,11 @@ times the others' 20 ms
     4 -> {0: &sick {problems: {gpu: it}}, 1: *sick } -> launch.exclude
     4 -> {0: &sick {problems: {shm: it}}, 1: *sick , 2: *sick , 3: *sick } -> launch.exclude
     4 -> {0: {problems: {shm: it}}, 3: {problems: {gpu: it}}} -> launch.exclude
+    4 -> {0: &ib9 {times: {}, failed: "no ib9 [n1]:29500"}, 1: {times: {}, failed: "no ib9 [n2]:17"}, 2: *ib9 , \
+3: *ib9 } -> no ib9 [n1]:29500 (the same on all nodes, so none is to blame
+    1 -> {0: {times: {}, failed: no ib9}} -> no ib9 (the same on
+    4 -> {0: &ib9 {times: {}, failed: no ib9}, 1: *ib9 , 2: &gone {times: {}}, 3: *gone } -> {}
+    4 -> {0: &ib9 {times: {}, failed: no ib9}, 1: *ib9 , 2: {times: {}, failed: reset by peer}, 3: *ib9 } -> {}
     4 -> {1: {problems: {space: it}}} -> it (1 of 4
     1 -> {0: {problems: {space: it}}} -> it (1 of 1 node;
     4 -> {0: &sick {problems: {folder: it}}, 1: *sick , 3: *sick } -> it (3 of 4""", int, *[yaml.safe_load] * 2))
@@ -159,6 +164,37 @@ def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals
     here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
     found = run_preflight(spec, here, tmp_path, {}, lambda: True)
     assert found.bad == bad and ("no node can be blamed" in found.lines[-1]) == (not bad)
+
+
+@pytest.mark.parametrize("lines, status, stops", [
+    (["no image", "no image"], 255, True), (["image 1: gone", "image 2: gone"], 1, True),
+    (["no image", "fine"], 255, False), (["no image"], 255, False), (["a warning", "a warning"], 0, False)])
+def test_what_ends_every_node_before_it_can_begin_ends_the_job(tmp_path, lines, status, stops):
+    """A container that cannot start, say; not a step that was ended because it was slow (no exit code)."""
+    def start(spec, command, environment, folder, goes_on):
+        for node, line in enumerate(lines):
+            (folder / f"node{node}.log").write_text(f"{node}: {line}\n")
+        return StepEnd(status, exit_code=status or None)
+
+    spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=2, nodes=2)
+    found = run_preflight(spec, SimpleNamespace(start=start, nodes=nodes_of(2)), tmp_path, {}, lambda: True)
+    assert not found.bad and ([found.reason] == found.lines if stops else "training starts" in found.lines[-1])
+    assert bool(found.reason) == stops and found.reason.startswith(f"rank 0: {lines[0]} (the same" if stops else "")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no\n ib9\nException raised from x\nframe"), ValueError("no ib9")])
+def test_a_rank_that_cannot_measure_says_why(tmp_path, monkeypatch, capsys, error):
+    def measure(*_):
+        raise error
+
+    monkeypatch.setattr(node_trial, "measure", measure)
+    monkeypatch.setattr(node_trial, "GRACE_S", 0.0)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    refused(type(error), "ib9", node_trial.try_node, tmp_path, 1.0)
+    (tmp_path / "node0.log").write_text("".join(f"3: {line}\n" for line in capsys.readouterr().out.splitlines()))
+    report, = read_reports(tmp_path, Report)
+    assert report.failed == f"{type(error).__name__}: no ib9" and not report.times
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -248,7 +284,8 @@ def test_the_trial_is_left_out_where_it_is_not_asked_for_or_there_are_no_ranks(j
     {n2: no disk} -> null -> 3 -> 0 -> [0, null, [], {"13": [n2], "14": [n2]}, {n2: 1}] -> the next job of the chain \
 continues without it
     {n1: no disk, n2: no disk} -> it is so on all nodes -> 1 -> 0 -> [1, failed, [], {}, {}] -> \
-preflight: it is so on all nodes""", *[yaml.safe_load] * 5))
+preflight: it is so on all nodes
+    {} -> no ib9 on all -> 1 -> 0 -> [1, failed, [], {}, {}] -> preflight: no ib9 on all""", *[yaml.safe_load] * 5))
 def test_a_bad_node_is_named_and_left_out(job, bad, reason, links, restart, follows, words):
     """By the next links; without them, at its second failure, by the next submission. What fails on every node is not
     the nodes'. follows: exit status, the stage's state, jobs queued again, nodes left out by others, strikes."""

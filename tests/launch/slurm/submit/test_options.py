@@ -9,6 +9,8 @@ import sys
 import pytest
 import yaml
 
+from drover.launch.slurm.submit.options import setup_lines
+from drover.pipeline.config.launching import LaunchConfig
 from tests.launch.slurm.submit.test_sbatch import scripts
 from tests.refusal import table
 
@@ -78,8 +80,64 @@ def test_whose_python_runs_the_runner(script, launch, python):
     assert f"\n{python} -m drover.launch.slurm.job.runner " in script(**launch)
 
 
+def test_a_site_that_does_not_count_gpus(script, launcher):
+    text = script(request_gpus=False, extra={"gres": "nvme:1"})
+    assert "gpus" not in text and "=gpu" not in text and "--ntasks-per-node=8\n" in text and "--gres=nvme:1\n" in text
+    for settings in ("launch.gpu_type=h100", "'launch.extra={gres: \"gpu:8\"}'", "'launch.extra={gpus-per-task: 1}'"):
+        said = launcher.refused(f"--stage train {DRY} launch.gpus_per_node=8 launch.request_gpus=false {settings}")
+        assert "but launch.request_gpus is false. Leave one out." in said
+
+
+def test_limits_of_the_shell_stay_there(script):
+    assert "#SBATCH --propagate=NONE\n" in script()
+    assert "#SBATCH --propagate=MEMLOCK,STACK\n" in script(extra={"propagate": "MEMLOCK,STACK"})
+
+
+@pytest.mark.parametrize("folder", ["r%u", "100%", "%%", "50%N of it", "$a"])
+def test_the_log_is_where_its_path_says(launcher, folder):
+    text = scripts(launcher.accepted(f"--stage all {DRY}", f"runs_dir={launcher.work}/{folder}"))
+    for key, name in ("train", "%j.log"), ("report", "%j.log"):
+        path = f"{launcher.work}/{folder}/trial/logs/slurm".replace("%", "%%")
+        assert f"#SBATCH --output='{path}/{name}'\n" in text[key]
+
+
+@pytest.mark.parametrize("folder", ["a\\b", "r%j", "%A", "x%a"])
+def test_what_slurm_cannot_write_to_is_refused(launcher, monkeypatch, folder):
+    said = launcher.refused(f"--stage all {DRY}", f"runs_dir={launcher.work}/{folder}")
+    assert f"The run folder {launcher.work}/{folder}/trial has" in said and "(runs_dir, name)" in said
+    place = launcher.work / "c\\d"
+    place.mkdir()
+    (place / "config.yaml").write_text((launcher.work / "config.yaml").read_text())
+    monkeypatch.chdir(place)
+    assert "The working directory" in launcher.refused(f"--stage all {DRY}", f"runs_dir={launcher.work}/plain")
+
+
+@pytest.mark.parametrize("setup, status, said", table("""
+    ["module() { return 1; }", module load nosuch] -> 1 -> (line 2, module load nosuch)
+    ["true", nosuch --x] -> 127 -> (line 2, nosuch --x)
+    [if true, then, cd /nosuch, fi] -> 1 -> (line 3, cd /nosuch)
+    ["cat <<X\\na\\nX", ". $FILE"] -> 1 -> (line 4, . $FILE)
+    [set -u, echo $NOSUCH] -> 1 -> (echo $NOSUCH)
+    [set -e, "false"] -> 1 -> (line 2, false)
+    [command -v nosuch || exit 7] -> 7 -> (exit 7)
+    ["[ -f /nosuch ] && . /nosuch", nosuch || true, "! true", "f() { false; true; }", f] -> 0 -> ''
+    [". $FILE || true", "if nosuch; then true; fi", "trap 'echo mine' EXIT"] -> 0 -> ''
+    [] -> 0 -> ''""", lambda text: yaml.safe_load(text.replace("\\\\n", "\\n")), int, lambda text: text.strip("'")))
+def test_a_line_of_the_setup_that_fails_is_named(tmp_path, setup, status, said):
+    """What fails inside of a sourced file is that file's business, but how it ends is not. Afterwards failures are the
+    script's own."""
+    (tmp_path / "file").write_text("false\necho on\n[ -n '' ]\n")
+    script = tmp_path / "script"
+    script.write_text("\n".join(["#!/bin/bash", *setup_lines(LaunchConfig(setup=setup)), "false", "echo ready"]))
+    answer = subprocess.run(["/bin/bash", script], capture_output=True, text=True, env={"FILE": f"{tmp_path}/file"})
+    assert answer.returncode == status and ("ready" in answer.stdout) == (not said), answer
+    assert ("launch.setup failed" in answer.stderr) == bool(said)
+    assert f"exit status {status} {said}." * bool(said) in answer.stderr
+
+
 def test_the_environment_holds_in_the_script_too_and_after_the_setup(script):
     """The script copies the code to TMPDIR before any rank starts."""
     text = script(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"})
-    places = [text.index(part) for part in ("\ntrap", "\nexport TMPDIR=/x\n", "\nexport TMPDIR='/local/a b'\ncheck=")]
+    places = [text.index(part) for part in (
+        "\ntrap", "\nexport TMPDIR=/x\n", "\nin_setup=\nexport TMPDIR='/local/a b'\ncheck=")]
     assert places == sorted(places)

@@ -45,6 +45,7 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 #SBATCH --open-mode=append
 #SBATCH --output='{work}/runs/trial/logs/slurm/%j.log'
 #SBATCH --partition=gpu
+#SBATCH --propagate=NONE
 #SBATCH --qos=high
 #SBATCH --requeue
 #SBATCH --signal=USR2@180
@@ -90,6 +91,8 @@ def test_the_script_of_training_on_four_nodes(launcher):
     code = re.search(r"check=\$\(cat '(.+)/drover/launch/slurm/trust.py'", found["train"])[1]
     assert Path(code).parent == launcher.run / "code"
     plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", re.sub(r"\b[0-9a-f]{64}\b", "SHA256", found["train"]))
+    setup = re.search("(?s)\nin_setup=[^\n].*\nmodule load cuda\nin_setup=\n", plain)[0]  # see test_options
+    plain = plain.replace(setup, "\nmodule load cuda\n")
     plain = re.sub(r"(name=trial-train-)[0-9a-f]{6}$", r"\1FOLDER", plain, flags=re.MULTILINE)
     assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=code, python=sys.executable)
     for text in found.values():
@@ -247,6 +250,8 @@ with 4 cores, 0 GPUs, 16,000 MB. | launch.cpus
     launch.cpus=2 launch.mem=4T -> 4,194,304 MB each
     --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
 -> requests 3 nodes with 8 cores, 2 GPUs, 0 MB each
+    launch.gpus_per_node=2 launch.time=60 launch.cpus=1 --no-rehearse -> train, evaluate: requests 1 node with 2 \
+cores, 2 GPUs | has 4 with 4 cores, 0 GPUs, | launch.request_gpus=false requests no GPUs, where Slurm gives whole nodes
     --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes, but the partition debug (without launch.qos) \
 allows 2: request fewer
     launch.time=60 launch.convert.time=61 -> convert: requests 61 min, but the partition debug (without launch.qos) \
@@ -259,6 +264,7 @@ def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, sa
 
 
 @pytest.mark.parametrize("words", [
+    "launch.gpus_per_node=4 launch.request_gpus=false launch.cpus=1 --no-rehearse",
     "launch.cpus=2", "--nodes 4 launch.partition=debug,long", "--nodes 4 launch.qos=high launch.cpus=2"])
 def test_what_a_partition_takes_is_queued(slurm, words):
     """A quality of service may lift a partition's limits."""
