@@ -29,6 +29,16 @@ from drover.pipeline.core.errors import UnusableInputError, UserError, all_probl
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import source_card
 from drover.pipeline.data.documents import Rejection
+from drover.pipeline.data.files_read import (
+    BECAME,
+    MOST_NAMED,
+    FileRead,
+    counts_of_files,
+    files_read,
+    incomplete,
+    named,
+    remarks,
+)
 from drover.pipeline.data.filters.base import libraries, outside_code
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
@@ -75,16 +85,17 @@ def shard(work: Work) -> None:
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
     decided = decide(work, config, names, source_of_unit, read)
     _gather_rejections(folder, names, read)
-    counts = _count(decided, read, source_of_unit, config)
-    _refuse(work, counts, sum(record["lost"] for record in read), len(files))
+    inputs = files_read(own for record in read for own in record["inputs"])
+    counts = _count(decided, read, source_of_unit, config, inputs)
+    _refuse(work, counts, inputs)
 
     written = work.do_units("write", [Unit(f"{payload['split']}-{payload['name']}", payload)
                                       for payload in decided.payloads], write_shard, "shards")
     shards = [output for record in written for output in record["outputs"]]
-    _reconcile(counts, shards)
+    _reconcile(counts, shards, files)
     contamination, told = gather_contamination(folder, config.filters, [record["findings"] for record in read])
     counts |= contamination
-    _tell(work, counts, shards)
+    _tell(work, counts, shards, inputs)
 
     outputs = [*shards, *(record["outputs"][-1] for record in read if filters.get("keep_dropped")), *decided.kept,
                output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
@@ -122,9 +133,10 @@ def _filters(work: Work) -> dict[str, Any]:
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
 
 
-def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int],
-           config: ShardConfig) -> dict[str, Any]:
-    """How many documents were kept and dropped and why, for each source and in total, and each source's data card."""
+def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int], config: ShardConfig,
+           inputs: list[FileRead]) -> dict[str, Any]:
+    """How many documents were kept and dropped and why and how many files were read, for each source and in total; each
+    source's data card; and the files of which something was not read."""
     of_source: dict[str, dict[str, Any]] = {}
     cards: dict[str, dict[str, Any]] = {}
     for number, source in enumerate(config.sources):
@@ -145,11 +157,13 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             **({"filters": passed} if passed else {}),
             "rejected": sums["rejected"],
             **({"documents_that_are_html": sums["html"]} if sums["html"] else {}),
+            **counts_of_files(source, [file for file in inputs if file.source == source.name]),
             "text_bytes": {split: pieces.total("text_bytes") for split, pieces in kept.items()},
             "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
             "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
         }
-    return {**total(of_source.values()), "sources": of_source, "cards": cards}
+    return {**total(of_source.values()), "sources": of_source, "cards": cards,
+            "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]]}
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
@@ -162,7 +176,7 @@ def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]
                     shutil.copyfileobj(file, out)
 
 
-def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
+def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
     """UserError if too much was unreadable, or if a source or split is empty. No shard is written before."""
     config, problems = work.config.shard, []
     for source, own in counts["sources"].items():
@@ -175,11 +189,16 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
             problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
                             f"a field named {', '.join(absent)}. Correct the source's meta_fields, or remove the name "
                             f"there; the source is then read again.")
-    for count, of, what in ((counts["rejected"], counts["documents_in"], "documents cannot be read"),
-                            (lost, files, "files cannot be read to their end, and the rest of them is lost")):
+    size = counts.get("bytes", {"in": 0, "rejected": 0})
+    lost = [file for file in inputs if file.lost]
+    for count, of, what, which in (
+            (counts["rejected"], counts["documents_in"], "documents cannot be read", _first(work.folder)),
+            (len(lost), len(inputs), "files cannot be read to their end, and the rest of them is lost",
+             f" ({named(lost)})"),
+            (size["rejected"], size["in"], "bytes of the files cannot be read", f" ({named(incomplete(inputs))})")):
         if count > config.max_rejected_share * of:
             problems.append(f"{count:,} of {of:,} {what}, more than shard.max_rejected_share "
-                            f"{config.max_rejected_share:g} allows{_first(work.folder)}. {work.folder / REJECTED} "
+                            f"{config.max_rejected_share:g} allows{which}. {work.folder / REJECTED} "
                             f"names all of them. Repair or remove them, or raise shard.max_rejected_share: the same "
                             f"command then continues.")
             break
@@ -207,9 +226,14 @@ def _first(folder: Path, source: str | None = None) -> str:
     return f" ({'; '.join(f'{rejection.source}/{rejection}' for rejection in shown)})" if shown else ""
 
 
-def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
-    """AssertionError unless the documents in the shards (as read back) and the dropped ones are all that were read."""
+def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: list[dict[str, Any]]) -> None:
+    """AssertionError unless the documents in the shards (as read back) and the dropped ones are all that were read, and
+    the files that units read are all that were listed, to their bytes."""
     for source, own in counts["sources"].items():
+        if "files" in own:
+            sizes = [file["bytes"] for file in files if file["name"].startswith(f"{source}/")]
+            if own["files"]["in"] != len(sizes) or own["bytes"]["in"] != sum(sizes):
+                raise AssertionError(f"{source}: {len(sizes)} files of {sum(sizes)} bytes were listed: {own}")
         written = {split: sum(record["docs"] for record in outputs
                               if (record["split"], record["source"]) == (split, source)) for split in SPLITS}
         accounted = sum(written.values()) + sum(own["dropped"].values()) + own["rejected"] - own["cut_in_two"]
@@ -218,8 +242,13 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
                                  f"{own}")
 
 
-def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
+def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inputs: list[FileRead]) -> None:
     settings = {source.name: source for source in work.config.shard.sources}
+    for name, source in settings.items():
+        for remark in remarks(source, [file for file in inputs if file.source == name]):
+            work.say(remark)
+    if little := [file for file in incomplete(inputs) if file.is_little]:
+        work.say(f"warning: little or nothing of {len(little):,} files was read: {named(little)}")
     for source, own in counts["sources"].items():
         for split in SPLITS:
             if not own[split]:
@@ -239,6 +268,11 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
                  f"{own['changed']:,} changed")
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
     shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
+    if "files" in counts:
+        became, size = counts["files"], counts["bytes"]
+        work.say(f"{became['in']:,} files in = "
+                 f"{_counted({name: became[name] for name in BECAME if became[name]}, ' + ')}; "
+                 f"{size['in']:,} bytes in, {size['rejected']:,} rejected")
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['validation']:,} "
              f"validation + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
              f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")

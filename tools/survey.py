@@ -194,7 +194,7 @@ def _kind(path: Path, guesses: _Guesses) -> tuple[Kind, list[str]]:
 
 
 def _refuse_mistaken(file: Input, form: str) -> None:
-    if (instead := mistaken(file, form)) is not None:
+    if (instead := mistaken(file, form)[0]) is not None:
         raise NoTextError(instead)
 
 

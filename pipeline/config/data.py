@@ -50,13 +50,13 @@ class FilesSource(Section):
     folder count, not where they lie."""
     format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
     """Format of the files. `auto` uses the ending of the file's name, before .gz or .zst. It reads .md, .rst, .tex, .py
-    and .html as txt. `json` is an array of objects or objects one after another. `arrow` is an IPC file or stream.
-    `csv` needs a header."""
+    and .html as txt, and .tsv as csv. `json` is an array of objects or objects one after another. `arrow` is an IPC
+    file or stream. `csv` needs a header."""
     separator: str | None = Field(None, min_length=1)
     """For txt: the string between two documents, for example "\\n\\n" or "<|endoftext|>". null: each file is one
     document."""
     text_field: str = "text"
-    """Field or column that holds the document's text."""
+    """Field or column that holds the document's text. `content.text` is the field `text` of the object in `content`."""
     id_field: str | None = None
     """Field or column that holds the document's id. null: the file's name and the line or record number, from 1, as
     `file:7`; in a file that is read in parts the offset, as `file@1234`."""
@@ -68,6 +68,10 @@ class FilesSource(Section):
     html: Literal["refuse", "keep"] = added("refuse")
     """What is done with HTML pages among text files. `refuse`: files named .html, .htm or .xhtml stop the stage, and
     other files that begin as a page are rejected. `keep`: the model learns the markup, too."""
+    delimiter: str | None = added(None, min_length=1, max_length=1)
+    """For csv: the character between two values, such as ";" or "|". null: a comma, in .tsv files a tab."""
+    quote: str = added('"', max_length=1)
+    """For csv: the character around a value that holds a delimiter or a line end. "" if there is none."""
 
 
 class HubSource(Section):
@@ -169,9 +173,9 @@ class ShardConfig(Section):
     there. Each is the document's beginning, as the filter saw it. If a finished stage has another number, Drover stops
     and shows both; `--force` runs it again. The shards stay the same, so later stages stay valid."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
-    """The stage fails if more than this share of all documents is rejected. It also fails if more than this share of
-    the files break off, since their rest is lost uncounted. Up to this share, rejects are counted and listed in
-    rejected.jsonl."""
+    """The stage fails if more than this share of all documents, or of the bytes of all files, is rejected. It also
+    fails if more than this share of the files break off, since the documents in their rest are lost uncounted. Up to
+    this share, rejects are counted and listed in rejected.jsonl."""
 
     @property
     def source_names(self) -> list[str]:

@@ -6,9 +6,11 @@ Arrow file is read whole.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from drover.pipeline.data.documents import (
     UnusableColumnsError,
     damage,
     raise_unless_damage,
+    value_in,
 )
-from drover.pipeline.data.streams import COMPRESSIONS, Input, map_file
+from drover.pipeline.data.streams import Input, map_file
 
 ROWS = 256
 """Rows taken into memory at a time, where they are not large."""
@@ -33,13 +36,30 @@ def check_columns(present: list[str], source: FilesSource) -> list[str]:
     """The columns that the source names, or all if it names none; UnusableColumnsError if one is not there, or there
     twice."""
     wanted = wanted_columns(source) or present
-    if missing := [name for name in wanted if name not in present]:
+    if missing := [name for name in wanted if not has_column(present, name)]:
         raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
-                                   f"{', '.join(present) or 'none'}")
-    if unclear := [name for name in wanted if present.count(name) > 1]:
+                                   f"{', '.join(present) or 'none'}{other_delimiter(present)}")
+    if unclear := [name for name in wanted if present.count(_column(present, name)) > 1]:
         raise UnusableColumnsError(f"more than one column named {', '.join(unclear)}; the columns are "
                                    f"{', '.join(present)}")
     return wanted
+
+
+def _column(present: list[str], name: str) -> str:
+    """The column in which a field is: that of its name, or the one with the nested field, as `content.text`."""
+    return name if name in present else name.split(".")[0]
+
+
+def has_column(present: list[str], name: str) -> bool:
+    """Whether a field has a column."""
+    return _column(present, name) in present
+
+
+def other_delimiter(present: list[str]) -> str:
+    """A hint where the one column of a CSV file has the delimiter of another dialect in its name; else empty."""
+    found = next((own for own in "\t;|," if own in present[0]), "") if len(present) == 1 else ""
+    return f" (if they are separated by {json.dumps(found)}, set the source's `delimiter: {json.dumps(found)}`)" \
+        if found else ""
 
 
 def stored_columns(data: Any, kind: str) -> list[str]:
@@ -53,6 +73,8 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     import pyarrow.parquet as pq
     piece = file.piece
     with _random_access(file) as data:
+        if not data.size():
+            return
         try:
             parquet = pq.ParquetFile(data)
             columns = _checked(parquet.schema_arrow, source)
@@ -65,40 +87,56 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         for group in range(groups):
             rows = parquet.metadata.row_group(group).num_rows
             if piece.whole or piece.start <= group * piece.bytes // groups < piece.stop:
-                yield from _row_group(parquet, group, first, columns, source, limit)
+                yield from _row_group(parquet, group, first, columns, file, source, limit)
             first += rows
 
 
-def _row_group(parquet: Any, group: int, first: int, columns: list[str], source: FilesSource, limit: Limit) -> Records:
+def _row_group(parquet: Any, group: int, first: int, columns: list[str], file: Input, source: FilesSource,
+               limit: Limit) -> Records:
     about, done = parquet.metadata.row_group(group), 0
     rows = max(1, min(ROWS, limit.bytes * about.num_rows // max(1, about.total_byte_size)))
+    size = about.total_byte_size // max(1, about.num_rows)
+    file.content += about.total_byte_size
     try:
         for batch in parquet.iter_batches(rows, row_groups=[group], columns=columns):
-            yield from _rows(batch, first + done, source)
+            yield from _rows(batch, first + done, file, source, size)
             done += batch.num_rows
     except damage() as error:
         raise_unless_damage(error)
         yield Unreadable(first + done + 1, f"row group {group} cannot be read from here on: {error}",
-                         documents=about.num_rows - done)
+                         documents=about.num_rows - done, lost_bytes=size * (about.num_rows - done))
 
 
 def arrow_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """Both of Arrow's containers: the IPC file (record batches at any place) and the IPC stream."""
     with _random_access(file) as data:
+        if not data.size():
+            return
         reader, count = _arrow_reader(data)
-        columns, first = _checked(reader.schema, source), 0
+        present, first = reader.schema.names, 0
+        columns = list(dict.fromkeys(_column(present, name) for name in _checked(reader.schema, source)))
         for number in range(count):
             try:
                 batch = reader.get_batch(number)
             except damage() as error:
                 raise_unless_damage(error)
-                yield Unreadable(first + 1, f"record batch {number} cannot be read: {error}", lost=True)
+                size = data.size() // count
+                file.content += size
+                yield Unreadable(first + 1, f"record batch {number} cannot be read: {error}", lost=True,
+                                 lost_bytes=size)
                 continue
-            yield from _rows(batch.select(columns), first, source)
+            yield from _rows(batch.select(columns), first, file, source, _counted(batch, file))
             first += batch.num_rows
         for batch in reader if count < 0 else ():
-            yield from _rows(batch.select(columns), first, source)
+            yield from _rows(batch.select(columns), first, file, source, _counted(batch, file))
             first += batch.num_rows
+
+
+def _counted(batch: Any, file: Input) -> int:
+    """About how many bytes a row of a record batch has, all of which the file's content now has."""
+    size: int = batch.get_total_buffer_size()
+    file.content += size
+    return size // max(1, batch.num_rows)
 
 
 def _arrow_reader(data: Any) -> tuple[Any, int]:
@@ -115,21 +153,36 @@ def _checked(schema: Any, source: FilesSource) -> list[str]:
     import pyarrow as pa
     columns = check_columns(schema.names, source)
     if source.text_field:
-        kind = schema.field(source.text_field).type
+        kind, name = _type(schema, source.text_field)
         if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-            raise UnusableColumnsError(f"the column '{source.text_field}' holds {kind}, not text")
+            raise UnusableColumnsError(f"the column '{name}' holds {kind}, not text")
     return columns
+
+
+def _type(schema: Any, name: str) -> tuple[Any, str]:
+    """The type of a field and its name, as far as it is there: of `content.text` that of `content` if it holds no
+    `text`."""
+    import pyarrow as pa
+    held = _column(schema.names, name)
+    kind = schema.field(held).type
+    for part in name.removeprefix(held).split(".")[1:]:
+        if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
+            break
+        kind, held = kind.field(part).type, f"{held}.{part}"
+    return kind, held
 
 
 @contextmanager
 def _random_access(file: Input) -> Iterator[Any]:
     """The file as Arrow reads it at any place; a compressed one is unpacked into a temporary file first, and what a
     piece of an object holds is kept in one."""
-    if file.path.suffix.lower() in COMPRESSIONS:
+    file.is_columnar = True
+    if file.compression:
         with tempfile.NamedTemporaryFile() as unpacked, file.open() as stream:
             while data := stream.read1():
                 unpacked.write(data)
             unpacked.flush()
+            file.content = 0  # its rows are counted
             with map_file(unpacked.name) as mapped:
                 yield mapped
     elif file.reader is not None:
@@ -142,9 +195,9 @@ def _random_access(file: Input) -> Iterator[Any]:
             yield mapped
 
 
-def _rows(batch: Any, first: int, source: FilesSource) -> Records:
-    """The rows of a record batch, numbered from `first` + 1. Where some cannot be read, each is read by itself, so that
-    a broken value costs its own row."""
+def _rows(batch: Any, first: int, file: Input, source: FilesSource, size: int) -> Records:
+    """The rows of a record batch, numbered from `first` + 1, with `size` bytes each on average. Where some cannot be
+    read, each is read by itself, so that a broken value costs its own row."""
     import pyarrow as pa
     for start in range(0, batch.num_rows, ROWS):
         part = batch.slice(start, ROWS)
@@ -154,15 +207,20 @@ def _rows(batch: Any, first: int, source: FilesSource) -> Records:
         except (pa.ArrowException, ValueError, OverflowError, KeyError) as error:
             raise_unless_damage(error)
             if part.num_rows == 1:
-                yield Unreadable(first + start + 1, f"the row cannot be read: {error}")
+                yield Unreadable(first + start + 1, f"the row cannot be read: {error}", lost_bytes=size)
             else:
                 for row in range(part.num_rows):
-                    yield from _rows(part.slice(row, 1), first + start + row, source)
+                    yield from _rows(part.slice(row, 1), first + start + row, file, source, size)
             continue
         for place, row in enumerate(rows, first + start + 1):
-            if isinstance(text := row.get(source.text_field), bytes):
-                row[source.text_field] = text.decode("utf-8", "surrogateescape")
+            file.current = partial(_size, row, source.text_field, size)
             yield place, row
+
+
+def _size(row: dict[str, Any], field: str, average: int) -> tuple[int, bool]:
+    """About how many bytes a row has: those of its text, or of an average row if that is more."""
+    text = value_in(row, field)
+    return max(average, len(text) if isinstance(text, (str, bytes)) else 0), False
 
 
 def wanted_columns(source: FilesSource) -> list[str]:

@@ -21,12 +21,14 @@ Place = int | str | None
 
 
 class Unreadable(NamedTuple):
-    """In place of a record: what is wrong, how many documents it costs, and whether unknown more are lost."""
+    """In place of a record: what is wrong, how many documents it costs, whether unknown more are lost, and how many
+    bytes of the unpacked file."""
 
     place: Place
     reason: str
     documents: int = 1
     lost: bool = False
+    lost_bytes: int = 0
 
 
 class PlainText(str):
@@ -74,9 +76,9 @@ class Limit:
         """Why a longer document is rejected."""
         return f"longer than shard.max_document_mb ({self.megabytes:g} MB) allows"
 
-    def exceeded(self, place: Place, *, lost: bool = False) -> Unreadable:
-        """In place of a longer document."""
-        return Unreadable(place, self.reason, lost=lost)
+    def exceeded(self, place: Place, size: int, *, lost: bool = False) -> Unreadable:
+        """In place of a longer document, of so many bytes."""
+        return Unreadable(place, self.reason, lost=lost, lost_bytes=size)
 
     def allows(self, text: str) -> bool:
         """Whether a text is short enough."""
@@ -124,6 +126,7 @@ class Rejection:
         reason: what is wrong with it.
         documents: how many documents are lost.
         lost: an unknown number of documents is lost beyond that: the file breaks off or cannot be opened.
+        lost_bytes: of the unpacked file; 0 where nobody knows.
     """
 
     source: str
@@ -132,6 +135,7 @@ class Rejection:
     reason: str
     documents: int = 1
     lost: bool = False
+    lost_bytes: int = 0
 
     def line(self) -> bytes:
         """The rejection as a line of JSON; broken bytes in names show as escapes."""
@@ -189,6 +193,16 @@ def from_json(member: bytes, key: str) -> Document:
     if not (isinstance(document.text, str) and isinstance(document.source, str)):
         raise TypeError("text and source must be strings")
     return document
+
+
+def value_in(record: dict[str, Any], name: str) -> Any:
+    """The value of the field of that name, or of one in nested objects, as `content.text`; None if there is none."""
+    if name in record:
+        return record[name]
+    value: Any = record
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def plain(value: Any) -> Any:

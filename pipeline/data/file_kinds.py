@@ -6,7 +6,7 @@ import codecs
 import re
 import zlib
 
-from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, recoder, unpacked
+from drover.pipeline.data.streams import UTF8, Input, recoder, unpacked
 
 HEAD = 4096
 """Bytes that are looked at."""
@@ -39,24 +39,24 @@ FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
 
 
-def mistaken(file: Input, kind: str, html: str = "refuse") -> str | None:
+def mistaken(file: Input, kind: str, html: str = "refuse") -> tuple[str | None, bytes | None]:
     """What a file is instead of the format `kind` (and the compression) that it is to be read as, and what to do about
-    it; None where nothing speaks against it. A file that cannot be opened is left to its reader. html: `keep` lets a
-    page be text."""
-    ending = file.path.suffix
+    it, None where nothing speaks against it; and its first bytes, unpacked and as UTF-8. A file that cannot be opened
+    is left to its reader, without these. html: `keep` lets a page be text."""
     try:
         with file.raw(0, 0) as raw:
             head = raw.read(HEAD) or b""
-        compression = COMPRESSIONS.get(ending.lower())
-        if compression is None:
-            return _instead_of(kind, head, html, file.encoding)
-        what, advice = _signature(head)
-        if head and compression != ("zstd" if head[1:4] == SKIPPABLE else what):
-            return f"its name ends in {ending}, but it is {advice or f'no {compression} data; rename it'}"
-        with unpacked(file.raw(0, 0), compression) as stream:
-            return _instead_of(kind, stream.read(HEAD) or b"", html, file.encoding)
+        if head and file.compression:
+            what, advice = _signature(head)
+            if file.compression != ("zstd" if head[1:4] == SKIPPABLE else what):
+                return (f"its name ends in {file.path.suffix}, but it is "
+                        f"{advice or f'no {file.compression} data; rename it'}"), None
+            with unpacked(file.raw(0, 0), file.compression) as stream:
+                head = stream.read(HEAD) or b""
+        instead = _instead_of(kind, head, html, file.encoding)
+        return instead, head if instead or file.encoding == UTF8 else recoder(file.encoding)(head, False)
     except (OSError, EOFError, zlib.error):
-        return None
+        return None, None
 
 
 def _instead_of(kind: str, head: bytes, html: str, encoding: str) -> str | None:

@@ -18,24 +18,39 @@ import io
 import json
 import re
 import tokenize
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
-from drover.pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
-from drover.pipeline.data.documents import Limit, PlainText, Records, Unreadable, damage
-from drover.pipeline.data.file_kinds import mistaken
+from drover.pipeline.data.columnar import (
+    arrow_records,
+    check_columns,
+    has_column,
+    other_delimiter,
+    parquet_records,
+    stored_columns,
+    wanted_columns,
+)
+from drover.pipeline.data.documents import Limit, Place, PlainText, Records, Unreadable, damage, value_in
+from drover.pipeline.data.file_kinds import HEAD, mistaken
 from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, map_file, reach, separated
 from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""
-_SPACE, _COMMAS, _DECODER = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*"), json.JSONDecoder()
-"""What JSON lets stand between values, and in an array."""
+_SPACE = re.compile(r"[ \t\r\n\ufeff]*")
+_COMMAS = re.compile(r"[ \t\r\n\ufeff,]*")
+"""What may stand between JSON values, and in an array; byte order marks, too, where files were appended to others."""
+WRAPPINGS = 8
+"""Objects in one another that are searched for the list of a file's records."""
+FIRST_RECORDS = 100
+"""Documents of a file in which another spelling of its separator is looked for."""
 COLUMNAR = ("csv", "parquet", "arrow")
 """Formats that say once for a whole file which fields its records have."""
 LONGEST_TOKEN = 100
@@ -52,7 +67,7 @@ def file_format(path: PurePath, asked: str = "auto") -> str | None:
     if asked != "auto":
         return asked
     ending = _ending(path)
-    return ending if ending in FORMATS else "txt" if ending in TEXT else None
+    return ending if ending in FORMATS else "csv" if ending == "tsv" else "txt" if ending in TEXT else None
 
 
 def is_page(path: PurePath, asked: str = "auto") -> bool:
@@ -75,26 +90,28 @@ def divisible(path: PurePath, source: FilesSource) -> bool:
 
 
 def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
-    """The records of one file of a `files` source, or of a part of one."""
+    """The records of one file of a `files` source, or of a part of one. Only text has one in an empty file."""
     kind = file_format(file.path, source.format)
     assert kind is not None, f"{file.path} was let in without a known format"
-    if (instead := mistaken(file, kind, source.html)) is not None:
+    instead, head = mistaken(file, kind, source.html)
+    if instead is not None:
         if file.piece.start == 0:  # said once for all parts
-            yield Unreadable(None, instead, lost=True)
-        return
-    yield from FORMATS[kind](file, source, limit)
+            yield Unreadable(None, instead, lost=True, lost_bytes=file.piece.bytes)
+    elif kind == "txt" or head != b"":
+        file.head = head or b""
+        yield from FORMATS[kind](file, source, limit)
 
 
-def column_names(path: Path, kind: str, encoding: str) -> list[str] | None:
+def column_names(path: Path, kind: str, source: FilesSource) -> list[str] | None:
     """The columns that a file of one of the COLUMNAR formats says it has, without reading what is in them; None where
     that cannot be seen so: it is damaged, packed or something else than its name says."""
     with suppress(*damage()):
-        file = Input(Piece.of(path), encoding)
-        if mistaken(file, kind) is not None:
+        file = Input(Piece.of(path), source.encoding)
+        if mistaken(file, kind)[0] is not None:
             return None
         if kind == "csv":
             with _text(file) as stream:
-                return next(csv.reader(_csv_lines(stream, Limit(1.0)), strict=True), None)
+                return next(_csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0])), None)
         if path.suffix.lower() not in COMPRESSIONS:
             with map_file(path) as data:
                 return stored_columns(data, kind)
@@ -115,22 +132,24 @@ def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> lis
         own = [path for name, path in files if name.startswith(f"{source.name}/")]
         for path in own:
             kind = file_format(PurePath(path), source.format)
-            names = column_names(Path(path), kind, source.encoding) if kind in COLUMNAR and not is_url(path) else None
-            absent = [name for name in absent if name not in names] if names is not None else []
+            names = column_names(Path(path), kind, source) if kind in COLUMNAR and not is_url(path) else None
+            absent = [name for name in absent if not has_column(names, name)] if names is not None else []
             present = names or []
             if not absent:
                 break
         if own and absent:
             problems.append(f"source {source.name}: none of its {len(own):,} files has a column named "
                             f"{', '.join(absent)}; the columns of {PurePath(own[-1]).name} are "
-                            f"{', '.join(present) or 'none'}. Correct text_field, id_field or meta_fields.")
+                            f"{', '.join(present) or 'none'}{other_delimiter(present)}. Correct text_field, id_field "
+                            f"or meta_fields.")
     return problems
 
 
 def python_records(file: Input, limit: Limit) -> Records:
     """A Python source file as one document, in the encoding that it declares."""
-    if file.piece.bytes > limit.bytes:
-        yield limit.exceeded(None)
+    size = file.piece.bytes
+    if size > limit.bytes:
+        yield limit.exceeded(None, size)
         return
     with file.open() as stream:
         data = stream.read()
@@ -138,59 +157,226 @@ def python_records(file: Input, limit: Limit) -> Records:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         yield None, PlainText(data.decode(encoding))
     except (SyntaxError, UnicodeDecodeError) as error:
-        yield Unreadable(None, f"not in the encoding that it declares: {error}")
+        yield Unreadable(None, f"not in the encoding that it declares: {error}", lost_bytes=size)
 
 
 def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
+    data: bytes | int = b""
+    file.current = lambda: (data if isinstance(data, int) else len(data), False)
     if source.separator is None:
         with file.open() as stream:
-            text = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
-        yield limit.exceeded(None) if len(text) > limit.bytes else (None, _plain_text(text))
+            text = data = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
+        yield limit.exceeded(None, file.give_up(0)) if len(text) > limit.bytes else (None, _plain_text(text))
         return
-    for place, data in _separated(file, source.separator.encode("utf-8", "surrogatepass"), limit):
-        yield limit.exceeded(place) if data is None else (place, _plain_text(data))
+    number, offset, others = 0, 0, _other_spellings(source.separator)
+    for number, (offset, data) in enumerate(
+            _separated(file, source.separator.encode("utf-8", "surrogatepass"), limit), 1):
+        place = number if file.piece.whole else str(offset)
+        if isinstance(data, int):
+            yield limit.exceeded(place, data)
+            continue
+        if number <= FIRST_RECORDS and (other := next((own for own in others if own.encode() in data), None)):
+            others, file.notes["other_separator"] = [], other
+        yield place, _plain_text(data)
+    if number:
+        is_there = number > 1 or offset > len(codecs.BOM_UTF8) or (
+            file.piece.whole and offset + file.current()[0] < file.content)
+        file.notes["separated"] = is_there
+        if is_there and len(file.notes.get("other_separator", "")) == 1:
+            del file.notes["other_separator"]  # a line end within documents may be meant
+
+
+def _other_spellings(separator: str) -> list[str]:
+    """What documents may hold in place of the separator: other line ends, what YAML took for no escape, and another
+    normal form."""
+    meant = separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t").replace("\r\n", "\n")
+    forms = [meant.replace("\n", end) for end in ("\r\n", "\n", "\r")]
+    forms += [unicodedata.normalize(form, meant) for form in ("NFC", "NFD")]
+    return [own for own in dict.fromkeys(forms) if own != separator]
 
 
 def _plain_text(data: bytes) -> PlainText:
     return PlainText(data.decode("utf-8", "surrogateescape"))
 
 
-def _separated(file: Input, separator: bytes, limit: Limit) -> Iterator[tuple[int | str, bytes | None]]:
-    """Records of a file with their numbers, or of a part with their offsets."""
+def _separated(file: Input, separator: bytes, limit: Limit) -> Iterator[tuple[int, bytes | int]]:
+    """The records of a file or a part with their offsets; of a record that is too long its length."""
     piece = file.piece
     with file.open(reach(separator)) as stream:
-        if piece.whole:
-            yield from enumerate((data for _, data in separated(stream, separator, limit.bytes)), 1)
-            return
-        for offset, data in separated(stream, separator, limit.bytes, piece.start, piece.stop):
-            yield str(offset), data
+        yield from separated(stream, separator, limit.bytes, *(() if piece.whole else (piece.start, piece.stop)))
 
 
 def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
-    for place, line in _separated(file, b"\n", limit):
-        if line is None:
-            yield limit.exceeded(place)
+    """The values of lines, which may end in CR alone; where the file's first bytes are other JSON, its values."""
+    if _is_other_json(file.head):
+        if file.piece.start == 0:  # it has no parts
+            yield from _json_records(file, source, limit)
+        return
+    whole, field, is_nested = file.piece.whole, source.text_field, "." in source.text_field
+    key, escapes = _spellings(field)[0].encode(), [own.encode() for own in _spellings(field)[1]]
+    line: bytes | int = b""
+
+    def current() -> tuple[int, bool]:
+        return (line, False) if isinstance(line, int) else (len(line) + 1, _is_utf8(line))
+    file.current = current
+    for number, (offset, line) in enumerate(_separated(file, b"\r" if _ends_in_cr(file.head) else b"\n", limit), 1):
+        place = number if whole else str(offset)
+        if isinstance(line, int):
+            yield limit.exceeded(place, line)
             continue
         try:
             record = orjson.loads(line)
             if source.id_field and isinstance(record, dict) and isinstance(record.get(source.id_field), float):
                 record = json.loads(line)  # a whole number beyond 64 bits, which orjson makes a float
+        except orjson.JSONDecodeError:  # also for NaN, broken UTF-8 and half of a surrogate pair
+            record = None
+        if type(record) is dict and field:
+            text = value_in(record, field) if is_nested else record.get(field)
+            if type(text) is str:
+                before = line[:len(line) - len(text)]  # the last text's key stands here, and those before it
+                if before.count(key) == 1 and (b"\\u" not in before or not any(own in before for own in escapes)):
+                    yield place, record
+                    continue
+        elif record is not None and not field:
             yield place, record
             continue
-        except orjson.JSONDecodeError:  # also for NaN, broken UTF-8 and half of a surrogate pair
-            text = line.decode("utf-8", "surrogateescape")
-        if text.strip():
-            try:
-                yield place, json.loads(text)
-            except (ValueError, RecursionError) as error:
-                yield Unreadable(place, f"the line is not JSON: {_said(error)}")
+        end = file.piece.bytes if file.is_plain else file.content
+        alone = offset <= len(codecs.BOM_UTF8) and offset + len(line) + len(b"\r\n") >= end
+        yield from _odd_line(file, place, line.decode("utf-8", "surrogateescape"), field, alone)
+        file.current = current
+
+
+def _spellings(field: str) -> tuple[str, list[str]]:
+    """How the key of a record's text is written in JSON, and how escapes of its characters begin."""
+    name = field.rpartition(".")[2]
+    return json.dumps(name), sorted({f"\\u{ord(own) >> 4:03x}" for own in name})
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _ends_in_cr(head: bytes) -> bool:
+    """Whether lines end in CR alone, as on old Macs."""
+    return b"\r" in head and b"\n" not in head
+
+
+def _is_other_json(head: bytes) -> bool:
+    """Whether a file of JSON lines has, by its first bytes, an array or values of several lines or several on one."""
+    text = head.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    try:
+        end = _DECODER.raw_decode(text)[1]
+    except json.JSONDecodeError as error:
+        is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()) - len("false,")
+        return len(head) == HEAD and is_cut and (text.startswith("[") or "\n" in text)
+    except RecursionError:
+        return False
+    return "\n" in text[:end] or text[end:].lstrip(" \t,").startswith(("{", "["))
+
+
+def _odd_line(file: Input, place: Place, line: str, field: str, alone: bool) -> Records:
+    """The records of a line that is not simply one of them. alone: the file has no other."""
+    if not line.strip():
+        return
+    try:
+        values = list(_values_of(line))
+    except (ValueError, RecursionError) as error:
+        lines = [own for own in line.split("\r") if own.strip()]
+        if len(lines) > 1:
+            for own in lines:
+                yield from _odd_line(file, place, own, field, alone=False)
+        else:
+            size = len(line.encode("utf-8", "surrogateescape")) + 1
+            yield Unreadable(place, f"the line is not JSON: {_said(error)}", lost_bytes=size)
+        return
+    for record in _records_of(file, values, field, alone and len(values) == 1):
+        yield _unless_twice(file, place, record, field)
+
+
+def _values_of(line: str) -> Iterator[Any]:
+    """Its value; or its objects and arrays, of which no line break is between one and the next."""
+    at, count = _skip(line, 0), 0
+    while at < len(line):
+        value, at = _DECODER.raw_decode(line, at)
+        at, count = _skip(line, at), count + 1
+        if (count > 1 or at < len(line)) and not isinstance(value, (dict, list)):
+            raise ValueError("a value that is no object is not alone in its line")
+        yield value
+
+
+def _skip(text: str, at: int) -> int:
+    match = _COMMAS.match(text, at)
+    assert match is not None  # it matches nothing, too
+    return match.end()
+
+
+def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list[Any]:
+    """These values, together the file's current record, as records: the items of a list of records in place of it;
+    where the file holds one value alone, also the items of a list within it."""
+    records = [own for value in values
+               for own in (value if isinstance(value, list) and _are_records(value, field) else [value])]
+    if alone and field and isinstance(values[0], dict) and value_in(values[0], field) is None:
+        lists = list(_lists_of_records(values[0], field, ""))
+        if len(lists) == 1:
+            file.notes["records_in"], records = lists[0]
+    if len(records) > 1:
+        size, is_utf8 = file.current()
+        file.current = lambda: (size // len(records), is_utf8)
+    return records
+
+
+def _lists_of_records(value: dict[str, Any], field: str, path: str) -> Iterator[tuple[str, list[Any]]]:
+    for name, own in value.items():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(own, list) and _are_records(own, field):
+            yield inner, own
+        elif isinstance(own, dict) and inner.count(".") < WRAPPINGS:
+            yield from _lists_of_records(own, field, inner)
+
+
+def _are_records(values: list[Any], field: str) -> bool:
+    return bool(field) and any(isinstance(own, dict) and value_in(own, field) is not None for own in values)
+
+
+class Repeating(dict[str, Any]):
+    """A JSON object in which these keys stand more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(key for key, _ in pairs)
+        self.repeated = {key for key, count in counts.items() if count > 1}
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    return made if len(made) == len(pairs) else Repeating(pairs)
+
+
+_SIMPLE = json.JSONDecoder()
+_DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
+
+
+def _unless_twice(file: Input, place: Place, record: Any, field: str) -> tuple[Place, Any] | Unreadable:
+    """The record, unless its text's field occurs in it more than once."""
+    value = record
+    for name in [field] if isinstance(record, dict) and field in record else field.split("."):
+        if isinstance(value, Repeating) and name in value.repeated:
+            return Unreadable(place, f"the field '{field}' occurs more than once", lost_bytes=file.current()[0])
+        value = value.get(name) if isinstance(value, dict) else None
+    return place, record
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
-    with _text(file) as stream:
+    field = source.text_field
+    key, escapes = _spellings(field)
+    with file.open() as stream:
         text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
-        while not wrong and (character := text.next(_COMMAS if within == "array" else _SPACE)):
+        while not wrong and (character := text.next(_SPACE if within == "rest" else _COMMAS)):
             if (character == "[" and within in ("nothing", "rest")) or (character == "]" and within == "array"):
                 text.at += 1
                 within = "array" if character == "[" else "rest"
@@ -200,17 +386,26 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 wrong = "a ']' closes nothing"
             else:
                 within = "array" if within == "array" else "values"
-                number += 1
                 try:
-                    yield number, text.value(limit.bytes)
+                    value = text.value(limit.bytes)
+                    if field and not text.has_once(value_in(value, field) if isinstance(value, dict) else None, key,
+                                                   escapes):
+                        value = text.again()
                 except TooLongError:
-                    yield limit.exceeded(number, lost=True)
+                    yield limit.exceeded(number + 1, file.give_up(file.content - text.ahead()), lost=True)
                     return
                 except (ValueError, RecursionError) as error:
-                    yield Unreadable(number, f"not JSON from here on: {_said(error)}", lost=True)
+                    yield Unreadable(number + 1, f"not JSON from here on: {_said(error)}", lost=True,
+                                     lost_bytes=file.give_up(file.content - text.ahead()))
                     return
+                file.current = text.current
+                alone = number == 0 and within == "values" and not text.next(_SPACE)
+                for record in _records_of(file, [value], field, alone):
+                    number += 1
+                    yield _unless_twice(file, number, record, field)
         if wrong or within == "array":
-            yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True)
+            yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True,
+                             lost_bytes=file.give_up(file.content - text.ahead()))
 
 
 def _said(error: ValueError | RecursionError) -> str:
@@ -224,8 +419,10 @@ class TooLongError(Exception):
 class _JsonText:
     """The text of a JSON file, of which some is held: `at` is where to read on in it."""
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._held, self.at, self._ended = stream, "", 0, False
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self._last = ""
 
     def next(self, skipped: re.Pattern[str]) -> str:
         """The character at the next place where `skipped` ends; empty at the end."""
@@ -241,7 +438,7 @@ class _JsonText:
         while True:
             is_long = len(self._held) - self.at > limit
             try:
-                value, end = _DECODER.raw_decode(self._held, self.at)
+                value, end = _SIMPLE.raw_decode(self._held, self.at)
             except json.JSONDecodeError as error:
                 may_be_cut = error.pos >= len(self._held) - LONGEST_TOKEN or error.msg.startswith("Unterminated string")
                 if self._ended or (is_long and not may_be_cut):
@@ -252,44 +449,82 @@ class _JsonText:
                 if end - self.at > limit:
                     raise TooLongError
                 if end < len(self._held) or self._ended:
-                    self.at = end
+                    self._last, self.at = self._held[self.at:end], end
                     return value
             self._fill()
 
+    def has_once(self, text: Any, key: str, escapes: list[str]) -> bool:
+        """Whether the key of this text surely stands once in the last value (see `_line_records`)."""
+        if not isinstance(text, str):
+            return False
+        before = self._last[:len(self._last) - len(text)]
+        return before.count(key) == 1 and ("\\u" not in before or not any(own in before for own in escapes))
+
+    def again(self) -> Any:
+        """The last value, whose objects show which keys they repeat."""
+        return _DECODER.decode(self._last)
+
+    def current(self) -> tuple[int, bool]:
+        """Bytes of the last value, and whether they are UTF-8."""
+        data = self._last.encode("utf-8", "surrogateescape")
+        return len(data), _is_utf8(data)
+
+    def ahead(self) -> int:
+        """Bytes of what was read from here on."""
+        return len(self._held[self.at:].encode("utf-8", "surrogateescape"))
+
     def _fill(self) -> None:
         rest = self._held[self.at:]
-        more = self._stream.read(max(CHUNK, len(rest)))  # doubling: a long value is tried a few times only
-        self._held, self.at, self._ended = rest + more, 0, not more
+        data = self._stream.read(max(CHUNK, len(rest)))  # doubling: a long value is tried a few times only
+        self._held, self.at, self._ended = rest + self._decoder.decode(data, final=not data), 0, not data
 
 
 def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     csv.field_size_limit(limit.bytes)
+    size, number = [0], 0
+    file.current = lambda: (size[0], False)
     with _text(file) as stream:
-        rows, number = csv.reader(_csv_lines(stream, limit), strict=True), 0
+        rows = _csv_reader(file, source, _csv_lines(stream, limit, size))
         try:
-            header = next(rows, [])
+            if (header := next(rows, None)) is None:
+                return
             check_columns(header, source)
+            size[0] = 0
             while (row := _csv_row(rows)) is not None:
-                if not row:
-                    continue
-                number += 1
-                if isinstance(row, csv.Error):
-                    yield Unreadable(number, f"the row is not CSV: {row}", lost="unexpected end" in str(row))
-                elif len(row) == len(header):
-                    yield number, dict(zip(header, row, strict=True))
-                else:
-                    yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}")
+                if row:
+                    number += 1
+                    if isinstance(row, csv.Error):
+                        yield Unreadable(number, f"the row is not CSV: {row}", lost="unexpected end" in str(row),
+                                         lost_bytes=file.current()[0])
+                    elif len(row) == len(header):
+                        yield number, dict(zip(header, row, strict=True))
+                    else:
+                        yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}",
+                                         lost_bytes=file.current()[0])
+                size[0] = 0
         except TooLongError:
-            yield limit.exceeded(number + 1, lost=True)
+            yield limit.exceeded(number + 1, file.give_up(max(0, file.content - file.current()[0])), lost=True)
 
 
 def _text(file: Input) -> io.TextIOWrapper:
     """The file as text, without a byte order mark and with its line ends as they are."""
-    return io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline="\n")
+    newline = "" if re.search(rb"\r(?!\n)", file.head) else "\n"  # "" takes longer
+    return io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline=newline)
 
 
-def _csv_lines(stream: io.TextIOWrapper, limit: Limit) -> Iterator[str]:
+def _csv_reader(file: Input, source: FilesSource, lines: Iterator[str]) -> Any:
+    is_tsv = ".tsv" in [ending.lower() for ending in file.path.suffixes[-2:]]
+    quotes: dict[str, Any] = {"quotechar": source.quote} if source.quote else {"quoting": csv.QUOTE_NONE}
+    return csv.reader(lines, strict=True, delimiter=source.delimiter or ("\t" if is_tsv else ","), **quotes)
+
+
+def _csv_lines(stream: io.TextIOWrapper, limit: Limit, size: list[int]) -> Iterator[str]:
+    """The lines, whose bytes are added to `size`; it is 0 where a row begins, and there a byte order mark is left
+    out."""
     while line := stream.readline(limit.bytes + 1):
+        if not size[0]:
+            line = line.removeprefix("\ufeff")
+        size[0] += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
         if len(line) > limit.bytes:
             raise TooLongError
         yield line

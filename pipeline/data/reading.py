@@ -13,6 +13,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from drover.pipeline.data.documents import (
     plain,
     raise_unless_damage,
     to_json,
+    value_in,
 )
 from drover.pipeline.data.filters.chain import Chain, Dropped
 from drover.pipeline.data.hub import hub_rows
@@ -163,8 +165,11 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
             if not isinstance(source, HubSource):  # whose own library knows which of them it read
                 records = python_records(file, limit) if isinstance(source, StdlibSource) else \
                     file_records(file, source, limit)
-                yield from _file_documents(source, piece.file, records, limit, fields)
-            seen(file.record())
+                about = Reading(file)
+                yield from _file_documents(source, about, records, limit, fields)
+                seen(about.record())
+            else:
+                seen(file.record())
         except (Missing, Changed) as error:
             raise UserError(f"source {source.name}: {error} It has changed since the stage shard began. Let nobody "
                             f"write there, and run the same command again: it reads what is there then.") from None
@@ -181,46 +186,95 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
                             f"stage again.") from None
 
 
-def _file_documents(source: StdlibSource | FilesSource, file: str, records: Records, limit: Limit,
+@dataclass
+class Reading:
+    """What was read of a file, or of a part of one.
+
+    Attributes:
+        records: how many it gave, and what it gave in their place.
+        rejections: how many of these are no document.
+        rejected, lost_bytes: how many documents they cost, and their bytes, unpacked.
+        lost: it was not read to its end.
+        reason: why the first of them is none.
+    """
+
+    file: Input
+    records: int = 0
+    rejections: int = 0
+    rejected: int = 0
+    lost_bytes: int = 0
+    lost: bool = False
+    reason: str = ""
+
+    def reject(self, rejection: Rejection) -> Rejection:
+        """Count it, and return it."""
+        self.rejections += 1
+        self.rejected += rejection.documents
+        self.lost_bytes += rejection.lost_bytes
+        self.lost = self.lost or rejection.lost
+        self.reason = self.reason or rejection.reason
+        return rejection
+
+    def record(self) -> dict[str, Any]:
+        """The file's record (see `Input.record`), with its documents, what they cost and what its reader has noted."""
+        found = {**self.file.record(), "documents": self.records - self.rejections, **self.file.notes}
+        if self.rejected:
+            found |= {"rejected": self.rejected, "lost_bytes": self.file.on_disk(self.lost_bytes), "lost": self.lost,
+                      "reason": self.reason}
+        return found
+
+
+def _file_documents(source: StdlibSource | FilesSource, about: Reading, records: Records, limit: Limit,
                     fields: Counter[str]) -> Iterator[Item]:
-    place: Place = None
+    file, place = about.file, None
+    name = file.piece.file
     try:
-        for record in records:
+        for about.records, record in enumerate(records, 1):
             if isinstance(record, Unreadable):
-                yield Rejection(source.name, file, *record)
+                yield about.reject(Rejection(source.name, name, *record))
             else:
                 place = record[0]
-                yield _document(source, file, *record, limit, fields)
+                yield _document(source, name, *record, limit, fields, about)
     except damage() as error:
         raise_unless_damage(error)
+        about.records += 1
         after = place + 1 if isinstance(place, int) else place
-        yield Rejection(source.name, file, after, f"the file cannot be read from here on: {error}", lost=True)
+        yield about.reject(Rejection(source.name, name, after, f"the file cannot be read from here on: {error}",
+                                     lost=True, lost_bytes=file.give_up(0 if place is None else None)))
 
 
-def _document(source: Source, file: str, place: Place, record: Any, limit: Limit, fields: Counter[str]) -> Item:
-    """A record as a document, of which `fields` counts the meta fields, or why it is none."""
+def _document(source: Source, file: str, place: Place, record: Any, limit: Limit, fields: Counter[str],
+              about: Reading | None = None) -> Item:
+    """A record as a document, of which `fields` counts the meta fields, or why it is none. about: what it was the last
+    one of."""
     where = place_in(file, place)
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):
             document = Document(str(record), source.name, where, {})
         else:
             document = _from_fields(source, where, record)
-        if not limit.allows(document.text):
-            return Rejection(source.name, file, place, limit.reason)
-        member = to_json(document)
+        if limit.allows(document.text):
+            member = to_json(document)
+            fields.update(name for name in document.meta if name in record or value_in(record, name) is not None)
+            return document, member
+        reason = limit.reason
     except UnicodeEncodeError:
-        reason = "binary data, not text: NUL bytes and broken UTF-8"
-        if not (isinstance(record, PlainText) and "\0" in record):
-            reason = (f"{_broken_field(document, getattr(source, 'id_field', None))}broken UTF-8, or half of a "
-                      f"surrogate pair; convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
+        broken = _broken_field(document, getattr(source, "id_field", None))
+        if isinstance(record, PlainText) and "\0" in record:
+            reason = "binary data, not text: NUL bytes and broken UTF-8"
+        elif about is not None and about.file.current()[1]:
+            reason = (f"{broken}half of a surrogate pair, as the escape \\ud83d without the other half: it is no "
+                      f"character; write the record with whole characters, or remove the escape")
+        else:
+            reason = (f"{broken}broken UTF-8; convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is "
+                      f"Latin-1)")
     except TypeError as error:
         reason = str(error)
     except RecursionError:
         reason = "a field that is kept as meta is nested too deeply"
-    else:
-        fields.update(name for name in document.meta if name in record)
-        return document, member
-    return Rejection(source.name, file, place, reason)
+    if about is None:
+        return Rejection(source.name, file, place, reason)
+    return about.reject(Rejection(source.name, file, place, reason, lost_bytes=about.file.current()[0]))
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:
@@ -237,15 +291,20 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
     """The document in a record's fields; TypeError, fit for a reader's eyes, if it lacks one or is of another kind."""
     if not isinstance(record, dict):
         raise TypeError(f"the record is {_kind(record)}, not an object with fields")
-    if missing := [name for name in (source.text_field, source.id_field) if name and name not in record]:
+    if missing := [name for name in (source.text_field, source.id_field)
+                   if name and name not in record and value_in(record, name) is None]:
         raise TypeError(f"no field named {', '.join(missing)}; the fields are {', '.join(map(str, record)) or 'none'}")
-    text, own = record[source.text_field], record[source.id_field] if source.id_field else where
+    name = source.text_field
+    text = record[name] if name in record else value_in(record, name)
+    own = value_in(record, source.id_field) if source.id_field else where
+    if isinstance(text, bytes):  # a column of binary values
+        text = text.decode("utf-8", "surrogateescape")
     if not isinstance(text, str):
         raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
     if not isinstance(own, (str, int)):
         raise TypeError(f"the field '{source.id_field}' is {_kind(own)}, not text or a whole number")
-    return Document(text, source.name, str(own), {field: plain(record.get(field)) for field in source.meta_fields},
-                    place=where if source.id_field else "")
+    meta = {field: plain(value_in(record, field)) for field in source.meta_fields}
+    return Document(text, source.name, str(own), meta, place=where if source.id_field else "")
 
 
 def _kind(value: Any) -> str:

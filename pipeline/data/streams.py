@@ -6,8 +6,8 @@ A separator cuts a stream into lines, or into the texts between two of it. A par
 stop). It has the records that begin after the first free separator that ends beyond `start`, up to the first one that
 ends beyond `stop`. A separator is free if no other one reaches into it from the left, as "--" at offset 0 of "---"
 reaches into the one at offset 1. So the bytes around its two ends alone decide what belongs to a part, and parts that
-cover a file give its records once each, in order. No record longer than `limit` is held: it comes as None, and the next
-one is looked for.
+cover a file give its records once each, in order. No record longer than `limit` is held: its length comes instead, and
+the next one is looked for.
 """
 
 from __future__ import annotations
@@ -104,6 +104,13 @@ class Piece:
 class Input:
     """A piece that is read, and hashed on the way.
 
+    Attributes:
+        content: bytes of it that were read, unpacked; of a file of columns those of its values.
+        head: the file's first bytes, unpacked, where its reader asks for them.
+        is_columnar: whether it is a file of columns; its reader says so.
+        current: a function of its reader: how many of these bytes are the last record, and whether they are UTF-8.
+        notes: what its reader has to say of the file.
+
     Raises:
         UserError: the file has changed since the unit was planned.
         OSError: it cannot be read.
@@ -112,6 +119,12 @@ class Input:
     def __init__(self, piece: Piece, encoding: str = UTF8) -> None:
         self.piece, self.reader, self.encoding = piece, piece.reader(), encoding
         self.path = Path(piece.path) if self.reader is None else PurePath(piece.path)
+        self.content = 0
+        self.head = b""
+        self.is_columnar = False
+        self.notes: dict[str, Any] = {}
+        self.current: Callable[[], tuple[int, bool]] = lambda: (0, False)
+        self._raw: Watched | None = None
         piece.refuse_changed()
         self._hash = _RangeHash(piece, self.raw)
 
@@ -121,10 +134,37 @@ class Input:
         before: it begins so many bytes earlier, where there are so many.
         """
         start = max(0, self.piece.start - before)
-        raw = Watched(self.raw(start, self.piece.stop), start, self._hash.feed)
-        compression = COMPRESSIONS.get(self.path.suffix.lower())
-        stream = io.BufferedReader(raw, BUFFER) if compression is None else unpacked(raw, compression)
-        return stream if self.encoding == UTF8 else io.BufferedReader(_Recoded(stream, self.encoding), UNPACKED)
+        raw = self._raw = Watched(self.raw(start, self.piece.stop), start, self._hash.feed)
+        stream = unpacked(raw, self.compression) if self.compression else io.BufferedReader(raw, BUFFER)
+        return _Counted(stream if self.encoding == UTF8 else
+                        io.BufferedReader(_Recoded(stream, self.encoding), UNPACKED), self)
+
+    @property
+    def compression(self) -> str:
+        """What the file is packed by, as its name says; else empty."""
+        return COMPRESSIONS.get(self.path.suffix.lower(), "")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is read are the file's own bytes, neither unpacked nor of another encoding."""
+        return not self.compression and self.encoding == UTF8
+
+    def give_up(self, position: int | None = None) -> int:
+        """Bytes of content behind `position` (by default all that was not read), which nobody will read. Of a file that
+        is not plain those that were not read are estimated."""
+        position, rest = self.content if position is None else position, self.piece.bytes - self.content
+        if not self.is_plain and self._raw is not None:
+            done = self._raw.position
+            rest = (self.piece.bytes - done) * self.content // done if self.content else self.piece.bytes - done
+        self.content += max(0, rest)
+        return self.content - position
+
+    def on_disk(self, size: int) -> int:
+        """How many of the file's own bytes so many bytes of content are; of a part they may lie beyond it."""
+        if size == self.piece.bytes or not (self.piece.whole or self.is_columnar):
+            return size
+        own = self.piece.stop - self.piece.start
+        return own * min(size, self.content) // self.content if self.content else own
 
     def record(self) -> dict[str, Any]:
         """What the unit's record says of the file: hashes of its content, for which the rest of the piece is read now.
@@ -205,19 +245,43 @@ class _RangeHash:
                     self.feed(self.at, buffer[:count])
 
 
+class _Counted(io.BufferedIOBase):
+    """A stream of which the input counts what is read."""
+
+    def __init__(self, stream: Any, of: Input) -> None:
+        self._stream, self._of = stream, of
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1) -> bytes:
+        return self._count(self._stream.read(size))
+
+    def read1(self, size: int = -1) -> bytes:
+        return self._count(self._stream.read1(size))
+
+    def _count(self, data: bytes) -> bytes:
+        self._of.content += len(data)
+        return data
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
 class Watched(io.RawIOBase):
     """A file that stands at `position`; `seen` is given the bytes that are read, and their offset."""
 
     def __init__(self, file: Any, position: int, seen: Callable[[int, memoryview], None]) -> None:
-        self._file, self._position, self._seen = file, position, seen
+        self._file, self.position, self._seen = file, position, seen
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._file.readinto(buffer)
-        self._seen(self._position, memoryview(buffer)[:count])
-        self._position += count
+        self._seen(self.position, memoryview(buffer)[:count])
+        self.position += count
         return count
 
     def close(self) -> None:
@@ -321,7 +385,7 @@ def name_as_text(name: str) -> str:
 
 CHUNK = 1 << 16
 """Bytes read at once."""
-Records = Iterator[tuple[int, bytes | None]]
+Records = Iterator[tuple[int, bytes | int]]
 
 
 def reach(separator: bytes) -> int:
@@ -345,7 +409,7 @@ def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int =
         for text in texts:
             end = at + len(text) + size
             if own:
-                yield begin, None if at > begin or len(text) > limit else text
+                yield begin, end - size - begin if at > begin or len(text) > limit else text
             if end > (stop if own else start) and _is_free(before + text, separator):
                 if own or end > stop:
                     return
@@ -354,11 +418,11 @@ def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int =
         if len(rest) > size + (limit if own else 0):
             dropped = len(rest) - size + 1
             at, rest, before = at + dropped, rest[dropped:], b""
-            if at > stop + 2 * size:  # the next separator is a free one, and a later part begins there
+            if not own and at > stop + 2 * size:  # the next separator is a free one, and a later part begins there
                 break
         data = _read(stream, max(1, len(rest)))  # doubling: a long record is copied a few times only
     if own and (rest or at > begin):
-        yield begin, None if at > begin or len(rest) > limit else rest
+        yield begin, at + len(rest) - begin if at > begin or len(rest) > limit else rest
 
 
 def _is_free(before: bytes, separator: bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drover.pipeline.core.files import Record
+from drover.pipeline.data.files_read import BECAME
 from drover.pipeline.data.filters.chain import total
 from drover.pipeline.data.filters.decontamination import OUTPUT
 from drover.pipeline.reporting.chapters.consumption import consumption
@@ -31,6 +32,7 @@ def data(facts: Facts) -> Iterator[Block]:
                      f"{sum(counts['dropped'].values()):,} dropped, {{rejected:,}} unreadable.", counts)
         entries = {**sources, ALL: counts} if len(sources) > 1 else sources
         yield _documents(counts, entries)
+        yield from _files(counts, entries)
         yield from _filters(counts, entries, facts.config.shard.keep_dropped)
         yield from _sources(counts, encoded.get("splits", {}))
     yield tokens(encoded)
@@ -56,6 +58,22 @@ def _documents(counts: Record, entries: Record) -> Table:
                                "validation text": "{text_bytes[validation]:B}"},
                  [{**own, "dropped": none | own["dropped"]} for own in flat(entries, "source")],
                  f"{' + '.join(came).capitalize()} = {' + '.join(became)}.")
+
+
+def _files(counts: Record, entries: Record) -> Iterator[Block]:
+    """What became of the input files, and those of which something was not read. Older runs do not have it."""
+    yield Table("Input files", {"source": "{source}", "files": "{files[in]:,}",
+                                **{name: f"{{files[{name}]:,}}" for name in BECAME},
+                                "bytes": "{bytes[in]:,}", "bytes rejected": "{bytes[rejected]:,}"},
+                [own for own in flat(entries, "source") if "files" in own],
+                f"Files = {' + '.join(BECAME)}. Partly: some records were rejected. Unread: all. Empty: has no record.")
+    some, rejected = counts.get("incomplete_files", []), counts.get("files", {})
+    more = sum(rejected.get(name, 0) for name in ("partly", "unread")) - len(some)
+    yield Table("Files that were not read whole", {
+        "file": "{source}/{file}", "bytes": "{bytes:,}", "bytes rejected": "{lost_bytes:,}",
+        "documents": "{documents:,}", "documents rejected": "{rejected:,}", "first reason": "{reason}"}, some,
+        "All rejected records are in shard/rejected.jsonl." + (f" {more:,} more files have fewer rejected bytes."
+                                                               if more > 0 else ""))
 
 
 def _filters(counts: Record, entries: Record, kept: bool) -> Iterator[Block]:

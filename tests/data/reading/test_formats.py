@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from drover.pipeline.data import readers
+from drover.pipeline.data.file_kinds import HEAD
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,
@@ -79,3 +80,108 @@ def test_meta_becomes_plain_json(tmp_path):
         ("tags", [[1.5, float("inf")]])))
     [document], _ = read(files_source(tmp_path / "f.parquet", meta_fields=["when", "score", "tags"]))
     assert document.meta == {"when": "1970-01-01 00:00:00", "score": None, "tags": [1.5, None]}
+
+
+LONG = [{"text": f"{number} " + "x" * (HEAD // 3)} for number in range(9)]
+JSON = [json.dumps(record) for record in LONG]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz", "json.zst"])
+@pytest.mark.parametrize("content", [
+    "\r".join(JSON), "".join(JSON), " ".join(JSON), ", ".join(JSON), json.dumps(LONG), json.dumps(LONG, indent=1),
+    "\n".join(json.dumps(record, indent=1) for record in LONG), "[\n" + ",\n".join(JSON) + "\n]\n",
+    ",\n".join(JSON) + ",", f"{JSON[0]}\n{JSON[1]}{JSON[2]}\n" + "\r".join(JSON[3:]),
+    f"{JSON[0]}\n{json.dumps(LONG[1:])}\n", "\n".join(f"\ufeff{own}" for own in JSON),
+    json.dumps({"version": 1, "data": LONG}), json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n"],
+    ids=["cr", "nothing", "spaces", "commas", "array", "indented array", "indented values", "array of lines",
+         "commas at ends", "mixed", "array in a line", "marks", "wrapped", "wrapped twice"])
+def test_records_that_do_not_stand_on_lines_of_their_own_are_read(tmp_path, content, ending):
+    path = tmp_path / f"f.{ending}"
+    path.write_bytes(COMPRESS[path.suffix if ending.count(".") else ""](content.encode()))
+    documents, rejections = read(path)
+    assert rejections == [] and texts(documents) == [record["text"] for record in LONG]
+
+
+def test_a_first_line_that_is_broken_or_long_makes_no_other_json(tmp_path):
+    for first in ('{"text": "cut', '{"text": "cut", "x": ', '{"text": "cut' + "x" * (HEAD - 60), "[[[", '["text"]',
+                  '{"text": "' + "x" * HEAD):
+        (tmp_path / "f.jsonl").write_text("\n".join([first, *JSON]))
+        documents, [rejection] = read(tmp_path / "f.jsonl")
+        assert texts(documents) == [record["text"] for record in LONG] and rejection.record == 1 and not rejection.lost
+        assert rejection.lost_bytes == len(first) + 1
+
+
+def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
+    """A conversation is no list of records where there are others, and of two lists none is known to be meant."""
+    pages = [{"messages": [{"text": "a"}]}, {"messages": [{"text": "b"}]}]
+    for content in (lines(pages), json.dumps({"train": [{"text": "a"}], "test": [{"text": "b"}]}).encode()):
+        for name in ("f.jsonl", "f.json"):
+            (tmp_path / name).write_bytes(content)
+            documents, rejections = read(tmp_path / name)
+            assert documents == [] and len(rejections) == len(content.splitlines())
+            assert sum(own.lost_bytes for own in rejections) in range(len(content) - len(rejections), len(content) + 2)
+
+
+@pytest.mark.parametrize("record", [
+    '{"text": "%s", "id": 5, "text": "x"}', '{"text": "x", "text": "%s"}', '{"text": "", "t\\u0065xt": "%s"}',
+    '{"\\u0074ext": "x", "text": "%s"}', '{"text": "%s", "text": "%s"}'])
+@pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.jsonl.gz"])
+def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
+    for text in ("x", "y" * 3000, r'é\n\"' * 500):
+        content = f'{{"text": "a"}}\n{record.replace("%s", text)}\n{{"text": "b", "m": {{"text": "c", "text": "d"}}}}\n'
+        (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](content.encode()))
+        documents, [rejection] = read(tmp_path / name)
+        assert texts(documents) == ["a", "b"] and "'text' occurs more than once" in rejection.reason
+
+
+@pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.parquet", "f.arrow"])
+def test_a_text_in_an_object_is_read(tmp_path, name):
+    records = [{"content": {"text": "a", "lang": "en"}, "m": {"n": {"id": "1"}}},
+               {"content": {"text": "b", "lang": "de"}, "m": {"n": {"id": "2"}}}, {"content": None, "m": None}]
+    if name.startswith("f.json"):
+        (tmp_path / name).write_bytes(lines(records))
+    else:
+        write_batches(tmp_path / name, pa.RecordBatch.from_pylist(records))
+    documents, [rejection] = read(files_source(
+        tmp_path / name, text_field="content.text", id_field="m.n.id", meta_fields=["content.lang"]))
+    assert [(own.id, own.text, own.meta) for own in documents] == [
+        ("1", "a", {"content.lang": "en"}), ("2", "b", {"content.lang": "de"})]
+    assert "no field named content.text" in rejection.reason
+    if not name.startswith("f.json"):
+        _, [rejection] = read(files_source(tmp_path / name, text_field="content.body"))
+        assert "the column 'content' holds struct" in rejection.reason
+
+
+def test_a_name_with_a_dot_and_two_texts_within_an_object(tmp_path):
+    (tmp_path / "f.jsonl").write_text('{"a.b": "x", "a": {"b": "y"}}\n{"a": {"b": "x", "b": "y"}}\n'
+                                      '{"a": {"b": "x"}, "a": {"b": "y"}}\n{"c": {"b": 1}, "a": {"b": "z"}}\n')
+    documents, rejections = read(files_source(tmp_path / "f.jsonl", text_field="a.b"))
+    assert texts(documents) == ["x", "z"] and [own.record for own in rejections] == [2, 3]
+
+
+@pytest.mark.parametrize(("name", "content", "fields"), [
+    ("f.csv", 'n;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}), ("f.tsv", 'n\ttext\n1\t"a;\nb"\n2\tc, d\n', {}),
+    ("f.csv", "n|text\n1|'a;\nb'\n2|c, d\n", {"delimiter": "|", "quote": "'"}),
+    ("f.csv", 'n,text\r1,"a;\nb"\r2,"c, d"\r', {}), ("f.csv", '\ufeffn,text\n1,"a;\nb"\n\ufeff"2","c, d"\n', {})])
+def test_dialects_of_csv(tmp_path, name, content, fields):
+    (tmp_path / name).write_text(content, newline="")
+    documents, rejections = read(files_source(tmp_path / name, id_field="n", **fields))
+    assert rejections == [] and [(own.id, own.text) for own in documents] == [("1", "a;\nb"), ("2", "c, d")]
+
+
+def test_values_without_quotes_and_a_hint_at_the_delimiter(tmp_path):
+    (tmp_path / "f.tsv").write_text('n\ttext\n1\t"a\n2\tb"\n')
+    assert texts(read(files_source(tmp_path / "f.tsv", quote=""))[0]) == ['"a', 'b"']
+    for own in ";\t|":
+        (tmp_path / "f.csv").write_text(f"n{own}text\n1{own}a\n")
+        _, [rejection] = read(tmp_path / "f.csv")
+        assert f"set the source's `delimiter: {json.dumps(own)}`" in rejection.reason
+        assert texts(read(files_source(tmp_path / "f.csv", delimiter=own))[0]) == ["a"]
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("name", ["f.csv", "f.tsv", "f.parquet", "f.arrow", "f.json", "f.jsonl"])
+def test_a_file_of_no_bytes_has_no_records(tmp_path, name, ending):
+    for content in (b"", COMPRESS[ending](b"")):
+        (tmp_path / f"{name}{ending}").write_bytes(content)
+        assert read(tmp_path / f"{name}{ending}") == ([], [])

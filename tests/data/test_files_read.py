@@ -1,0 +1,118 @@
+"""What became of each input file: files, bytes and documents add up, and what was not read is named."""
+
+import gzip
+import json
+
+import pytest
+
+from drover.pipeline.core.files import read_lines
+from drover.pipeline.data.files_read import files_read, remarks
+from drover.pipeline.data.reading import unit_documents
+from drover.pipeline.reporting.chapters.data import _files
+from tests.data.source_files import batch, files_source, lines, payload_of, write_batches
+from tests.stages.conftest import run  # noqa: F401 - a fixture
+from tests.stages.test_shard import files_source as source_of
+from tests.stages.test_shard import folder_of, write_config
+from tests.stages.training import manifest_of
+
+GOOD = lines({"text": f"text {number}"} for number in range(3000))
+RECORD = json.dumps({"text": "t" * 100}).encode()
+
+
+def about(path, *borders, **fields):
+    """What became of a file that is read in these pieces."""
+    payload, inputs = payload_of(path, *borders, **fields), []
+    assert list(unit_documents(payload, inputs.append)) is not None
+    [file] = files_read(inputs)
+    return file
+
+
+@pytest.mark.parametrize(("name", "content", "documents", "rejected"), [
+    ("f.json", b"[" + b", ".join([RECORD] * 9) + b", {broken}" + b", " * 400 + RECORD, 9, 808 + len(RECORD)),
+    ("f.json", RECORD + b'\n{"version": 1, "data": [' + b"1, " * 99 + b"2]}", 1, 324),
+    ("f.jsonl", GOOD + RECORD.replace(b"t", b"\xff", 3) * 9 + b"\n" + GOOD, 6000, 9 * len(RECORD)),
+    ("f.jsonl", "[1, 2]\n".encode("utf-16"), 0, 16), ("f.jsonl", b"x" * 3_000_000 + b"\n" + RECORD, 1, 3_000_000),
+    ("f.csv", "n,text\n1,a\n2\n3,ü,ü\n4,b\n".encode(), 2, 10), ("f.csv", b'n,text\n1,a\n2,"never closed\n3,b\n', 1, 20),
+    ("f.csv", b"n;text\n1;a\n", 0, 11), ("f.txt", b"\xff" * 50, 0, 50), ("f.txt", b"x" * 3_000_000, 0, 3_000_000)])
+def test_bytes_that_are_no_documents_are_counted(tmp_path, name, content, documents, rejected):
+    """Of packed files as well, as a share of their size."""
+    (tmp_path / name).write_bytes(content)
+    file = about(tmp_path / name, megabytes=1.0)
+    assert (file.documents, file.lost_bytes, file.bytes) == (documents, rejected, len(content)) and file.reason
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    packed = about(tmp_path / f"{name}.gz", megabytes=1.0)
+    assert packed.documents == documents and packed.became == file.became
+    assert packed.lost_bytes / packed.bytes == pytest.approx(rejected / len(content), abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["f.parquet", "f.arrow"])
+def test_rows_count_as_their_share_of_the_file(tmp_path, name):
+    write_batches(tmp_path / name, *[batch(("text", [f"{row} {'x' * 99}" for row in range(90)] + [None] * 10))] * 2,
+                  batch(("text", ["y" * 2_000_000])))
+    file = about(tmp_path / name, megabytes=1.0)
+    assert (file.documents, file.rejected, file.became) == (180, 21, "partly")
+    assert 0.9 < file.lost_bytes / file.bytes < 1
+    assert about(tmp_path / name, text_field="body").lost_bytes == file.bytes
+
+
+def test_a_line_beyond_its_part_is_lost_to_its_end(tmp_path):
+    (tmp_path / "f.jsonl").write_bytes(RECORD + b"\n" + b"x" * 5_000_000 + b"\n" + RECORD)
+    file = about(tmp_path / "f.jsonl", 0, 1_000_000, 2_000_000, 3_000_000, 5_000_000, 5_000_225, megabytes=1.0)
+    assert (file.documents, file.lost_bytes) == (2, 5_000_000)
+
+
+def test_an_array_is_read_by_the_first_part(tmp_path):
+    size = (tmp_path / "f.jsonl").write_bytes(b"[" + b", ".join([RECORD] * 99) + b"]")
+    file = about(tmp_path / "f.jsonl", 0, 50, 100, size)
+    assert (file.documents, file.rejected) == (99, 0)
+
+
+def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(tmp_path, run):  # noqa: F811
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, content in (("a.jsonl", GOOD), ("b.json", b'{"data": {"x": [[' + b"1, " * 9000 + b"1]]}}"),
+                          ("c.jsonl", b""), ("d.json", b"[" + RECORD + b", {}" + b" " * 5000 + b"]"),
+                          ("e.json", b'{"page": [' + RECORD + b"]}")):
+        (folder / name).write_bytes(content)
+    config = write_config(tmp_path, [source_of("s", folder / "*")], validation_share=0.2)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    error = run("shard", config, expect=2).err
+    assert "bytes of the files cannot be read" in error and "s/b.json (0 documents read, 27 kB of 27 kB" in error
+    printed = run("shard", config, "shard.max_rejected_share=0.5").out
+    assert "warning: little or nothing of 1 files was read: s/b.json (0 documents" in printed
+    assert "the records of 1 files are those of a list in the field page (e.json)" in printed
+    counts = manifest_of(config, "shard", "a").counts
+    assert counts["files"] == {"in": 5, "whole": 2, "partly": 1, "unread": 1, "empty": 1}
+    rejected = list(read_lines(folder_of(config) / "rejected.jsonl"))
+    assert counts["bytes"] == {"in": size, "rejected": sum(own["lost_bytes"] for own in rejected)}
+    assert [own["file"] for own in counts["incomplete_files"]] == ["b.json", "d.json"]
+    files, some = _files(counts, counts["sources"])
+    assert files.rows[0][1][1:6] == ["5", "2", "1", "1", "1"] and [row[1][0] for row in some.rows] == [
+        "s/b.json", "s/d.json"]
+
+
+@pytest.mark.parametrize(("separator", "content", "line"), [
+    ("\n\n", "a\r\n\r\nb", r'does not occur in 2 of 3 files; 1 files (the first is 0.txt) hold "\r\n\r\n"'),
+    ("\n---\n", "a\r---\rb", r'hold "\r---\r"'), (r"\n\n", "a\n\nb", r'hold "\n\n" within'),
+    ("\r\n", "a\nb", r'hold "\n" within'), ("|\u00e9|", "a|e\u0301|b", r'hold "|e\u0301|" within')])
+def test_a_separator_that_does_not_occur_is_named_with_the_one_that_does(tmp_path, separator, content, line):
+    for number, text in enumerate((content, f"a{separator}b", "ab")):
+        (tmp_path / f"{number}.txt").write_text(text, newline="")
+    inputs = []
+    for path in sorted(tmp_path.iterdir()):
+        list(unit_documents(payload_of(path, separator=separator), inputs.append))
+    [said] = remarks(files_source(tmp_path, separator=separator), files_read(inputs))
+    assert said.startswith("warning: ") and line in said
+
+
+@pytest.mark.parametrize("text", ["a||", "a||b", "||", "\ufeffa||"])
+def test_a_separator_anywhere_is_one(tmp_path, text):
+    (tmp_path / "f.txt").write_text(text)
+    assert about(tmp_path / "f.txt", separator="||").separated
+    (tmp_path / "f.txt").write_text(text.replace("||", "|"))
+    assert about(tmp_path / "f.txt", separator="||").separated is False
+
+
+def test_a_separator_in_a_part_is_one_of_the_file(tmp_path):
+    (tmp_path / "f.txt").write_text("a" * 70 + "||b")
+    assert about(tmp_path / "f.txt", 0, 30, 73, separator="||").separated
