@@ -22,6 +22,7 @@ from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.base import Tokenizer, reads_back
+from drover.pipeline.tokenization.choosing import PIECE
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
 from drover.pipeline.tokenization.gate import admitted
 from drover.pipeline.tokenization.kinds import load_tokenizer, place, placed, vocabulary_record
@@ -156,7 +157,9 @@ class Encoded:
 def other_ids(found: Encoded, reference: Tokenizer) -> str:
     """A message about the first verified document whose ids differ from the reference's; "" if there is none."""
     for number, (text, ids) in found.proved.items():
-        if not np.array_equal(ids, np.array(reference.encode(text), np.uint32)):
+        # As a list the ids of a very long document would take several gigabytes.
+        own = np.array(reference.encode(text), np.uint32) if len(text) <= PIECE else reference.encode_flat([text])[0]
+        if not np.array_equal(ids, own):
             return f"other ids for the document {number} ({found.keys[number]})"
     return ""
 

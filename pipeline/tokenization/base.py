@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIZE_MULTIPLE = 128
+_AT_ONCE = 1 << 20
+"""Ids that are Python objects at one time while a text is decoded."""
 WORD_MARK = "\u2581"
 """sentencepiece's sign for a space inside a token. A document's own U+2581 is therefore decoded as a space."""
 
@@ -116,7 +118,9 @@ class Tokenizer(ABC):
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD."""
-        return self.joined_bytes(self.all_checked(ids).tolist()).decode("utf-8", errors="replace")
+        known = self.all_checked(ids)
+        parts = (self.joined_bytes(known[start:start + _AT_ONCE].tolist()) for start in range(0, len(known), _AT_ONCE))
+        return b"".join(parts).decode("utf-8", errors="replace")
 
     def joined_bytes(self, ids: Iterable[int]) -> bytes:
         """The `token_bytes` of the ids, joined; they must be of this vocabulary."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.text_shards import refuse_changed_shard
 from drover.pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
-from drover.pipeline.tokenization.choosing import documents_of
+from drover.pipeline.tokenization.choosing import PIECE, documents_of, pieces
 from drover.pipeline.tokenization.kinds import load_tokenizer, placed
 
 BEGINNING = 1000
@@ -28,8 +28,10 @@ EXAMPLES = 5
 FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_tokens", "unknown_tokens",
           "round_trip_failures", "hugging_face_failures", "literal_marks", "nul_documents", "cut_documents", "prefixed")
 """The counts. `literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`:
-documents so long that the tokenizer encodes them in parts. `prefixed`: documents whose token bytes begin with a space
+documents so long that they are encoded or checked in parts. `prefixed`: documents whose token bytes begin with a space
 that the tokenizer added."""
+OF_DOCUMENTS = (FIELDS[0], *FIELDS[7:])
+"""Counts of documents."""
 
 
 def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -48,7 +50,16 @@ class Check:
     encode_s: float = 0.0
 
     def document(self, document: Document, tokenizer: Tokenizer, exported: Any) -> None:
-        """Encode and decode one document here and with the exported tokenizer, and compare."""
+        """Encode and decode one document here and with the exported tokenizer, and compare. A very long one is compared
+        piece by piece."""
+        before = {name: self.tally[name] for name in OF_DOCUMENTS}
+        for piece in pieces(document.text):
+            self._piece(replace(document, text=piece), tokenizer, exported)
+        self.tally["cut_documents"] += len(document.text) > PIECE
+        for name, count in before.items():
+            self.tally[name] = min(self.tally[name], count + 1)
+
+    def _piece(self, document: Document, tokenizer: Tokenizer, exported: Any) -> None:
         text = document.text
         began = time.perf_counter()
         ids = tokenizer.encode(text)

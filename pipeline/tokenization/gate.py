@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import Record
 from drover.pipeline.tokenization.base import Tokenizer
-from drover.pipeline.tokenization.choosing import beginnings, documents_of
+from drover.pipeline.tokenization.choosing import beginnings, documents_of, pieces
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder
 from drover.pipeline.tokenization.kinds import load_tokenizer
 
@@ -75,8 +75,8 @@ def verdict(tokenizer: Path, shards: Path, validation: Sequence[Record]) -> Reco
     """Compare the fast encoder with the finished tokenizer in a folder. Returns the number of `texts` with equal ids,
     and the `problem` if a text has other ids or there is no such encoder."""
     reference, texts, problem = load_tokenizer(tokenizer), 0, ""
-    documents = (document.text for record, limit in beginnings(validation, VALIDATION_BYTES)
-                 for document in documents_of(shards, record, limit))
+    documents = (piece for record, limit in beginnings(validation, VALIDATION_BYTES)
+                 for document in documents_of(shards, record, limit) for piece in pieces(document.text))
     try:
         encoder = FastEncoder(reference, tokenizer)
         for text in chain(odd_strings(reference), documents):

@@ -4,6 +4,7 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
+from drover.pipeline.tokenization import checking, choosing
 from drover.pipeline.tokenization.checking import Check, bitmap, from_bitmap, refuse_failures, summed
 from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
@@ -36,6 +37,29 @@ def test_numbers_of_a_source(vocabularies, exported):
         "documents": 2, "text_bytes": 11, "characters": 9, "words": 4, "tokens": 5 + 3 + 2 + 1,
         "fallback_tokens": 3 + 1, "nul_documents": 1}
     refuse_failures(tally, [])
+
+
+@pytest.mark.parametrize("kind", ["byte", "tiktoken", "unigram", "bpe"])
+def test_a_very_long_document_is_checked_in_pieces_and_counted_once(vocabularies, exported, kind, monkeypatch):
+    text = "漢字 and words, \u2581\0 😀\n" * 40
+    vocabulary = vocabularies[kind]
+    own = exported(vocabulary)
+    whole = checked(vocabulary, own, text, "short").tally
+    monkeypatch.setattr(choosing, "PIECE", 100)
+    monkeypatch.setattr(checking, "PIECE", 100)
+    longest = []
+    monkeypatch.setattr(vocabulary, "decode", lambda ids, decode=vocabulary.decode:
+                        longest.append(decode(ids)) or longest[-1])
+    tally = checked(vocabulary, own, text, "short").tally
+    assert max(map(len, longest)) <= 100 and "".join(longest[:-1]).replace("\u2581", " ") == text.replace("\u2581", " ")
+    assert (tally["cut_documents"], whole["cut_documents"]) == (1, 0)
+    same = ("documents", "text_bytes", "characters", "round_trip_failures", "hugging_face_failures", "literal_marks",
+            "nul_documents", "prefixed")
+    assert {name: tally[name] for name in same} == {name: whole[name] for name in same} and tally["nul_documents"] == 1
+    broken = Check()
+    monkeypatch.setattr(vocabulary, "decode", lambda ids: "other")
+    broken.document(Document(text, "web", "x", {}), vocabulary, own)
+    assert broken.tally["round_trip_failures"] == broken.tally["documents"] == 1
 
 
 def test_an_export_with_other_ids_is_refused(vocabularies, exported):
