@@ -18,7 +18,7 @@ from drover.pipeline.core.files import copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.tokenization.base import Tokenizer, loses_marks
 from drover.pipeline.tokenization.bpe_training import train_bpe
-from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
+from drover.pipeline.tokenization.checking import CURES, check_shard, from_bitmap, refuse_failures, summed
 from drover.pipeline.tokenization.choosing import beginnings, beginnings_by_source, training_shards
 from drover.pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
 from drover.pipeline.tokenization.gate import COUNT, verdict
@@ -68,7 +68,8 @@ def make_tokenizer(work: Work) -> None:
              for record, limit in (*checked, *beginnings(train, LOOK_BYTES))]
     checks = work.do_units("check", units, check_shard, "shards")
     whole = summed(check["tally"] for check in checks)
-    refuse_failures(whole, [failure for check in checks for failure in check["failures"]])
+    refuse_failures(whole, [failure for check in checks for failure in check["failures"]],
+                    [cure for cure in CURES if all(cure in check["cures"] for check in checks)])
 
     tallies = {source: summed(check["tally"] for check, (record, _) in zip(checks, checked, strict=False)
                               if record["source"] == source) for source in {record["source"] for record in validation}}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.data.documents import Document
@@ -30,6 +31,10 @@ FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_
 """The counts. `literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`:
 documents so long that they are encoded or checked in parts. `prefixed`: documents whose token bytes begin with a space
 that the tokenizer added."""
+CURES = ("form: NFC", "form: NFKC", "line_ends: true")
+"""Settings of the filter `normalization` after which a tokenizer that normalizes may lose nothing."""
+NORMALIZED = "\r\n\ufb01e\u0301."
+"""What each of them changes: what is named must also mend what does not occur in the text that is checked."""
 OF_DOCUMENTS = (FIELDS[0], *FIELDS[7:])
 """Counts of documents."""
 
@@ -42,12 +47,14 @@ def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass
 class Check:
-    """A check of a tokenizer on documents: counts, ids that occurred, the first failures, the time."""
+    """A check of a tokenizer on documents: counts, ids that occurred, the first failures, the time; and which of
+    `CURES` would mend all texts that were lost."""
 
     tally: Counter[str] = field(default_factory=Counter)
     seen: set[int] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     encode_s: float = 0.0
+    cures: list[str] = field(default_factory=lambda: [*CURES])
 
     def document(self, document: Document, tokenizer: Tokenizer, exported: Any) -> None:
         """Encode and decode one document here and with the exported tokenizer, and compare. A very long one is compared
@@ -71,16 +78,17 @@ class Check:
             unknown_tokens=0 if tokenizer.unk_id is None else ids.count(tokenizer.unk_id),
             literal_marks=decoded != text and reads_back(text, decoded), nul_documents="\0" in text)
         self.seen.update(ids)
-        self._round_trip(document, decoded, tokenizer.joined_bytes(ids))
+        self._round_trip(document, tokenizer, decoded, tokenizer.joined_bytes(ids))
         self._export(document, tokenizer, exported, ids, decoded)
 
-    def _round_trip(self, document: Document, decoded: str, joined: bytes) -> None:
+    def _round_trip(self, document: Document, tokenizer: Tokenizer, decoded: str, joined: bytes) -> None:
         text = document.text
         accepted = {text.encode(), text.replace(WORD_MARK, " ").encode()}
         prefixed = joined not in accepted and joined.removeprefix(b" ") in accepted
         self.tally["prefixed"] += prefixed
         if not reads_back(text, decoded) or not (prefixed or joined in accepted):
             self.tally["round_trip_failures"] += 1
+            self.cures = [cure for cure in self.cures if _is_mended(document, tokenizer, cure)]
             at = _difference(text, decoded)
             self._fail(document, f"is decoded to other text: {text[at:at + 12]!r} at character {at} became "
                                  f"{decoded[at:at + 12]!r}")
@@ -117,7 +125,7 @@ def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     for document in documents_of(shards, payload["record"], payload["limit"]):
         check.document(document, tokenizer, exported)
     return {"outputs": [], "tally": summed([check.tally]), "seen": bitmap(check.seen, tokenizer.size),
-            "failures": check.failures, "encode_s": check.encode_s}
+            "failures": check.failures, "cures": check.cures, "encode_s": check.encode_s}
 
 
 @lru_cache(maxsize=1)
@@ -169,13 +177,21 @@ def from_bitmap(text: str) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), dtype=np.uint8))).tolist())
 
 
-def refuse_failures(tally: Mapping[str, int], failures: list[str]) -> None:
-    """UnusableInputError if a document was decoded to another text, or the exported tokenizer gave other ids."""
+def refuse_failures(tally: Mapping[str, int], failures: list[str], cures: Sequence[str] = ()) -> None:
+    """UnusableInputError if a document was decoded to another text, or the exported tokenizer gave other ids.
+
+    cures: those of `CURES` that would mend all texts that were lost.
+    """
     named = "; ".join(failures[:EXAMPLES])
     if failed := tally["round_trip_failures"]:
+        mended = (f"The tokenizer normalizes text. Normalize the corpus first, and these documents are read back: add "
+                  f"{{kind: normalization, {cures[0]}}} to shard.filters and run the stages shard and tokenizer again "
+                  f"with --force. Or" if cures else
+                  "No setting of the filter normalization prevents this: it is lost case, accents, white space or "
+                  "characters that the vocabulary lacks. So")
         raise UnusableInputError(
             f"The tokenizer loses text: {failed} of {tally['documents']} documents are decoded to other text "
-            f"({named}). A model could never write the lost text. Take a tokenizer without normalisation "
+            f"({named}). A model could never write the lost text. {mended} take a tokenizer without normalization "
             f"and with byte fallback, or let Drover train one (tokenizer.kind=sentencepiece without tokenizer.path).")
     if failed := tally["hugging_face_failures"]:
         raise UnusableInputError(
@@ -183,6 +199,15 @@ def refuse_failures(tally: Mapping[str, int], failures: list[str]) -> None:
             f"{tally['documents']} documents differ ({named}). A converted model would be fed other tokens than it was "
             f"trained on, so the stage is not committed. With a ready tokenizer.path, use its tokenizer.json with "
             f"tokenizer.kind=huggingface; with a trained one, please report it.")
+
+
+def _is_mended(document: Document, tokenizer: Tokenizer, cure: str) -> bool:
+    """Whether a document that is lost is read back once the filter `normalization` has changed it."""
+    from drover.pipeline.config.shipped import FILTERS
+
+    [own] = FILTERS.made([FILTERS.read(yaml.safe_load(f"{{kind: normalization, {cure}}}"))])
+    text = own(replace(document, text=document.text + NORMALIZED)).text
+    return reads_back(text, tokenizer.decode(tokenizer.encode(text)))
 
 
 def _difference(one: Sequence[Any], other: Sequence[Any]) -> int:
