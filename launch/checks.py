@@ -22,7 +22,6 @@ from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
-from drover.pipeline.config.shapes import is_plain
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
@@ -31,8 +30,6 @@ from drover.pipeline.core.errors import UserError, all_problems, all_told, liste
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from drover.pipeline.storage.store import Store, preflight
-from drover.pipeline.tokenization.export import SETTINGS, names_qwen2
-from drover.pipeline.tokenization.kinds import ready_file
 
 _AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS",
           "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE")
@@ -67,30 +64,10 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
     for stage, job in running.items():
         if job.own_python and not installed:
             found += absent_packages(config, stage)
-    if {"train", "convert"} & running.keys() and not found:
-        found += _export_problems(config, running)
     if "train" in running:
         found += [*rank_problems(config, running["train"].ranks), *absent_attention(config)]
     if found:
         raise refusal(found, path)
-
-
-def _export_problems(config: Config, running: Collection[str]) -> Iterator[str]:
-    """Why the stage convert could not export the network, found before it is trained. If convert does not run, that is
-    only said. A plain Llama is not asked about, which would take seconds."""
-    if is_plain(config.model):
-        return
-    from drover.pipeline.formats.huggingface import refuse_unexportable  # imports torch and transformers
-
-    try:
-        refuse_unexportable(config.model, qwens=config.model.qkv_bias and config.tokenizer.kind == "huggingface"
-                            and names_qwen2(ready_file(config.tokenizer).with_name(SETTINGS)))
-    except UserError as error:
-        if "convert" in running:
-            yield (f"{error} To train the network without an export, request the stages up to train "
-                   f"(--stage shard,tokenizer,encode,train).")
-        else:
-            say("note", f"this network can be trained, but not exported: {error}")
 
 
 def refuse_all(what: str, found: list[str]) -> None:
@@ -175,6 +152,8 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
         if run.config.train.init_from is not None:
             _refuse_other_weights(run, run.config.train.init_from)
         _refuse_plan(run, forced=options.force)
+        for problem in STAGES["convert"].call("problems", run.config, otherwise=()) if "convert" not in running else ():
+            say("note", f"the stage convert would refuse this network: {problem}")
     for job in jobs:
         refuse_stale(run, job, options)
     for stage in before([*asked]):

@@ -140,7 +140,7 @@ class ModelConfig(BaseModel):
     """Only for extending a trained model's context: as in Llama 3.1 and later, or with `kind: yarn` by YaRN. null for
     training from scratch."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside RMSNorm; 1e-5 in every published Llama."""
+    """Added to the mean square inside RMSNorm: 1e-5 since Llama 1 65B, 1e-6 in the smaller models of Llama 1."""
     tied_embeddings: bool = False
     """One matrix for embedding and output (Llama 3.2 1B and 3B). Worth it while vocab_size * dim is a large
     part of all parameters."""

@@ -31,6 +31,11 @@ def _llama(dim: int, layers: int, heads: int, multiplier: float | None, multiple
 _llama2 = partial(_llama, vocab_size=32000, context_length=4096, rope_theta=10000.0)
 
 
+def _llama1(dim: int, layers: int, heads: int, norm_eps: float = 1e-6) -> ModelConfig:
+    shape = _llama2(dim=dim, layers=layers, heads=heads, kv_heads=heads, multiplier=None, multiple=256)
+    return shape.model_copy(update={"context_length": 2048, "norm_eps": norm_eps})
+
+
 def ladder_step(depth: int) -> ModelConfig:
     """A step of the ladder: `depth` blocks, width 64 * depth, heads of width 64.
 
@@ -47,8 +52,9 @@ def _extended(base: ModelConfig, factor: float, tied: bool = False) -> ModelConf
     return base.model_copy(update=changes)
 
 
-# Values of Meta's params.json files, except two that circulate wrongly: Llama 2 7B and 13B have no grouped
-# queries, and the 3.2 models stretch by 32 (llama-models issues 166 and 241), not by the hard-coded 8.
+# Values of Meta's params.json files (of Llama 1, the largest already had Llama 2's norm_eps), except two that circulate
+# wrongly: Llama 2 7B and 13B have no grouped queries, and the 3.2 models stretch by 32 (llama-models issues 166 and
+# 241), not by the hard-coded 8.
 _8B = _llama(dim=4096, layers=32, heads=32, multiplier=1.3, multiple=1024)
 _70B = _llama(dim=8192, layers=80, heads=64, multiplier=1.3, multiple=4096)
 _405B = _llama(dim=16384, layers=126, heads=128, multiplier=1.2, multiple=4096)
@@ -56,6 +62,10 @@ _1B = _llama(dim=2048, layers=16, heads=32, multiplier=1.5, multiple=256)
 _3B = _llama(dim=3072, layers=28, heads=24, multiplier=1.0, multiple=256)
 
 PRESETS: dict[str, ModelConfig] = {
+    "llama1_7b": _llama1(dim=4096, layers=32, heads=32),
+    "llama1_13b": _llama1(dim=5120, layers=40, heads=40),
+    "llama1_33b": _llama1(dim=6656, layers=60, heads=52),
+    "llama1_65b": _llama1(dim=8192, layers=80, heads=64, norm_eps=1e-5),
     "llama2_7b": _llama2(dim=4096, layers=32, heads=32, kv_heads=32, multiplier=None, multiple=256),
     "llama2_13b": _llama2(dim=5120, layers=40, heads=40, kv_heads=40, multiplier=None, multiple=256),
     "llama2_70b": _llama2(dim=8192, layers=80, heads=64, kv_heads=8, multiplier=1.3, multiple=4096),

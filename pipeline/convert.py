@@ -17,6 +17,7 @@ from drover.pipeline.core.files import output_record, publish, sync, write_text
 
 if TYPE_CHECKING:
     from drover.model.config import ModelConfig
+    from drover.pipeline.config.tree import Config
     from drover.pipeline.contract.input_check import Expected
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.formats.huggingface import Read
@@ -24,6 +25,29 @@ if TYPE_CHECKING:
 CHECKED_TOKENS = 512
 """How many validation tokens are compared. A float64 forward pass of the checkpoint is the reference for transformers
 with the export, and for the training model: logits, argmax tokens, token losses."""
+
+
+def problems(config: Config) -> list[str]:
+    """Why the network cannot be exported, before it is trained.
+
+    The installed transformers is asked, which takes seconds, except about a plain Llama, which every version has.
+    """
+    from drover.pipeline.config.shapes import is_plain
+    from drover.pipeline.tokenization.export import SETTINGS, names_qwen2
+    from drover.pipeline.tokenization.kinds import ready_file
+
+    if is_plain(config.model):
+        return []
+    from drover.pipeline.formats.huggingface import refuse_unexportable
+
+    tokenizer = config.tokenizer
+    try:
+        refuse_unexportable(config.model, qwens=tokenizer.kind == "huggingface" and names_qwen2(
+            ready_file(tokenizer).with_name(SETTINGS)))
+    except UserError as error:
+        return [f"{error} To train the network without an export, request the stages up to train (--stage "
+                f"shard,tokenizer,encode,train)."]
+    return []
 
 
 def convert(work: Work) -> None:

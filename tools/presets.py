@@ -35,7 +35,8 @@ TABLE = {"preset": "{preset}", "parameters": "{parameters:,}", "blocks": "{layer
 KV_CACHE = {"preset": "{preset}", "context": "{context_length:,}", "sequences": "{batch:,}", "of tokens": "{length:,}",
             "blocks": "{layers}", "KV heads": "{kv_heads}", "head size": "{head_width}",
             "KV cache": "{kv_cache_bytes:,} B", "": "{kv_cache_gib:,.3f} GiB"}
-BUDGET = {"preset": "{preset}", "parameters": "{parameters:,}", "tokens": "{tokens:.4g}", "FLOPs": "{flops:.4g}",
+BUDGET = {"preset": "{preset}", "parameters": "{parameters:,}", "sequences of": "{sequence_length:,}",
+          "tokens": "{tokens:.4g}", "FLOPs": "{flops:.4g}",
           "GPU-hours": "{gpu_hours:,.1f}", "weights in 16 bits": "{gb_in_16_bits:,.2f} GB",
           "in 8 bits": "{gb_in_8_bits:,.2f} GB", "in 4 bits": "{gb_in_4_bits:,.2f} GB"}
 """Columns: how the figures of `facts` are written."""
@@ -48,7 +49,8 @@ def add_options(parser: Parser) -> None:
                         help="for presets that take the tokenizer's (default 32000)")
     parser.add_argument("--kv-cache", action="store_true", help="only the memory of keys and values when generating")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="of each sequence; default: the full context")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of each sequence; default: the full "
+                        "context, and for --budget the context before an extension")
     parser.add_argument("--dtype", choices=BYTES, default="bf16", help="of keys and values (default bf16)")
     parser.add_argument("--budget", action="store_true", help="only what training costs, and what the weights take")
     parser.add_argument("--tokens-per-parameter", type=float, default=CHINCHILLA, metavar="N",
@@ -76,8 +78,8 @@ def work(options: argparse.Namespace) -> None:
                 f"bytes.")
     elif options.budget:
         columns = BUDGET
-        note = (f"{options.tokens_per_parameter:g} tokens a parameter, 6 x parameters x tokens FLOPs, GPUs at "
-                f"{options.mfu:.0%} of {options.peak_tflops:g} TFLOP/s.")
+        note = (f"{options.tokens_per_parameter:g} tokens a parameter, FLOPs as training counts them (matrix products "
+                f"and, whole, attention),\nGPUs at {options.mfu:.0%} of {options.peak_tflops:g} TFLOP/s.")
     else:
         columns = TABLE
         note = (f"KV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training "
@@ -88,16 +90,19 @@ def work(options: argparse.Namespace) -> None:
 
 
 def facts(name: str, shape: ModelConfig, options: argparse.Namespace) -> Record:
-    """A preset's settings, the caches of keys and values, and what training costs by 6 x parameters x tokens."""
+    """A preset's settings, the caches of keys and values, and what training costs, counted as training counts."""
     parameters, context, length = shape.parameter_count, shape.context_length, options.length or shape.context_length
     cache = shape.kv_cache_bytes(options.batch, length, BYTES[options.dtype])
     tokens = options.tokens_per_parameter * parameters
-    flops = 6 * parameters * tokens
+    scaling = shape.rope_scaling
+    trained = options.length or (context if scaling is None else scaling.original_context_length)
+    flops = tokens * shape.flops_per_token(trained, causal=False)
     return {**shape.model_dump(mode="json"), "preset": name, "parameters": parameters, "batch": options.batch,
             "length": length, "hidden": shape.hidden, "head_width": shape.head_width, "kv_cache_bytes": cache,
             "kv_cache_gib": cache / 2**30, "cache_of_token": shape.kv_cache_bytes(1, 1, 2),
             "cache_of_context": shape.kv_cache_bytes(1, context, 2) / 2**30,
             "flops_per_token": shape.flops_per_token(context, causal=False), "tokens": tokens, "flops": flops,
+            "sequence_length": trained,
             "gpu_hours": flops / (options.peak_tflops * 1e12 * options.mfu) / 3600,
             "training_gb": TRAINING_BYTES * parameters / 1e9,
             **{f"gb_in_{bits}_bits": parameters * bits / 8e9 for bits in (16, 8, 4)}}

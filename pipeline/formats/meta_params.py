@@ -110,6 +110,6 @@ def _published(config: ModelConfig, scaled: bool) -> ModelConfig | None:
     from drover.model.presets import PRESETS
 
     def shape(of: ModelConfig) -> tuple[float, ...]:
-        return of.dim, of.layers, of.heads, of.kv_heads, of.hidden, of.rope_theta
+        return of.dim, of.layers, of.heads, of.kv_heads, of.hidden, of.rope_theta, of.norm_eps
     return next((known for known in PRESETS.values()
                  if shape(known) == shape(config) and (known.rope_scaling is not None) == scaled), None)

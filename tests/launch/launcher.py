@@ -82,7 +82,8 @@ class Launcher:
         (self.work / "config.yaml").write_text(SETTINGS)
         patch.chdir(self.work)
         for name, stage in list(STAGES.items()):
-            patch.setitem(STAGES, name, replace(stage, functions={}))
+            kept = {key: module for key, module in stage.functions.items() if key == "problems"}
+            patch.setitem(STAGES, name, replace(stage, functions=kept))
         for name in [name for name in os.environ if name.startswith(("SLURM", "RANK", "WORLD_SIZE", "OMP_NUM"))]:
             patch.delenv(name)
         patch.setenv("PATH", "/nowhere")  # no Slurm and no GPU, whatever this machine has

@@ -1,10 +1,11 @@
-"""Rotary embedding: golden frequencies, two ways to turn, dtypes. tests/formats compares it with transformers."""
+"""Rotary embedding: two ways to turn, dtypes. tests/test_seed_facts.py has golden values, and tests/formats compares it
+with transformers."""
 
 import pytest
 import torch
 
-from drover.model.config import ModelConfig, RopeScaling
-from drover.model.rope import RotaryTable, rotary_frequencies, rotate
+from drover.model.config import ModelConfig
+from drover.model.rope import RotaryTable, rotate
 from tests.model.agreement import agree
 
 TABLE = RotaryTable(ModelConfig(dim=32, heads=2, context_length=64))
@@ -13,17 +14,6 @@ POSITIONS = torch.arange(64)[None]
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-@pytest.mark.parametrize(("head_dim", "scaling", "golden"), [
-    (128, None, {28: 3.21144599e-3, 29: 2.61609925e-3, 32: 1.41421356e-3, 34: 9.38473870e-4, 63: 2.45514079e-6}),
-    (128, RopeScaling(factor=8), {28: 3.21144599e-3, 29: 2.16657076e-3, 34: 1.78507813e-4, 35: 9.55621235e-5}),
-    (64, RopeScaling(factor=32), {14: 3.21144599e-3, 15: 1.29054793e-3, 17: 9.70828780e-5, 18: 1.94616382e-5})])
-def test_frequencies(head_dim, scaling, golden):
-    """Scaled, the first two of these lie on either side of where frequencies are kept, the last two on either side of
-    where they are divided by the factor."""
-    frequencies = rotary_frequencies(head_dim, 5e5, scaling)
-    assert {index: frequencies[index].item() for index in golden} == pytest.approx(golden, rel=5e-9)
 
 
 def test_in_bfloat16_only_input_and_result_are_rounded():
