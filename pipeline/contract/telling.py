@@ -9,6 +9,7 @@ The message contains data only. It does not name plugins: each rank takes their 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -26,6 +27,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 
@@ -35,7 +37,13 @@ LISTEN_S, LISTEN_DONE_S = 20.0, 120.0
 """How long rank 0, whose process has the store, waits at its end until all ranks have read this. After a refusal it is
 short, because the user waits. If the stage is done it is long: a late rank would take the missing store for a crash."""
 FIRST_LOOK_S, LATER_LOOKS_S = 0.02, 1.0
-_KEY, _HEARD = "work", "heard"
+_KEY, _HEARD, _HERE = "work", "heard", "here"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SAID_S, SAID_LAUNCHED_S = 5.0, 60.0
+"""How long a rank waits for others until it says so. Ranks that a launcher has started may import for long."""
+_LEFT_OVER = (f" torchrun and Drover's launcher set {', '.join(RANK_VARIABLES)} for each rank. If you start no other "
+              f"ranks, they are left over in this shell: `unset {' '.join(RANK_VARIABLES)}`, and give the command "
+              f"again.")
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,23 @@ class Channel:
 
     @classmethod
     def here(cls) -> Channel | None:
-        """The channel of this process; None if there are no other ranks."""
-        return cls() if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else None
+        """The channel of this process; None if there are no other ranks. UserError if its variables do not fit."""
+        if "RANK" not in os.environ:
+            return None
+        if "WORLD_SIZE" not in os.environ:
+            raise UserError(f"The environment has RANK={os.environ['RANK']} without WORLD_SIZE.{_LEFT_OVER}")
+        rank, world, address, port = (os.environ.get(name, "") for name in RANK_VARIABLES)
+        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+            raise UserError(f"The environment has RANK={rank} and WORLD_SIZE={world}, which is no rank.{_LEFT_OVER}")
+        if int(world) > 1 and not (address and port.isdecimal()):
+            raise UserError(f"The environment has RANK={rank} and WORLD_SIZE={world}, but no MASTER_ADDR and "
+                            f"MASTER_PORT, where ranks meet.{_LEFT_OVER}")
+        return cls() if int(world) > 1 else None
+
+    def connected(self) -> Any:
+        """The store."""
+        self._connect()
+        return self.store
 
     def tell(self, work: Work) -> None:
         """Send this work to the other ranks. Only rank 0 calls this."""
@@ -127,13 +150,57 @@ class Channel:
     def _connect(self) -> None:
         if self.store is None:
             import torch.distributed as dist
-            address, port, serves = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank == 0
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            serves = self.rank == 0 and not self._agent
+            self._reach(address, port, serves=serves)
             store = dist.TCPStore(
-                address, port, self.world, timeout=CONNECT, is_master=serves and not self._agent,
-                wait_for_workers=False, multi_tenant=not self._agent,
-                master_listen_fd=_bound(address, port) if serves and not self._agent and is_local(address) else None)
+                address, port, self.world, timeout=CONNECT, is_master=serves, wait_for_workers=False,
+                multi_tenant=not self._agent,
+                master_listen_fd=_bound(address, port) if serves and is_local(address) else None)
             # An agent's store stays when it restarts its ranks: the prefix hides messages of the attempt before.
             self.store = dist.PrefixStore(f"drover/attempt{self._attempt}", store)
+
+    def _reach(self, address: str, port: int, *, serves: bool) -> None:
+        """Wait until the store can be reached. torch's own waiting says nothing, and no Ctrl-C ends it. serves: this
+        process will have the store; then its address only has to be known."""
+        until, wait = time.monotonic() + CONNECT.total_seconds(), _Wait()
+        while time.monotonic() < until:
+            try:
+                if serves:
+                    socket.getaddrinfo(address, port)
+                else:
+                    socket.create_connection((address, port), 5).close()
+                return
+            except OSError as error:
+                what = "its own address" if serves else "the store of rank 0"
+                wait.tell(f"rank {self.rank} of {self.world} waits for {what} at {address}:{port}: {error}")
+                time.sleep(LATER_LOOKS_S)
+
+
+class _Wait:
+    """A wait for other ranks, which is told once."""
+
+    def __init__(self) -> None:
+        launched = any(name in os.environ for name in ("DROVER_LAUNCHED", "DROVER_CHAIN", "TORCHELASTIC_RUN_ID"))
+        self._advice = "" if launched else f".{_LEFT_OVER}"
+        self._at = time.monotonic() + (SAID_LAUNCHED_S if launched else SAID_S)
+
+    def tell(self, what: str) -> None:
+        """Print what is waited for, if the wait has been long."""
+        if time.monotonic() > self._at:
+            say("ranks", f"{what}{self._advice}")
+            self._at = math.inf
+
+
+def await_ranks(store: Any, rank: int, world: int, patience: timedelta) -> None:
+    """On rank 0, wait until all ranks have come to the store, and print how many are missing. torch's process groups
+    wait in silence."""
+    store.add(_HERE, 1)
+    until, wait = time.monotonic() + patience.total_seconds(), _Wait()
+    while rank == 0 and (here := store.add(_HERE, 0)) < world and time.monotonic() < until:
+        wait.tell(f"rank 0 waits for {world - here} of {world} ranks at {os.environ.get('MASTER_ADDR')}:"
+                  f"{os.environ.get('MASTER_PORT')}")
+        time.sleep(FIRST_LOOK_S)
 
 
 def is_local(address: str) -> bool:

@@ -1,15 +1,19 @@
-"""Where rank 0 listens for the others: on one machine, where no other machine can reach it."""
+"""Where rank 0 listens for the others, which variables make a process a rank, and what ranks say while they wait."""
 
 import socket
 import sys
+from contextlib import suppress
+from datetime import timedelta
 from ipaddress import ip_address
 
 import psutil
 import pytest
 
 from drover.launch.processes import free_port, run_here
-from drover.pipeline.contract.telling import Channel
-from tests.conftest import environment
+from drover.pipeline.contract import telling
+from drover.pipeline.contract.telling import Channel, await_ranks
+from tests.conftest import environment, run_python
+from tests.refusal import table
 
 LISTENING = """
 import os, psutil
@@ -53,3 +57,40 @@ def test_the_store_of_ranks_that_meet_at_an_address(monkeypatch, address):
     places = [at.laddr.ip for at in psutil.Process().net_connections("inet")
               if at.status == psutil.CONN_LISTEN and at.laddr.port == port]
     assert len(places) == 1 and ip_address(places[0]).is_loopback == (address != socket.gethostname()), places
+
+
+@pytest.mark.parametrize("variables, words", table("""
+    RANK=0 WORLD_SIZE=2 -> RANK=0 and WORLD_SIZE=2, but no MASTER_ADDR and MASTER_PORT
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=x -> no MASTER_ADDR and MASTER_PORT
+    RANK=3 -> RANK=3 without WORLD_SIZE
+    RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 -> RANK=2 and WORLD_SIZE=2, which is no rank
+    RANK= WORLD_SIZE=1 -> which is no rank"""))
+def test_variables_that_are_no_ranks_are_named(variables, words):
+    """They are left over in a shell."""
+    ended = run_python("-m", "drover.pipeline.train", "--config", "nowhere.yaml", check=False,
+                       **dict(word.split("=") for word in variables.split()))
+    assert ended.returncode == 2 and words in ended.stderr, ended.stderr
+    assert "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`" in ended.stderr
+
+
+@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("rank, address, words", [
+    (0, "127.0.0.1", "rank 0 waits for 2 of 3 ranks at 127.0.0.1:"),
+    (1, "127.0.0.1", "rank 1 of 3 waits for the store of rank 0 at 127.0.0.1:"),
+    (0, "nosuch.invalid", "rank 0 of 3 waits for its own address at nosuch.invalid:"),
+    (2, "nosuch.invalid", "rank 2 of 3 waits for the store of rank 0 at nosuch.invalid:")])
+def test_a_rank_says_whom_it_waits_for(monkeypatch, capsys, rank, address, words, launched):
+    """Once, and after a while."""
+    monkeypatch.setattr(telling, "SAID_S", -1.0)
+    monkeypatch.setattr(telling, "SAID_LAUNCHED_S", -1.0)
+    monkeypatch.setattr(telling, "LATER_LOOKS_S", 0.0)
+    monkeypatch.setattr(telling, "CONNECT", timedelta(seconds=2))
+    monkeypatch.delenv("DROVER_CHAIN", raising=False)
+    for name, value in {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": address, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    if launched:
+        monkeypatch.setenv("DROVER_LAUNCHED", "1")
+    with suppress(RuntimeError):  # torch gives up as well
+        await_ranks(Channel.here().connected(), rank, 3, timedelta(seconds=0.2))
+    said = capsys.readouterr().out
+    assert said.count(words) == 1 and said.count("left over in this shell") == (not launched), said

@@ -21,10 +21,12 @@ from tests.waiting import wait_for
 
 
 def test_a_chain(ready):
-    """In a folder whose files are named like our modules and shadow none, with a thread count of the user's own."""
+    """In a folder whose files are named like our modules and shadow none, with a thread count of the user's own, in a
+    shell with variables of a rank."""
     for name in ("pipeline.py", "launch.py", "random.py", "submitit.py"):
         (ready.work / name).write_text("raise SystemExit('the wrong module')\n")
-    result = ready.submit("--stage", "encode,train,convert", OMP_NUM_THREADS="7")
+    left_over = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nosuch.invalid", "TORCHELASTIC_RUN_ID": "none"}
+    result = ready.submit("--stage", "encode,train,convert", OMP_NUM_THREADS="7", **left_over)
     assert result.returncode == 0, result.stderr
     assert "train rank 0 of 2 threads 7" in result.stdout and "convert rank 0 of -" in result.stdout
     assert "encode    up to date" in result.stdout and "all done in" in result.stdout

@@ -61,6 +61,7 @@ from drover.pipeline.contract.state import (
     write_state,
 )
 from drover.pipeline.contract.tasks import PARTS, Part
+from drover.pipeline.contract.telling import RANK_VARIABLES
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
@@ -304,7 +305,9 @@ class Runner:
     def _environment(self) -> dict[str, str]:
         """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
         spec = self.spec
-        return {**os.environ, **spec.environment, "DROVER_ATTEMPT": str(self.number), "DROVER_CHAIN": spec.chain,
+        given = {name: value for name, value in {**os.environ, **spec.environment}.items()
+                 if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")}  # left over in a shell
+        return {**given, "DROVER_ATTEMPT": str(self.number), "DROVER_CHAIN": spec.chain,
                 "DROVER_GPUS": str(spec.gpus_per_node), **(self.here.rendezvous(spec) if spec.ranks else {})}
 
     # ---- what a start left

@@ -42,6 +42,16 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert not holding(job.run, *secrets)
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_rank_s_variables_that_a_shell_had_left_over_reach_no_stage(job, monkeypatch, ranks):
+    left_over = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+    for name in left_over:
+        monkeypatch.setenv(name, "7")
+    job.go("work", ranks=ranks)
+    kept = {name: job.environments[0][name] for name in left_over if name in job.environments[0]}
+    assert kept.keys() == ({"MASTER_ADDR", "MASTER_PORT"} if ranks else set()) and "7" not in kept.values()
+
+
 def test_a_rank_that_used_too_much_memory(job):
     """Slurm says so in the output of the rank."""
     def end(each):
