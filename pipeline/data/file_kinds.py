@@ -32,7 +32,7 @@ _SIGNATURES = (
     (b"\x89PNG", "PNG", "a PNG file; leave it out"), (b"\xff\xd8\xff", "JPEG", "a JPEG file; leave it out"),
     (b"\x7fELF", "ELF", "an ELF file; leave it out"))
 """First bytes of files that are not text, the name of their format, and what a user reads about it."""
-PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*+(?>(<\?xml[^>]*>|<!--.*?-->)\s*)*+<(!doctype\s+html|html[\s>])", re.I | re.S)
+PAGE = re.compile(r"\ufeff?\s*+(?>(<\?xml[^>]*>|<!--.*?-->)\s*)*+<(!doctype\s+html|html[\s>])", re.I | re.S)
 """How an HTML page begins."""
 _FORMATS = {"parquet": "Parquet", "arrow": "Arrow"}
 FEW_NULS, NUL_SHARE = 16, 0.1
@@ -69,7 +69,7 @@ def _instead_of(kind: str, head: bytes, html: str, encoding: str) -> str | None:
         return None if what == wanted else f"it is {advice}"
     if wanted is not None:
         return None  # its own reader knows
-    if PAGE.match(head):
+    if PAGE.match(head.decode("utf-8", "replace")):
         if kind != "txt":
             return "it is an HTML page, as a server sends in place of a file that cannot be had; fetch the file again"
         if html != "keep":

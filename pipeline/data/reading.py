@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from drover.pipeline.data.documents import (
     to_json,
     value_in,
 )
+from drover.pipeline.data.file_kinds import PAGE
 from drover.pipeline.data.filters.chain import Chain, Dropped
 from drover.pipeline.data.hub import hub_rows
 from drover.pipeline.data.planning.signatures import Signer
@@ -51,8 +51,6 @@ from drover.pipeline.storage.store import Changed, Missing
 STAGING = "staging"
 DROPPED = "dropped"
 """Folder of the documents that filters dropped, a file for each unit, where they are kept."""
-PAGE = re.compile(r"\s*<(!doctype html|html[ >])", re.IGNORECASE)
-"""How a document begins that is an HTML page."""
 HAS_NUL, HAS_U2581 = 1, 2
 INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
                   ("characters", "<u8"), ("flags", "u1")])

@@ -108,7 +108,8 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
 
 
 def test_documents_that_are_html_pages_are_counted_and_told(tmp_path, capsys):
-    for name, beginning in (("web", "\n<!DOCTYPE html>"), ("api", "<html lang='en'>"), ("few", "plain ")):
+    page = "<?xml version='1.0'?><!-- a -->\n<!DOCTYPE html>"
+    for name, beginning in (("web", page), ("api", "<html lang='en'>"), ("few", "plain ")):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{beginning if number < 2 else ''}{name} {number}"}
                                                  for number in range(40)])
     sources = [files_source(name, tmp_path / f"{name}.jsonl", html="keep" if name == "api" else "refuse")
