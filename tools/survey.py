@@ -20,7 +20,7 @@ from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, printable
-from drover.pipeline.data.documents import Limit, Unreadable, damage
+from drover.pipeline.data.documents import Limit, Unreadable, damage, value_in
 from drover.pipeline.data.file_kinds import mistaken, utf16_order
 from drover.pipeline.data.folders import files_below
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
@@ -175,6 +175,8 @@ def _kind(path: Path, guesses: _Guesses) -> tuple[Kind, list[str]]:
     if is_page(path):
         raise NoTextError("an HTML page, of which the model would learn the markup; take its text out first")
     try:
+        if not path.stat().st_size:
+            raise NoTextError(EMPTY)
         if form in COLUMNAR and form != "csv":
             return _records_kind(path, form, "utf-8")
         with Input(Piece.of(path)).open() as stream:
@@ -183,7 +185,8 @@ def _kind(path: Path, guesses: _Guesses) -> tuple[Kind, list[str]]:
             raise NoTextError(EMPTY)
         encoding = _encoding(data, form, guesses)
         if form != "txt":
-            return _records_kind(path, form, encoding)
+            header = next(iter(_decoded(data, encoding).splitlines()), "")
+            return _records_kind(path, form, encoding, _delimiter(path, header) if form == "csv" else None)
         _refuse_mistaken(Input(Piece.of(path), encoding), form)
         separator = None
         if path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0) > LONG_BYTES:
@@ -198,34 +201,48 @@ def _refuse_mistaken(file: Input, form: str) -> None:
         raise NoTextError(instead)
 
 
-def _records_kind(path: Path, form: str, encoding: str) -> tuple[Kind, list[str]]:
+def _delimiter(path: Path, header: str) -> str | None:
+    """The delimiter of a CSV file, where it is not the usual one."""
+    found = max(",;\t|", key=header.count)
+    return None if found not in header or found == ("\t" if ".tsv" in path.name.lower() else ",") else found
+
+
+def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[Kind, list[str]]:
     """The kind of a file of records, and the texts of the first ones."""
     _refuse_mistaken(Input(Piece.of(path), encoding), form)
-    records = _records(path, encoding, None)
-    header = next(iter(records[0])) if form == "csv" and records and len(records[0]) == 1 else ""
-    delimiter = next((own for own in ";\t|" if own in header), None)
-    if delimiter and "delimiter" in FilesSource.model_fields:
-        records = _records(path, encoding, delimiter)
-    if len(records) == 1 and isinstance(records[0], dict):
-        lists = [value for value in records[0].values() if isinstance(value, list) and value
-                 and isinstance(value[0], dict)]
-        records = lists[0] if len(lists) == 1 else records
-    if not records:
-        raise NoTextError("it has no record")
-    fields = [dict(_strings(record)) for record in records]
-    name = _text_field(fields)
-    return Kind(name, encoding, delimiter), [own[name] for own in fields]
+    records = _records(path, encoding, delimiter)
+    lists = list(_lists(records[0])) if len(records) == 1 else []
+    try:
+        name = _text_field(records)
+    except NoTextError:
+        if len(lists) != 1:
+            raise
+        name = _text_field(lists[0])
+    texts = [value_in(record, name) for record in _records(path, encoding, delimiter, name)]
+    return Kind(name, encoding, delimiter), texts
 
 
-def _records(path: Path, encoding: str, delimiter: str | None) -> list[Any]:
-    source = FilesSource.model_validate({"kind": "files", "name": "a", "paths": [str(path)], "text_field": "",
-                                         "encoding": encoding, **({"delimiter": delimiter} if delimiter else {})})
+def _records(path: Path, encoding: str, delimiter: str | None, text_field: str = "") -> list[Any]:
+    """The first records of a file; NoTextError if there is none, or one cannot be read."""
+    source = FilesSource(kind="files", name="a", paths=[str(path)], text_field=text_field, encoding=encoding,
+                         delimiter=delimiter)
     records = []
     for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
         if isinstance(item, Unreadable):
             raise NoTextError(f"a record cannot be read: {item.reason}")
         records.append(item[1])
+    if not records:
+        raise NoTextError("it has no record")
     return records
+
+
+def _lists(value: Any, depth: int = 8) -> Iterator[list[Any]]:
+    """The lists of objects in an object that holds all of a file."""
+    for own in value.values() if isinstance(value, dict) and depth else ():
+        if isinstance(own, list) and own and isinstance(own[0], dict):
+            yield own
+        else:
+            yield from _lists(own, depth - 1)
 
 
 def _strings(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -237,8 +254,9 @@ def _strings(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _strings(value, f"{prefix}{name}.")
 
 
-def _text_field(records: Sequence[Mapping[str, str]]) -> str:
-    """The field with the text of documents: it is in all of the records."""
+def _text_field(found: Sequence[Any]) -> str:
+    """The field with the text of documents, which is in all of these records; NoTextError if there is none."""
+    records = [dict(_strings(record)) for record in found]
     counts = Counter(name for record in records for name in record)
     everywhere = [name for name, count in counts.items() if count == len(records)]
     for known in TEXT_FIELDS:

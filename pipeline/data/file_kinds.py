@@ -54,7 +54,8 @@ def mistaken(file: Input, kind: str, html: str = "refuse") -> tuple[str | None, 
             with unpacked(file.raw(0, 0), file.compression) as stream:
                 head = stream.read(HEAD) or b""
         instead = _instead_of(kind, head, html, file.encoding)
-        return instead, head if instead or file.encoding == UTF8 else recoder(file.encoding)(head, False)
+        is_own = file.encoding == UTF8 or instead is not None or kind in _FORMATS
+        return instead, head if is_own else recoder(file.encoding)(head, False)
     except (OSError, EOFError, zlib.error):
         return None, None
 

@@ -264,8 +264,8 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
             reason = (f"{broken}half of a surrogate pair, as the escape \\ud83d without the other half: it is no "
                       f"character; write the record with whole characters, or remove the escape")
         else:
-            reason = (f"{broken}broken UTF-8; convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is "
-                      f"Latin-1)")
+            reason = (f"{broken}broken UTF-8; set the source's `encoding` if that is another one, or convert the file "
+                      f"(iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         reason = str(error)
     except RecursionError:

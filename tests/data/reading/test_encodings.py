@@ -7,7 +7,7 @@ import pytest
 from drover.pipeline.data import streams
 from drover.pipeline.data.sources import reading_units
 from drover.pipeline.data.streams import recoder
-from tests.data.source_files import COMPRESS, config_of, files_source, lines, read, texts
+from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, read, texts, write_batches
 
 WORDS = ["größer ü", "“naïve” €", "ein\nzwei"]
 
@@ -58,6 +58,11 @@ def test_any_bytes_are_recoded_wherever_they_are_cut(encoding):
         at, recode = rng.randint(0, len(data)), recoder(encoding)
         found = recode(data[:at], False) + recode(data[at:], True)
         assert found.decode(errors="replace") == data.decode(encoding, "replace") or data != text
+
+
+def test_parquet_has_its_own_encoding(tmp_path):
+    write_batches(tmp_path / "f.parquet", batch(("text", ["größer"])))
+    assert texts(read(files_source(tmp_path / "f.parquet", encoding="utf-16"))[0]) == ["größer"]
 
 
 def test_only_files_in_utf_8_are_read_in_parts(tmp_path):
