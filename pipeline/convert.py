@@ -30,7 +30,7 @@ with the export, and for the training model: logits, argmax tokens, token losses
 def problems(config: Config) -> list[str]:
     """Why the network cannot be exported, before it is trained.
 
-    The installed transformers is asked, which takes seconds, except about a plain Llama, which every version has.
+    The installed transformers decides, which takes seconds to import. Every version has a plain Llama.
     """
     from drover.pipeline.config.shapes import is_plain
     from drover.pipeline.tokenization.export import SETTINGS, names_qwen2
@@ -40,10 +40,10 @@ def problems(config: Config) -> list[str]:
         return []
     from drover.pipeline.formats.huggingface import refuse_unexportable
 
-    tokenizer = config.tokenizer
+    qwens = config.model.qkv_bias and config.tokenizer.kind == "huggingface" and names_qwen2(
+        ready_file(config.tokenizer).with_name(SETTINGS))  # only biases depend on it
     try:
-        refuse_unexportable(config.model, qwens=tokenizer.kind == "huggingface" and names_qwen2(
-            ready_file(tokenizer).with_name(SETTINGS)))
+        refuse_unexportable(config.model, qwens=qwens)
     except UserError as error:
         return [f"{error} To train the network without an export, request the stages up to train (--stage "
                 f"shard,tokenizer,encode,train)."]
