@@ -376,6 +376,7 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     key, escapes = _spellings(field)
     with file.open() as stream:
         text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
+        file.current = text.current
         while not wrong and (character := text.next(_SPACE if within == "rest" else _COMMAS)):
             if (character == "[" and within in ("nothing", "rest")) or (character == "]" and within == "array"):
                 text.at += 1
@@ -388,9 +389,11 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 within = "array" if within == "array" else "values"
                 try:
                     value = text.value(limit.bytes)
-                    if field and not text.has_once(value_in(value, field) if isinstance(value, dict) else None, key,
-                                                   escapes):
-                        value = text.again()
+                    if not field or (isinstance(value, dict) and text.has_once(value_in(value, field), key, escapes)):
+                        number += 1
+                        yield number, value
+                        continue
+                    value = text.again()
                 except TooLongError:
                     yield limit.exceeded(number + 1, file.give_up(file.content - text.ahead()), lost=True)
                     return
@@ -398,11 +401,11 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                     yield Unreadable(number + 1, f"not JSON from here on: {_said(error)}", lost=True,
                                      lost_bytes=file.give_up(file.content - text.ahead()))
                     return
-                file.current = text.current
                 alone = number == 0 and within == "values" and not text.next(_SPACE)
                 for record in _records_of(file, [value], field, alone):
                     number += 1
                     yield _unless_twice(file, number, record, field)
+                file.current = text.current
         if wrong or within == "array":
             yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True,
                              lost_bytes=file.give_up(file.content - text.ahead()))

@@ -253,7 +253,8 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
             document = _from_fields(source, where, record)
         if limit.allows(document.text):
             member = to_json(document)
-            fields.update(name for name in document.meta if name in record or value_in(record, name) is not None)
+            if document.meta:
+                fields.update(name for name in document.meta if name in record or value_in(record, name) is not None)
             return document, member
         reason = limit.reason
     except UnicodeEncodeError:

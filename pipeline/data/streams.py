@@ -36,7 +36,12 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20
 """Bytes read from the disk at a time."""
 UNPACKED = 1 << 16
-"""Bytes taken from zstd data at a time; of these none are given where damage is among them."""
+"""Bytes taken from unpacked data at a time."""
+LEAST_PACKED, MOST_PACKED = 1 << 6, 1 << 13
+"""Bytes of zstd data that are unpacked at a time: fewer where they become very many. What is among them is lost where
+damage is."""
+LARGEST_WINDOW = 1 << 31
+"""Bytes of memory that unpacking zstd data may take: what `zstd --long=31` needs, the most that it offers."""
 
 
 @dataclass(frozen=True)
@@ -365,10 +370,54 @@ class _Spool(io.RawIOBase):
 
 def unpacked(raw: Any, compression: str) -> Any:
     """What compressed bytes hold; damage is an OSError without a number, an EOFError or a zlib.error."""
-    if compression == "gzip":
-        return gzip.GzipFile(fileobj=io.BufferedReader(raw, BUFFER))
-    import pyarrow as pa  # zstandard's own reader ends without an error where the data breaks off
-    return io.BufferedReader(pa.CompressedInputStream(raw, compression), UNPACKED)
+    packed = io.BufferedReader(raw, BUFFER)
+    return gzip.GzipFile(fileobj=packed) if compression == "gzip" else io.BufferedReader(_Zstd(packed), UNPACKED)
+
+
+class _Zstd(io.RawIOBase):
+    """zstd data unpacked, with windows of any size (`zstd --long`). zstandard's own reader ends without an error where
+    the data breaks off."""
+
+    def __init__(self, packed: io.BufferedReader) -> None:
+        import zstandard
+        self._file, self._error = packed, zstandard.ZstdError
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+        self._frame: Any = None
+        self._packed, self._ready = b"", memoryview(b"")
+        self._amount = LEAST_PACKED
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._packed = self._packed or self._file.read(self._amount)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the zstd data breaks off")
+                return 0
+            self._unpack()
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _unpack(self) -> None:
+        if self._frame is None:
+            self._frame = self._decompressor.decompressobj()
+        try:
+            self._ready = memoryview(self._frame.decompress(self._packed))
+        except self._error as error:
+            raise (MemoryError if "memory" in str(error).lower() else OSError)(str(error)) from None
+        taken = len(self._packed)
+        self._amount = max(LEAST_PACKED, min(MOST_PACKED, 2 * taken, BUFFER * taken // max(1, len(self._ready))))
+        self._packed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def map_file(path: str | Path) -> Any:

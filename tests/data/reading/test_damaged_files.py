@@ -7,6 +7,7 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from tests.data.source_files import (
     COMPRESS,
@@ -49,6 +50,21 @@ def test_compressed_data_is_read_up_to_its_damage(tmp_path, harm, ending):
     assert rejection.lost and "from here on" in rejection.reason and not any(own.lost for own in garbage)
 
 
+@pytest.mark.parametrize("window", [24, 28, 31])
+def test_zstd_data_of_any_window_is_read(tmp_path, window):
+    """As `zstd --long` writes it; zstd asks for the memory of the window only where the text is as long."""
+    settings = zstandard.ZstdCompressionParameters.from_level(1, window_log=window, enable_ldm=True)
+    stream = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    whole = stream.compress(numbered(5000)) + stream.flush()
+    assert zstandard.get_frame_parameters(whole).window_size == 1 << window
+    (tmp_path / "f.jsonl.zst").write_bytes(whole + zstandard.compress(numbered(7)))
+    documents, rejections = read(tmp_path / "f.jsonl.zst")
+    assert rejections == [] and len(documents) == 5007
+    (tmp_path / "f.jsonl.zst").write_bytes(whole[:-2000])
+    documents, [rejection] = read(tmp_path / "f.jsonl.zst")
+    assert len(documents) > 3000 and rejection.lost and "breaks off" in rejection.reason
+
+
 def test_what_the_first_buffer_gives_is_kept(tmp_path):
     """Also where the next read meets the damage."""
     whole = gzip.compress(numbered(200))
@@ -69,6 +85,17 @@ def test_a_bad_line_costs_itself_alone(tmp_path):
                "", "", "a str, not an object", "nested too deeply to be read"]
     for rejection, reason in zip(rejections, reasons, strict=True):
         assert reason in rejection.reason and json.loads(rejection.line())["source"] == "s"
+
+
+@pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
+def test_half_of_a_pair_is_no_matter_of_the_encoding(tmp_path, name):
+    for escape in (r"\ud800", r"a\ud83d", r"\udc80 b", r"\udfff\ud800", "é \\ude00"):
+        (tmp_path / name).write_text(f'{{"text": "{escape}"}}\n{{"text": "\\ud83d\\ude00"}}\n', encoding="utf-8")
+        documents, [rejection] = read(tmp_path / name)
+        assert "half of a surrogate pair" in rejection.reason and "iconv" not in rejection.reason
+        assert texts(documents) == ["\U0001f600"]
+    (tmp_path / name).write_bytes(b'{"text": "\xe9"}')
+    assert "surrogate" not in read(tmp_path / name)[1][0].reason
 
 
 def test_a_field_that_cannot_be_kept_is_named(tmp_path):
