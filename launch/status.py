@@ -135,7 +135,7 @@ def _line(cells: Mapping[str, Any], colour: bool, before: str = "") -> str:
 
 def _wrapped(text: str, columns: int, bullet: str = "") -> list[str]:
     return textwrap.wrap(printable(text), columns, initial_indent=bullet, subsequent_indent=" " * (len(bullet) or 10),
-                         max_lines=8, placeholder=" ...", break_long_words=False, break_on_hyphens=False)
+                         max_lines=16, placeholder=" ...", break_long_words=False, break_on_hyphens=False)
 
 
 main = Program("python launch/status.py", __doc__, add_options, work, interrupted="")

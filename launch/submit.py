@@ -6,6 +6,7 @@
     python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
     python launch/submit.py --stage all --hosts a,b,c --cluster hosts --config configs/demo.yaml
     python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
+    python launch/submit.py --why runs/demo
     python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
     python launch/submit.py --explain train.lr
     python launch/submit.py --stop runs/demo
@@ -35,7 +36,7 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run
+from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run, find_run
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, absent, refusals
 
@@ -299,6 +300,14 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _why(options: argparse.Namespace) -> int:
+    from drover.pipeline.contract.stages import STAGES
+
+    if options.config is None and {*options.why.split(",")} - {*STAGES, "all"}:
+        from drover.launch.slurm.control import why as why_stopped
+        try:
+            return why_stopped(find_run(options.why))
+        except UserError as error:
+            raise UserError(f"{options.why} is no stage. {error}") from None
     config = _config(options)
     from drover.launch.checks import refuse_unusable_places
     from drover.pipeline.contract.run import Run
@@ -373,8 +382,8 @@ show_logs = Program("drover logs", "Show the output of a stage's newest start.",
 stop = Program("drover stop", "Let training save a checkpoint and end. The command that started it continues it.",
                add_run, _stop)
 cancel = Program("drover cancel", "Cancel a run's jobs in Slurm, or end its launcher on hosts.", add_run, _cancel)
-why = Program("drover why", "Show why a stage is up to date or out of date.",
-              partial(_asking, name="why", metavar="STAGE"), _why, mixed=True)
+why = Program("drover why", "Show why a run stopped: the end of each start, with its last lines. Or show why a stage "
+              "is up to date or out of date.", partial(_asking, name="why", metavar="RUN|STAGE"), _why, mixed=True)
 explain = Program("drover explain", "Show what a setting or section means, its type, default and value.",
                   partial(_asking, name="explain", nargs="?", default="", metavar="KEY",
                           help="such as train.lr or train (default: all settings)"),

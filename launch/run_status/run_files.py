@@ -45,6 +45,7 @@ class StageFiles:
         alive: whether the process that last held the stage still runs; None if it is on another machine.
         shares: for each array, by its job id, the elements whose share of the stage is done.
         ended: the launcher's last record (`log_attempt`) of a start of the newest submission, or on this machine.
+        causes: why the last start of each job ended, by the job's name (`<array id>_<index>` for an element).
     """
 
     manifest: Manifest | None
@@ -56,6 +57,7 @@ class StageFiles:
     alive: bool | None
     shares: dict[str, set[int]]
     ended: Record
+    causes: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,11 @@ def read_run(folder: Path) -> RunFiles:
     jobs, nodes = chain.jobs if chain else (), run.config.launch.train.nodes if run else 1
     events: list[Record] = _quietly(lambda: read_attempts(folder), [])
     newest = chain.id if chain else events[-1].get("chain") if events else None
-    ended = {event["stage"]: event for event in events if event["event"] == "ended" and event.get("chain") == newest}
+    ended = [event for event in events if event["event"] == "ended" and event.get("chain") == newest]
     # Plugins are not imported: the stages that they add are known by their start records and jobs.
     added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]
     stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
-                            ended.get(stage, {}))
+                            [event for event in ended if event["stage"] == stage])
               for stage in dict.fromkeys([*STAGES, *added, *(job.stage for job in jobs)])}
     told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), (list[str](), list[str]()))
     return RunFiles(
@@ -115,7 +117,7 @@ def _run(folder: Path) -> Run:
     return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
 
 
-def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: Record) -> StageFiles:
+def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: list[Record]) -> StageFiles:
     place, manifest, damaged = own, None, ""
     try:
         if run is not None and own.name in STAGES:
@@ -127,7 +129,8 @@ def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: Record) ->
     # Not by `read_record`: it has a loss of NaN as a text.
     progress = _quietly(lambda: TypeAdapter(Progress).validate_python(read_sealed(own / PROGRESS)), None)
     return StageFiles(manifest, damaged, place != own, read_state(own), progress, (own / STARTED).exists(), _alive(own),
-                      shares, ended)
+                      shares, ended[-1] if ended else {},
+                      {event["job"]: str(event.get("reason") or "") for event in ended})
 
 
 def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...]) -> tuple[list[str], list[str]]:

@@ -15,7 +15,7 @@ from drover.launch.run_status.run_files import RunFiles, when
 from drover.launch.slurm.scheduler import ENDED, LAST, UNKNOWN, JobInfo
 from drover.launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
 from drover.pipeline.contract.state import Progress
-from drover.pipeline.core.console import duration
+from drover.pipeline.core.console import duration, spelled
 
 Jobs = Mapping[str, JobInfo] | None
 """Slurm's answers by job id; None: it does not answer."""
@@ -200,10 +200,16 @@ class _Stage:
                 return "running" if said else "waiting", ""
             if broken and not said and info.state in (UNKNOWN, "CANCELLED"):
                 return "to do", ""  # Slurm removes jobs that wait for a failed one
-            why = "; ".join(f"element {element} of {job.phase} ended {state}" for job, element, state in self.failed)
+            alike: dict[tuple[str, str], list[int]] = {}
+            for job, element, how in self.failed:
+                cause = files.causes.get(f"{job.id}_{element}", "")
+                alike.setdefault((job.phase, f"{how}{cause and f': {cause}'}"), []).append(element)
+            why = "; ".join(f"{'element' if len(elements) == 1 else 'elements'} {spelled(elements)} of {phase} ended "
+                            f"{how}" for (phase, how), elements in alike.items())
+            cause = files.causes.get(info.id, "")
             why = why or f"job {info.id} " + (
                 "is no longer known to Slurm: it crashed or was cancelled" if info.state == UNKNOWN else
-                f"ended {info.state} ({info.reason or 'no reason given'})")
+                f"ended {info.state} ({info.reason or 'no reason given'})") + (cause and f": {cause}")
             return "failed", f"{name} failed: {why}{self._logs()}"
         if not files.begun:
             return "to do", ""

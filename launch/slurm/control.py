@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import SILENT, go_on
+from drover.launch.run_status.run_status import FINISHED, SILENT, go_on
 from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.scheduler import Scheduler
-from drover.launch.slurm.start_logs import output, rank_log
-from drover.launch.status import look
+from drover.launch.slurm.start_logs import last_lines, output, rank_log
+from drover.launch.status import look, show
 from drover.pipeline.contract.locks import LOCKS, lock
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import CANCEL, LAUNCHER, STOP, read_attempts
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.command_line import in_colour
+from drover.pipeline.core.errors import UserError, printable
 from drover.pipeline.core.files import Record, opened, write_text
 
 POLL_S = 0.5
+SHOWN, LINES = 10, 10
+"""Starts of a stage, and lines of each, that `why` shows."""
 
 
 def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
@@ -121,6 +125,51 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
         except KeyboardInterrupt:
             print()
             return 130
+
+
+def why(run_folder: Path, scheduler: Scheduler | None = None) -> int:
+    """Print the run's status, and how each start of the newest submission ended that did not end well, with its last
+    lines, for stages that are not done; the exit status."""
+    standing, = look([run_folder], scheduler or Scheduler())
+    print(*show(standing, in_colour(sys.stdout)), sep="\n")
+    files, events = standing.files, read_attempts(run_folder)
+    chain = files.chain.id if files.chain else events[-1].get("chain") if events else None
+    ends = {_start(event): event for event in events if event["event"] == "ended"}
+    starts = [event for event in events if event["event"] == "attempt" and event.get("chain") == chain]
+    for row in standing.rows:
+        if row.state in FINISHED:
+            continue
+        own = [event for event in starts if event["stage"] == row.stage]
+        bad = [event for event in own if ends.get(_start(event), {}).get("status") != "done"]  # elements may be done
+        if len(bad) > SHOWN:
+            print(f"\n{row.stage}: {len(bad) - SHOWN} earlier starts, in {run_folder / 'logs' / row.stage}")
+        for event in bad[-SHOWN:]:
+            end = ends.get(_start(event), {"status": "it runs, or nothing is known of its end"})
+            how = ": ".join(str(end[name]) for name in ("status", "reason") if end.get(name))
+            print(printable(f"\n{row.stage}, job {event['job']}, start {event['start']}, at {event['at'][:16]} UTC on "
+                            f"{', '.join(event['nodes'])}: {how}"))
+            folder = run_folder / "logs" / row.stage / f"{event['job']}.{event['start']}"
+            blamed = re.search(r"\branks? (\d+)", str(end.get("reason")))
+            lines = last_lines(folder, int(blamed[1]) if blamed else 0, event["ranks"] // len(event["nodes"]), LINES)
+            print(*[printable(f"    {line}") for line in lines] or [f"    no log is in {folder}"], sep="\n")
+        begun = {event["job"].partition("_")[0] for event in own}
+        for job in files.jobs(row.stage):
+            if job.id not in begun:
+                for log in sorted(Path(job.log).parent.glob(Path(job.log).name.replace("%a", "*"))):
+                    _print_end(f"{row.stage}, job {job.id}, without a start", log)
+    if not files.chain and not starts:
+        _print_end("the launcher on this machine", run_folder / "logs" / "local.log")
+    return 0
+
+
+def _print_end(what: str, log: Path) -> None:
+    with suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
+        print(f"\n{what}: {log}", *[printable(f"    {line}") for line in lines], sep="\n")
+
+
+def _start(event: Record) -> tuple[Any, ...]:
+    return event["job"], event.get("restart"), event["start"], event["stage"]
 
 
 def _print(file: IO[bytes], rank: int) -> None:

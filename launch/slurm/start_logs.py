@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from drover.pipeline.core.files import opened
 ONE_PROCESS = "output.log"
 PIECE = 1024
 BLOCK = 1 << 16
+MOST = 1000
+"""The longest cause, in characters."""
 KEPT = 30
 """Number of starts, the newest ones, that keep their folders."""
 
@@ -78,6 +80,15 @@ def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list
         return []
     lines = [line for line in text.splitlines() if line.strip() and " error: *** STEP " not in line]
     return [f"rank {rank}: {line}" for line in lines[-count:]]
+
+
+def last_word(lines: Sequence[str]) -> str:
+    """Why a rank ended, by its `last_lines`: its last complaint, which may have several lines, or else the last line.
+    """
+    from_complaint = [at for at, line in enumerate(lines) if ": error: " in line]
+    first, *more = lines[from_complaint[-1] if from_complaint else -1:] or [""]
+    text = " ".join([first.strip(), *(line.partition(": ")[2].strip() for line in more)])
+    return text if len(text) <= MOST else f"{text[:MOST].rpartition(' ')[0] or text[:MOST]} ..."
 
 
 def prune(folder: Path, job: str, say: Say) -> None:

@@ -14,8 +14,10 @@ from drover.launch import checks, submit
 from drover.launch.plan import Machine, Options
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import write_state
 from drover.pipeline.core import errors
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_text
 from tests.refusal import refused, table
 from tests.test_house import HEAVY, imported_by
 
@@ -153,6 +155,15 @@ def test_no_configuration(launcher, monkeypatch):
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
     said = launcher.call("--explain", *arguments).stdout
     assert f"default: 0.003   now: {now}" in said and ("config    " in said) == ("--config" not in arguments)
+
+
+def test_why_a_run_stopped(launcher):
+    write_text(launcher.run / "config.yaml", "name: trial\n")
+    write_state(launcher.run / "train", "failed", reason="there is no text")
+    for words in ("trial",), ("runs/trial",):
+        assert "! train failed: there is no text" in launcher.call("--why", *words).stdout
+    assert "nosuch is no stage. There is no run nosuch. The runs in runs are: trial" in launcher.call(
+        "--why", "nosuch").stderr
 
 
 def test_why(launcher, monkeypatch):

@@ -46,7 +46,7 @@ from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lost, named
 from drover.launch.slurm.scheduler import Scheduler
-from drover.launch.slurm.start_logs import last_lines, prune
+from drover.launch.slurm.start_logs import last_lines, last_word, prune
 from drover.launch.slurm.trust import usable_code
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.manifest import read_manifest
@@ -288,7 +288,7 @@ class Runner:
         if end.exit_code is None:
             words = ["it used more memory than the job requested (launch.mem, launch.<stage>.mem)"] * bool(
                 re.search(OUT_OF_MEMORY, str([end.cause, *words])))
-        end = replace(end, cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words[-1:])])))
+        end = replace(end, cause="; ".join(filter(None, [end.cause, last_word(words)])))
         return Outcome(
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
             hang=self._hang(), stopping=self.stopping,

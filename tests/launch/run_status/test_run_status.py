@@ -120,6 +120,19 @@ def test_arrays_of_several_phases(run, read, sort, rest, job, progress, remark):
     assert run.status(answers).rows[0].progress == (progress if job == "20" else "write 1/4 shards 25%")
 
 
+def test_why_elements_of_an_array_and_a_job_failed(run):
+    """As the launcher recorded it: of elements that failed alike once. A job that was ended from outside left none."""
+    run.submitted(run.job("20", "encode", "array", (0, 1, 2, 3), parts=4, phase="encode"), run.job("30", "convert"))
+    for element, reason in (0, "element 0 was done before"), (1, "no space"), (2, "no space"):
+        run.attempt("ended", "encode", f"20_{element}", status="failed", reason=reason)
+    run.attempt("ended", "convert", "30", status="crashed", reason="killed by SIGKILL")
+    run.part("encode", "encode", 0, 4)
+    seen = run.status({"20": "FAILED", "30": "FAILED", **{f"20_{element}": "FAILED" for element in range(1, 4)}})
+    assert seen.rows[2].remarks[0].startswith(
+        "encode failed: elements 1-2 of encode ended FAILED: no space; element 3 of encode ended FAILED. Logs: ")
+    assert "convert failed: job 30 ended FAILED (no reason given): killed by SIGKILL. Logs: " in " ".join(seen.remarks)
+
+
 def test_a_reused_stage_and_one_of_a_plugin(run):
     run.done("shard", "tokenizer")
     other = Seen(Path("runs/other"), {**SETTINGS, "reuse": "runs/demo"})

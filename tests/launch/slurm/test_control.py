@@ -5,7 +5,7 @@ import yaml
 
 from drover.launch.slurm import control
 from drover.launch.slurm.chain import add_job, in_queue
-from drover.launch.slurm.control import cancel, logs, stop
+from drover.launch.slurm.control import cancel, logs, stop, why
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.errors import UserError
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
@@ -54,6 +54,41 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, program
     monkeypatch.setattr(scheduler, "cancel", cancel_16)
     assert cancel(run.folder, scheduler) == 0
     assert programs.calls("scancel") == ["scancel 16", "scancel 31"]
+
+
+def test_why_a_run_stopped(run, programs, capsys):
+    """Each start of the newest submission with the last lines of the rank that failed, and the log of a job that never
+    started the stage. Starts of stages that are done, and of earlier submissions, are not shown."""
+    programs.queue("16 FAILED")
+    run.done("shard", "tokenizer", "encode")
+    run.state("train", "failed", reason="given up", job="16")
+    run.attempt("attempt", "encode", "14_0", ranks=1, nodes=["n1"])
+    run.attempt("attempt", "train", "7", ranks=4, nodes=["n1", "n2"], chain="earlier")
+    for start in range(12):
+        run.attempt("attempt", "train", "16", start=start, ranks=4, nodes=["n1", "n2"])
+        run.log(f"train/16.{start}/node1.log", f"2: not me\n3: start {start}\x1b[2J\n3: it broke\n")
+        if start != 11:
+            run.attempt("ended", "train", "16", start=start, status="crashed", reason="rank 3 on n2: killed")
+    for element, status in (0, "done"), (1, "failed"):
+        run.attempt("attempt", "report", f"19_{element}", ranks=1, nodes=["n1"])
+        run.attempt("ended", "report", f"19_{element}", status=status, reason="")
+    run.log("slurm/17.log", "refused: the code changed\n")
+    assert why(run.folder, programs.scheduler()) == 0
+    said = capsys.readouterr().out
+    assert "! train failed: given up" in said and "train: 2 earlier starts, in " in said
+    assert said.count("on n1, n2: crashed: rank 3 on n2: killed\n    rank 3: start ") == 9
+    assert "rank 3: start 2\\x1b[2J\n    rank 3: it broke\n" in said and "start 1\\x1b" not in said
+    assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: it runs, or nothing is known of its end" in said
+    assert f"convert, job 17, without a start: {run.folder}/logs/slurm/17.log\n    refused: the code changed" in said
+    assert "report, job 19_1, start 0, at 2026-11-21T11:50 UTC on n1: failed\n    no log is in " in said
+    assert "19_0" not in said and "encode, job" not in said and "job 7," not in said and "not me" not in said
+
+
+def test_why_a_run_on_this_machine_stopped_before_its_first_start(tmp_path, programs, capsys):
+    run = HandMade(tmp_path / "here")
+    run.log("local.log", "start 0 cannot be recorded\n")
+    assert why(run.folder, programs.scheduler()) == 0
+    assert f"{run.folder}/logs/local.log\n    start 0 cannot be recorded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, said", [("demo", "no job of "), ("local", "nothing to cancel")])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drover.launch.slurm.start_logs import PIECE, Labelled, output
+from drover.launch.slurm.start_logs import MOST, PIECE, Labelled, last_word, output
 
 
 @pytest.mark.parametrize("text, whole", [
@@ -24,3 +24,15 @@ def test_labels_that_are_written_here_are_read_as_slurms_are(tmp_path, length):
             Labelled(log, rank).writelines([b"%d" % rank * length + b"\n", b"end\n"])
     with open(tmp_path / "node0.log", "rb") as file:
         assert b"".join(output(file, 12)) == b"12" * length + b"\nend\n"
+
+
+@pytest.mark.parametrize("lines, word", [
+    ([], ""),
+    (["rank 1: Traceback", "rank 1: KeyError: 'a'"], "rank 1: KeyError: 'a'"),
+    (["rank 0: error: shard: 2 problems:", "rank 0:   - one", "rank 0:   - two"],
+     "rank 0: error: shard: 2 problems: - one - two"),
+    (["rank 0: error: first", "rank 0: error: second"], "rank 0: error: second"),
+    (["corpus " * 300], f"{' '.join(['corpus'] * (MOST // 7))} ..."),
+    (["x" * 2 * MOST], f"{'x' * MOST} ...")])
+def test_what_a_rank_said_last_is_not_cut_within_a_word(lines, word):
+    assert last_word(lines) == word
