@@ -27,6 +27,7 @@ from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
+from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.data_card import source_card
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.files_read import (
@@ -42,7 +43,6 @@ from drover.pipeline.data.files_read import (
 from drover.pipeline.data.filters.base import libraries, outside_code
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
-from drover.pipeline.data.folders import files_below
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.data.sources import reading_units
 from drover.pipeline.data.text_shards import SPLITS

@@ -20,9 +20,9 @@ from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, printable
+from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Unreadable, damage, value_in
 from drover.pipeline.data.file_kinds import mistaken, utf16_order
-from drover.pipeline.data.folders import files_below
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
 from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, name_as_text

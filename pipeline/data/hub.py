@@ -11,7 +11,7 @@ from typing import Any
 from drover.pipeline.config.data import HubSource
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UnusableInputError, UserError, install
-from drover.pipeline.data.folders import files_below
+from drover.pipeline.core.folders import files_below
 
 CARDS = {"README.md", "dataset_infos.json", ".huggingface.yaml"}
 """Files of a dataset's folder in which the library looks up which data files there are."""

@@ -17,7 +17,7 @@ from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Sou
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
-from drover.pipeline.data.folders import matches, once
+from drover.pipeline.core.folders import matches, once
 from drover.pipeline.data.hub import folder_files
 from drover.pipeline.data.readers import FORMATS, divisible, file_format, is_page
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, sync
+from drover.pipeline.core.folders import folders_below
 from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
 
 _TEMPORARY = re.compile(r"\.[^/]*-[0-9]+\.tmp$")
@@ -35,8 +36,9 @@ class Folder:
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
                 raise error
-        for folder, _, names in os.walk(f"/{prefix}", onerror=refuse, followlinks=True):
-            for name in names:
+        place = Path(f"/{prefix}")
+        for folder in folders_below([str(place)], place.resolve().parents, hidden=True, refuse=refuse):
+            for name in os.listdir(folder):  # noqa: PTH208 - a million names
                 key = os.path.join(folder, name)[1:]  # noqa: PTH118 - a million names
                 if not _TEMPORARY.search(name) and (entry := self.head(key)) is not None:
                     yield entry

@@ -12,6 +12,7 @@ from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.storage.object_files import find
 from tests.conftest import slow
 from tests.data.source_files import (
     COMPRESS,
@@ -70,6 +71,8 @@ def test_links_lead_to_a_folder_once(tmp_path, links, pattern, wanted):
         (tmp_path / "d" / link).symlink_to(tmp_path / target if target == "elsewhere" else target)
     assert [path for _, path in input_files(config_of(files_source(tmp_path / "d" / pattern)))] == \
         [tmp_path / "d" / name for name in wanted]
+    assert [found.url for found in find(f"file://{tmp_path}/d/{pattern}")] == \
+        [f"file://{tmp_path}/d/{name}" for name in wanted]
 
 
 def test_links_that_lead_nowhere_are_told(tmp_path):

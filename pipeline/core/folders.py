@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
 def matches(pattern: Path) -> list[Path]:
-    """What an absolute glob matches, in which `**` enters each folder once (see `_below`)."""
+    """What an absolute glob matches, in which `**` enters each folder once (see `folders_below`)."""
     head, *rest = _between_crossings(pattern)
     found = glob.glob(head)  # noqa: PTH207 - absolute
     fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent))).resolve()
     for part in rest:
-        found = [match for folder in _below(found, (fixed, *fixed.parents))
+        found = [match for folder in folders_below(found, (fixed, *fixed.parents))
                  for match in glob.glob(f"{glob.escape(folder)}/{part}")]  # noqa: PTH207
     return [Path(path) for path in dict.fromkeys(found)]
 
@@ -48,14 +47,17 @@ def _between_crossings(pattern: Path) -> list[str]:
     return [*parts, "*" if parts and own == Path() else str(own)]
 
 
-def _below(tops: Iterable[str], above: Iterable[Path]) -> list[str]:
-    """Folders and all folders in them, each once, without hidden ones.
+def folders_below(tops: Iterable[str], above: Iterable[Path] = (), *, hidden: bool = False,
+                  refuse: Callable[[OSError], object] = lambda error: None) -> list[str]:
+    """Folders and all folders in them, each once.
 
     Of several ways to one folder, that without a link is taken, else the first by fewest links and name. A link to a
     folder of `above`, which holds all of `tops`, is not followed: it would lead to them again, and out of them.
+
+    hidden: with hidden ones. refuse: called with the error of a folder that cannot be read.
     """
-    tops = sorted(top for top in tops if Path(top).is_dir())
-    entered = {_identity(folder) for folder in above} - {_identity(top) for top in tops}
+    tops = sorted(tops)
+    entered = {_identity(folder) for folder in above} - {_identity(top) for top in tops} - {None}
     found = list[str]()
     while tops:
         links = list[str]()
@@ -63,23 +65,30 @@ def _below(tops: Iterable[str], above: Iterable[Path]) -> list[str]:
             inside = [top]
             while inside:
                 folder = inside.pop()
-                with suppress(OSError):  # left out as `glob` leaves it out
-                    if (identity := _identity(folder)) in entered:
-                        continue
-                    entered.add(identity)
-                    found.append(folder)
+                if (identity := _identity(folder)) in entered:
+                    continue
+                try:
                     with os.scandir(folder) as entries:
                         for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
-                            if entry.name.startswith("."):
+                            if entry.name.startswith(".") and not hidden:
                                 continue
                             if entry.is_dir(follow_symlinks=False):
                                 inside.append(entry.path)
                             elif entry.is_symlink() and Path(entry.path).is_dir():
                                 links.append(entry.path)
+                except OSError as error:
+                    refuse(error)
+                    continue
+                entered.add(identity)
+                found.append(folder)
         tops = sorted(links)
     return found
 
 
-def _identity(folder: Path | str) -> tuple[int, int]:
-    stat = Path(folder).stat()
+def _identity(folder: Path | str) -> tuple[int, int] | None:
+    """What tells a folder from every other one; None if it cannot be looked at."""
+    try:
+        stat = Path(folder).stat()
+    except OSError:
+        return None
     return stat.st_dev, stat.st_ino
