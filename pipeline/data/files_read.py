@@ -12,6 +12,8 @@ from drover.pipeline.core.console import readable
 
 MOST_NAMED = 100
 """So many files of which something could not be read are in the manifest, those with the most such bytes first."""
+MOST_REASON = 300
+"""Characters of a reason in a message."""
 FEW_NAMED = 5
 """So many are named in a message."""
 BECAME = ("whole", "partly", "unread", "empty")
@@ -71,7 +73,7 @@ class FileRead:
 
     def __str__(self) -> str:
         return (f"{self.source}/{self.file} ({self.documents:,} documents read, {readable(self.lost_bytes)} of "
-                f"{readable(self.bytes)} not read: {self.reason})")
+                f"{readable(self.bytes)} not read: {self.reason[:MOST_REASON]})")
 
 
 def files_read(inputs: Iterable[dict[str, Any]]) -> list[FileRead]:

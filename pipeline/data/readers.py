@@ -44,9 +44,10 @@ from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""
-_SPACE = re.compile(r"[ \t\r\n\ufeff]*")
-_COMMAS = re.compile(r"[ \t\r\n\ufeff,]*")
-"""What may stand between JSON values, and in an array; byte order marks, too, where files were appended to others."""
+_SPACE = re.compile(r"[ \t\r\n\ufeff\x1e]*")
+_COMMAS = re.compile(r"[ \t\r\n\ufeff\x1e,]*")
+"""What may stand between JSON values, and in an array: also byte order marks, where files were appended to others, and
+the record separators of JSON text sequences."""
 WRAPPINGS = 8
 """Objects in one another that are searched for the list of a file's records."""
 FIRST_RECORDS = 100
@@ -275,7 +276,7 @@ def _is_other_json(head: bytes) -> bool:
         return len(head) == HEAD and is_cut and (text.startswith("[") or "\n" in text)
     except RecursionError:
         return False
-    return "\n" in text[:end] or text[end:].lstrip(" \t,").startswith(("{", "["))
+    return "\n" in text[:end] or ("\n" not in text and text[end:].lstrip(" \t,").startswith(("{", "[")))
 
 
 def _odd_line(file: Input, place: Place, line: str, field: str, alone: bool) -> Records:
@@ -395,7 +396,10 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                         continue
                     value = text.again()
                 except TooLongError:
-                    yield limit.exceeded(number + 1, file.give_up(file.content - text.ahead()), lost=True)
+                    found = limit.exceeded(number + 1, file.give_up(file.content - text.ahead()), lost=True)
+                    yield found if number or within == "array" else found._replace(
+                        reason=f"{found.reason}; where it holds the records in a field, take them out (jq -c "
+                               f"'.FIELD[]' FILE.json > FILE.jsonl)")
                     return
                 except (ValueError, RecursionError) as error:
                     yield Unreadable(number + 1, f"not JSON from here on: {_said(error)}", lost=True,

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from drover.pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.data_card import DataCard
@@ -51,6 +52,8 @@ from drover.pipeline.storage.store import Changed, Missing
 STAGING = "staging"
 DROPPED = "dropped"
 """Folder of the documents that filters dropped, a file for each unit, where they are kept."""
+MOST_FIELDS = 20
+"""So many of a record's fields are named where one is missing."""
 HAS_NUL, HAS_U2581 = 1, 2
 INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
                   ("characters", "<u8"), ("flags", "u1")])
@@ -292,7 +295,8 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
         raise TypeError(f"the record is {_kind(record)}, not an object with fields")
     if missing := [name for name in (source.text_field, source.id_field)
                    if name and name not in record and value_in(record, name) is None]:
-        raise TypeError(f"no field named {', '.join(missing)}; the fields are {', '.join(map(str, record)) or 'none'}")
+        present = first(list(map(str, record)), MOST_FIELDS)
+        raise TypeError(f"no field named {', '.join(missing)}; the fields are {present or 'none'}")
     name = source.text_field
     text = record[name] if name in record else value_in(record, name)
     own = value_in(record, source.id_field) if source.id_field else where

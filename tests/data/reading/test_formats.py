@@ -92,9 +92,10 @@ JSON = [json.dumps(record) for record in LONG]
     "\n".join(json.dumps(record, indent=1) for record in LONG), "[\n" + ",\n".join(JSON) + "\n]\n",
     ",\n".join(JSON) + ",", f"{JSON[0]}\n{JSON[1]}{JSON[2]}\n" + "\r".join(JSON[3:]),
     f"{JSON[0]}\n{json.dumps(LONG[1:])}\n", "\n".join(f"\ufeff{own}" for own in JSON),
+    "".join(f"\x1e{own}\n" for own in JSON),
     json.dumps({"version": 1, "data": LONG}), json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n"],
     ids=["cr", "nothing", "spaces", "commas", "array", "indented array", "indented values", "array of lines",
-         "commas at ends", "mixed", "array in a line", "marks", "wrapped", "wrapped twice"])
+         "commas at ends", "mixed", "array in a line", "marks", "sequence", "wrapped", "wrapped twice"])
 def test_records_that_do_not_stand_on_lines_of_their_own_are_read(tmp_path, content, ending):
     path = tmp_path / f"f.{ending}"
     path.write_bytes(COMPRESS[path.suffix if ending.count(".") else ""](content.encode()))
@@ -109,6 +110,20 @@ def test_a_first_line_that_is_broken_or_long_makes_no_other_json(tmp_path):
         documents, [rejection] = read(tmp_path / "f.jsonl")
         assert texts(documents) == [record["text"] for record in LONG] and rejection.record == 1 and not rejection.lost
         assert rejection.lost_bytes == len(first) + 1
+
+
+def test_a_broken_line_after_two_records_in_one_costs_itself_alone(tmp_path):
+    (tmp_path / "f.jsonl").write_text('{"text": "a"}{"text": "b"}\n{"text": "cut\n{"text": "c"}\n')
+    documents, [rejection] = read(tmp_path / "f.jsonl")
+    assert texts(documents) == ["a", "b", "c"] and rejection.record == 2
+
+
+def test_a_large_object_is_named_with_what_to_do_and_many_fields_are_not_listed(tmp_path):
+    (tmp_path / "f.json").write_text(json.dumps({"data": [{"text": "x" * 99}] * 9000}))
+    _, [rejection] = read(files_source(tmp_path / "f.json"), max_document_mb=0.5)
+    assert "jq -c '.FIELD[]'" in rejection.reason and rejection.lost_bytes == (tmp_path / "f.json").stat().st_size
+    (tmp_path / "f.json").write_text(json.dumps({f"id{number}": {"text": "a"} for number in range(9000)}))
+    assert len(read(tmp_path / "f.json")[1][0].reason) < 300
 
 
 def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
