@@ -1,15 +1,20 @@
 """Bits per byte of simple compressors on the same validation text, as a baseline for the model.
 
-- `unigram`: each byte coded by its frequency in the training text, without any context. It is the only baseline that
-  is fitted on training text, as the model is.
-- `gzip -9`: DEFLATE, which finds repetitions up to 32 KB back. It has seen nothing before the first byte.
-- `xz -9`: LZMA, which finds repetitions anywhere in the validation text (up to 64 MB back). It has seen nothing before
-  the first byte either, but it uses all earlier validation documents, which the model does not.
+Those that have seen training text, as the model has:
 
-The documents of a source are concatenated in order; file headers count. The compressors get the first of them, up to
-`evaluate.compressed_mb`. One separate process computes all baselines once, in the background: it needs no torch, and
-does not take the interpreter lock of a rank that keeps a GPU busy. No rank waits for it in a long collective: the ranks
-check every few seconds whether it is done.
+- `unigram`: each byte coded by its frequency in the training text, without any context.
+- `gzip -9 after training text`: DEFLATE, which finds repetitions up to 32 KB back; at first in the last 32 KB of the
+  training text.
+- `xz -9 after training text`: LZMA, which finds repetitions up to 64 MB back; at first in as much training text.
+
+Those that have seen nothing before the first byte: `gzip -9` and `xz -9`. All but unigram use all earlier validation
+documents, which the model does not.
+
+The documents of a source are concatenated in order. After training text only the bytes that they add to it count, and
+the sources follow one another; else file headers count too. The compressors get the first documents, up to
+`evaluate.compressed_mb`, and as much training text. One separate process computes all baselines once, in the
+background: it needs no torch, and does not take the interpreter lock of a rank that keeps a GPU busy. No rank waits for
+it in a long collective: the ranks check every few seconds whether it is done.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ import gzip
 import lzma
 import os
 import signal
+import zlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import accumulate, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,16 +37,27 @@ import numpy as np
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.orphans import end_with_parent
-from drover.pipeline.evaluation.validation import Wanted, byte_counts, read_texts, training_byte_counts
+from drover.pipeline.evaluation.validation import Wanted, byte_counts, read_texts, training_bytes, training_text
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
 
+AFTER = " after training text"
 MEANING = {
     "unigram": "each byte coded by its frequency in the training text, no context",
+    f"gzip -9{AFTER}": "DEFLATE on the concatenated validation documents after the last 32 KB of training text, its "
+                       "window: the bits that the documents add",
+    f"xz -9{AFTER}": "LZMA on the concatenated validation documents, one source after another, after training text of "
+                     "up to 64 MB, its window: the bits that the documents add",
     "gzip -9": "DEFLATE on the concatenated validation documents, 32 KB window, no training text",
     "xz -9": "LZMA on the concatenated validation documents, sees all of them, no training text",
 }
+ALONE = ("gzip -9", "xz -9")
+"""The baselines that have seen no training text, which the model has."""
+DEFLATE_WINDOW = 32 << 10
+LZMA_WINDOW = 64 << 20
+PIECE = 16
+"""Compressed bytes that are decompressed at once: the precision of `sizes_in_stream`."""
 ASKED_EVERY = 5.0
 """Seconds between two checks of the ranks whether the process is done."""
 Compared = dict[str, dict[str, float]]
@@ -48,8 +67,8 @@ OVERALL = ""
 
 
 def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> dict[str, float]:
-    """Bits per byte of each baseline, including headers and checksums, and the entropy of the bytes, which is the lower
-    bound of any code without context.
+    """Bits per byte of the baselines that know at most the counts of training text, including headers and checksums,
+    and the entropy of the bytes, which is the lower bound of any code without context.
 
     Args:
         text: the compressors' input, not empty; it may be only the beginning of the text.
@@ -57,38 +76,76 @@ def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> d
         training_counts: byte counts of the training text, (256,) int64. One is added for each byte value.
     """
     smoothed, shares = training_counts.astype(np.float64) + 1, counts[counts > 0] / counts.sum()
-    # A dictionary, and with it memory, no larger than the text: it changes no byte but one of the header.
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": min(64 << 20, max(4096, len(text)))}]
     return {"unigram": float((counts * (np.log2(smoothed.sum()) - np.log2(smoothed))).sum() / counts.sum()),
             "gzip -9": 8 * len(gzip.compress(text, compresslevel=9, mtime=0)) / len(text),
-            "xz -9": 8 * len(lzma.compress(text, filters=filters)) / len(text),
+            "xz -9": 8 * len(lzma.compress(text, filters=_lzma(len(text)))) / len(text),
             "entropy": float(-(shares * np.log2(shares)).sum()), "compressed_bytes": len(text)}
+
+
+def after_training(training: bytes, texts: Mapping[str, bytes]) -> dict[str, dict[str, float]]:
+    """By source, and under OVERALL, bits per byte of the compressors that have read training text. xz gets all texts
+    in one stream, so it also knows the texts of the sources before."""
+    added = {f"gzip -9{AFTER}": [_deflated(text, training[-DEFLATE_WINDOW:]) for text in texts.values()],
+             f"xz -9{AFTER}": sizes_in_stream([training, *texts.values()])[1:]}
+    size = sum(map(len, texts.values()))
+    return {**{source: {name: 8 * sizes[place] / len(text) for name, sizes in added.items()}
+               for place, (source, text) in enumerate(texts.items())},
+            OVERALL: {name: 8 * sum(sizes) / size for name, sizes in added.items()}}
+
+
+def sizes_in_stream(texts: Sequence[bytes]) -> list[int]:
+    """The bytes of each text in `xz -9` of all of them in a row: to some ten bytes the compressed size up to its end
+    less that up to its beginning. One compression of much training text is enough for that: the compressed bytes of a
+    text are those that have to be decompressed before it is there."""
+    whole = b"".join(texts)
+    filters = _lzma(len(whole))
+    packed = lzma.compress(whole, lzma.FORMAT_RAW, filters=filters)
+    decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=filters)
+    ends, found, made = list(accumulate(map(len, texts))), [0], 0
+    for start in range(0, len(packed), PIECE):
+        made += len(decoder.decompress(packed[start:start + PIECE]))
+        while len(found) < len(texts) and made >= ends[len(found) - 1]:
+            found.append(start + PIECE)
+    return [end - start for start, end in pairwise([*found, len(packed)])]
+
+
+def _lzma(size: int) -> list[dict[str, int]]:
+    # A dictionary, and with it memory, no larger than the text: it changes no byte but one of the header.
+    return [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": min(LZMA_WINDOW, max(4096, size))}]
+
+
+def _deflated(text: bytes, before: bytes) -> int:
+    """The size of a text as gzip -9 has it after another one, without header and checksum."""
+    deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=before)
+    return len(deflate.compress(text)) + len(deflate.flush())
 
 
 def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_bytes: int, most: int) -> Compared:
     """The baselines of each source and, if there are several, of all together under OVERALL.
 
     Every text is checked against its tokens' record. The compressors get whole documents of a source up to `most`
-    bytes; for OVERALL the same amount of each source.
+    bytes. For OVERALL and after training text they get the same amount of each source, and as much training text,
+    evenly from all of it.
     """
-    counts = training_byte_counts(folder, manifest, train_bytes)
+    counts, training = training_text(folder, manifest, train_bytes, min(most, LZMA_WINDOW))
     whole = sum(size for documents in wanted.values() for _, size, _ in documents.values())
     together = most if whole <= most else most / len(wanted)
-    found, everything, everywhere = {}, bytearray(), np.zeros(256, np.int64)
+    found, parts, everywhere = {}, dict[str, bytes](), np.zeros(256, np.int64)
     for source, documents in wanted.items():
-        given, of_all, own = bytearray(), 0, np.zeros(256, np.int64)
+        given, part, own = bytearray(), bytearray(), np.zeros(256, np.int64)
         for document in read_texts(folder, manifest, source, documents):
             own += byte_counts(document)
             if len(given) < most:
                 given += document
-            if of_all < together:
-                everything += document
-                of_all += len(document)
-        found[source] = baselines(bytes(given), own, counts)
+            if len(part) < together:
+                part += document
+        found[source], parts[source] = baselines(bytes(given), own, counts), bytes(part)
         everywhere += own
     if len(wanted) > 1:
-        found[OVERALL] = baselines(bytes(everything), everywhere, counts)
-    return found
+        found[OVERALL] = baselines(b"".join(parts.values()), everywhere, counts)
+    seen, of_training = after_training(training, parts), training_bytes(manifest)
+    return {source: {**figures, **seen[source], "training_bytes": len(training), "of_training_bytes": of_training}
+            for source, figures in found.items()}
 
 
 class Baselines:
@@ -131,7 +188,7 @@ class Baselines:
             raise
         except BrokenProcessPool:
             raise UserError("The process that computes the compression baselines died. Probably the kernel killed it "
-                            "because memory ran out (see dmesg): xz needs up to 0.7 GB. Lower "
+                            "because memory ran out (see dmesg): xz needs up to 1 GB. Lower "
                             "evaluate.compressed_mb; all other results are kept.") from None
         except Exception as error:
             raise UserError(f"The compression baselines could not be computed: {type(error).__name__}: {error}. All "

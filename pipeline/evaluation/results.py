@@ -10,7 +10,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.core.files import Record
-from drover.pipeline.evaluation.baselines import MEANING, OVERALL
+from drover.pipeline.evaluation.baselines import AFTER, ALONE, MEANING, OVERALL
 from drover.pipeline.evaluation.measurement import Measurement
 
 FORMAT = 1
@@ -51,7 +51,7 @@ def _validation_entry(counts: Record, compared: dict[str, float]) -> Record:
     found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
     return rounded({
         **counts, "bits_per_byte": found.bits_per_byte, "loss": found.loss, "perplexity": found.perplexity,
-        "compressed_bytes": compared["compressed_bytes"], "entropy": compared["entropy"],
+        **{name: compared[name] for name in ("compressed_bytes", "training_bytes", "of_training_bytes", "entropy")},
         "baselines": {name: compared[name] for name in MEANING}})
 
 
@@ -91,8 +91,13 @@ def library_versions() -> dict[str, str]:
 def say_results(results: Record) -> Iterator[str]:
     """A summary of the stage in a few lines."""
     total = results["validation"]["overall"]
-    others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
-    yield f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); {others}"
+    seen, alone = (", ".join(f"{name.removesuffix(AFTER)} {value:.3f}" for name, value in total["baselines"].items()
+                             if (name in ALONE) == unseen) for unseen in (False, True))
+    yield (f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); given training "
+           f"text: {seen}; without: {alone}")
+    if (given := total["training_bytes"]) < total["of_training_bytes"]:
+        yield (f"xz was given {given:,} of {total['of_training_bytes']:,} bytes of training text "
+               f"(evaluate.compressed_mb, at most its window of 64 MB)")
     for name, entry in results["validation"]["sources"].items():
         if entry["documents"] < entry["of_documents"]:
             yield f"{name}: measured on {_share(entry)}; evaluate.validation_tokens=null takes all"

@@ -73,20 +73,28 @@ def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) ->
             yield text
 
 
-def training_byte_counts(folder: Path, manifest: Manifest, max_bytes: int) -> np.ndarray:
-    """The byte counts of the training text: (256,) int64.
+def training_text(folder: Path, manifest: Manifest, counted: int, given: int) -> tuple[np.ndarray, bytes]:
+    """The byte counts of the training text, (256,) int64, and text of it for compressors.
 
-    It reads the first documents of each shard, up to an equal share of `max_bytes`.
+    The counts are of the first documents of each shard, up to an equal share of `counted` bytes. The text has at most
+    `given` bytes: all if it is so little, else the beginning of each shard, by its size.
     """
     records = shard_records(manifest, "train")
-    share = max_bytes / max(1, len(records))
-    counts = np.zeros(256, np.int64)
+    share, part = counted / max(1, len(records)), given / max(1, given, training_bytes(manifest))
+    counts, text = np.zeros(256, np.int64), bytearray()
     for record in records:
-        taken = 0
+        taken, end = 0, len(text) + int(part * record["text_bytes"])
         for document in read_shard(folder, record):
-            text = document.text.encode()
-            counts += byte_counts(text)
-            taken += len(text)
-            if taken >= share:
+            encoded = document.text.encode()
+            if taken < share:
+                counts += byte_counts(encoded)
+                taken += len(encoded)
+            text += encoded[:end - len(text)]
+            if taken >= share and len(text) >= end:
                 break
-    return counts
+    return counts, bytes(text)
+
+
+def training_bytes(manifest: Manifest) -> int:
+    """UTF-8 bytes of the training text."""
+    return sum(record["text_bytes"] for record in shard_records(manifest, "train"))

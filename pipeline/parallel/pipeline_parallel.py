@@ -7,7 +7,7 @@ hidden states only. Passes without gradients, for validation and texts, run the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from drover.model.llama import Llama
 from drover.model.loss import wide
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.ranks import gathered
 
 
 class Stage(Llama):
@@ -59,13 +58,6 @@ class PipelinedModel(nn.Module):
         self.group = grid.mesh["pipeline"].get_group()
         with torch.device("meta"):
             self.names = [name for name, _ in Llama(self.config).named_parameters()]
-
-    def of_all(self, lists: Iterable[list[str]]) -> list[str]:
-        """The texts of all stages, in their order, from a list for each stage of this rank. A collective of the
-        pipeline."""
-        held = gathered(dict(zip(self.numbers, lists, strict=True)), self.grid.ranks.device, self.group)
-        ranks = [self.parallel.stage_rank(number) for number in range(self.parallel.stages)]
-        return [text for number, rank in enumerate(ranks) for text in held[rank][number]]
 
     def named_parameters(self, *given: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank's stages, under their names in the whole model."""

@@ -1,11 +1,18 @@
 import gzip
 import lzma
 import math
+import random
+from pathlib import Path
 
 import pytest
 
-from drover.pipeline.evaluation.baselines import baselines
-from drover.pipeline.evaluation.validation import byte_counts
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.evaluation import validation
+from drover.pipeline.evaluation.baselines import AFTER, OVERALL, PIECE, after_training, baselines
+from drover.pipeline.evaluation.validation import byte_counts, training_text
+
+TRAINING = "".join(random.Random(1).choices(["def main():\n", "    return 0\n", "größer\n", "import os\n", "x = 1\n"],
+                                            k=20_000)).encode()
 
 
 def test_unigram_and_entropy_by_hand():
@@ -23,3 +30,37 @@ def test_compressors_get_the_text_and_the_rest_the_counts():
     assert found == {"gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),
                      "xz -9": 8 * len(lzma.compress(text, preset=9)) / len(text), "compressed_bytes": len(text),
                      "entropy": found["entropy"], "unigram": pytest.approx(found["entropy"], rel=1e-6)}
+
+
+@pytest.mark.parametrize("text", [TRAINING[:3000], random.Random(2).randbytes(5000), b"x"])
+def test_after_training_text_a_compressor_needs_what_the_text_adds(text):
+    """The difference of two sizes, also for the second of two sources, and both together."""
+    expected, whole = [], TRAINING
+    for part in (text, b"other" * 20):
+        expected.append(len(lzma.compress(whole + part, preset=9)) - len(lzma.compress(whole, preset=9)))
+        whole += part
+    found = after_training(TRAINING, {"one": text, "two": b"other" * 20})
+    sizes = [found[source][f"xz -9{AFTER}"] * size / 8 for source, size in (("one", len(text)), ("two", 100))]
+    assert sizes == pytest.approx(expected, abs=2 * PIECE)
+    assert found[OVERALL][f"xz -9{AFTER}"] == pytest.approx(8 * sum(sizes) / (len(text) + 100))
+    if text == TRAINING[:3000]:
+        assert sizes[0] < 100 < len(lzma.compress(text, preset=9)), "it is all there"
+
+
+def test_gzip_looks_back_no_further_than_its_window():
+    """Text that has just been seen costs nearly nothing, text from before the window as much as new text."""
+    noise = random.Random(3).randbytes(40_000)
+    late, early = (after_training(noise, {"": part})[""][f"gzip -9{AFTER}"] for part in (noise[-4000:], noise[:4000]))
+    assert late < 0.4 and early > 8
+
+
+@pytest.mark.parametrize(("given", "expected"), [(10**6, b"aaaabbc"), (7, b"aaaabbc"), (4, b"aabc"[:3]), (0, b"")])
+def test_training_text_is_all_of_little_and_the_beginning_of_each_shard_of_much(monkeypatch, given, expected):
+    """In proportion to its size: no shard, and no long document, crowds out another."""
+    shards = {"one": ["aaa", "a"], "two": ["bb"], "three": ["c"]}
+    records = [{"path": name, "text_bytes": sum(map(len, texts))} for name, texts in shards.items()]
+    monkeypatch.setattr(validation, "shard_records", lambda manifest, split: records)
+    monkeypatch.setattr(validation, "read_shard", lambda folder, record: [
+        type("Document", (), {"text": text}) for text in shards[record["path"]]])
+    counts, text = training_text(Path(), Manifest, 10**9, given)
+    assert text == expected and [counts[ord(letter)] for letter in "abc"] == [4, 2, 1]

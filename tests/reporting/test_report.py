@@ -9,7 +9,7 @@ import pytest
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.core.files import append_line
+from drover.pipeline.core.files import append_line, read_json, write_json
 from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html, markdown, of_results
@@ -98,6 +98,26 @@ def test_labels_are_words(made_up):
     labels = [heading for table in tables for heading in table.columns]
     labels += [row[0] for table in tables if list(table.columns) == ["", " "] for _, row in table.rows]
     assert len(labels) > 100 and [label for label in labels if "_" in label] == []
+
+
+GIVEN = " (of 28.1 MB of training text gzip was given 32 KB, xz 16.1 MB)"
+
+
+@pytest.mark.parametrize(("figures", "told"), [
+    ({"xz -9 after training text": 1.9, "xz -9": 2.3},
+     f": 2% more than xz -9{GIVEN}. xz -9 compresses it better than the model."),
+    ({"unigram": 4.7, "gzip -9 after training text": 2.2, "xz -9": 1.5},
+     f": 59% less than a unigram byte model, 12% less than gzip -9{GIVEN}."),
+    ({"unigram": 4.7, "xz -9": 1.5, "gzip -9": 2.3}, ": 59% less than a unigram byte model."),
+    ({"xz -9": 1.5, "gzip -9": 2.3}, ".")])
+def test_only_compressors_that_have_seen_training_text_are_compared_with_the_model(tmp_path, figures, told):
+    """Where one needs less than the model, the first sentence has it. Older results have none of them."""
+    run, _ = write_run(tmp_path)
+    path = run.own_folder("evaluate") / "results.json"
+    found = read_json(path)
+    found["validation"]["overall"]["baselines"] = figures
+    write_json(path, found)
+    assert compose(collect(run)).verdict.endswith(f"needs 1.931 bits per byte of validation text{told}")
 
 
 def test_a_sparse_run_has_a_report_too(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from drover.pipeline.data.sampling.consumption import MANY
+from drover.pipeline.evaluation.baselines import AFTER, ALONE
 from drover.pipeline.reporting.document import NONE, Notice, Tile, filled
 from drover.pipeline.reporting.facts import Facts, shareable
 
@@ -40,9 +41,15 @@ def verdict(facts: Facts) -> str:
         "begun": f"started from the weights in {shareable(str(start))} and " if start is not None else ""})
     if (ours := total.get("bits_per_byte")) is None:
         return f"{made}. It was not evaluated on validation text."
-    compared = [f"{abs(1 - ours / other):.0%} {'less' if ours <= other else 'more'} than {NAMES.get(name, name)}"
-                for name, other in total["baselines"].items() if other]
-    return f"{made}, needs {ours:.3f} bits per byte of validation text: {', '.join(compared)}."
+    fair = {name.removesuffix(AFTER): other for name, other in total["baselines"].items()
+            if other and name not in ALONE}
+    compared = ", ".join(f"{abs(1 - ours / other):.0%} {'less' if ours <= other else 'more'} than "
+                         f"{NAMES.get(name, name)}" for name, other in fair.items())
+    given = filled(" (of {of_training_bytes:B} of training text gzip was given 32 KB, xz {training_bytes:B})", total)
+    best = min(fair, key=fair.__getitem__, default=None)
+    wins = f" {best} compresses it better than the model." if best is not None and fair[best] < ours else ""
+    return (f"{made}, needs {ours:.3f} bits per byte of validation text{f': {compared}' if fair else ''}"
+            f"{given if any(name.endswith(AFTER) for name in total['baselines']) else ''}.{wins}")
 
 
 def tiles(facts: Facts) -> Iterator[Tile]:

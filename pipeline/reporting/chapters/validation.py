@@ -20,10 +20,12 @@ def validation(facts: Facts) -> Iterator[Block]:
     bars = {**total["baselines"], ours: total["bits_per_byte"]}
     yield Bars("Bits per byte of validation text", "bits per byte", {name: bars[name] for name in sorted(
         bars, key=lambda name: bars[name])}, ours)
+    given = [filled("Training text that xz was given: {training_bytes:,} of {of_training_bytes:,} bytes.", total)] \
+        if "training_bytes" in total else []
     entries = {**found["sources"], **({ALL: total} if len(found["sources"]) > 1 else {})}
     yield Table("Bits per byte by source", {
         "source": "{name}", "model": "{bits_per_byte:.4f}",
         **{name: f"{{baselines[{name}]:.4f}}" for name in names}, "byte entropy": "{entropy:.4f}",
         "perplexity": "{perplexity:.3f}", "documents": "{documents:,}", "bytes": "{bytes:,}", "tokens": "{targets:,}"},
         flat(entries, "name"),
-        " ".join(f"{name}: {meanings[name]}." for name in names if name in meanings))
+        " ".join([*(f"{name}: {meanings[name]}." for name in names if name in meanings), *given]))
