@@ -87,7 +87,10 @@ def planned_consumption(run: Run) -> Consumption | None:
         return None
     from drover.pipeline.data.sampling.consumption import planned, train_tokens
 
-    return planned(run.config, train_tokens(run.config, made.counts))
+    # A source shorter than a sequence is refused here; packed, it is padded.
+    with suppress(*(() if run.config.train.packing == "concatenate" else (UserError,))):
+        return planned(run.config, train_tokens(run.config, made.counts))
+    return None
 
 
 def kept_checkpoints(config: Config) -> int:

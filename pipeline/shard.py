@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from drover.pipeline.data.planning.passes import Decided
 
 REJECTED = "rejected.jsonl"
+FEW = 50
+"""Documents of which the hash may choose none for a split."""
 MANY_PAGES = 0.01
 """If more than this share of a source's documents begins as HTML, a warning says so."""
 
@@ -204,16 +206,20 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
             break
     documents = counts["train"] + counts["validation"]
     more = "or give more documents; a `separator` makes many of one text file."
+    # By hash few documents may all fall into one split at any share.
+    tail = "Take the end of each source's text instead (shard.validation_rule: tail)" \
+        if documents < FEW and config.validation_rule == "hash" else ""
     if documents == 1 and config.validation_rule == "hash":
         problems.append("the corpus is a single document, which cannot be used for both training and validation. Cut "
                         "it into documents with the source's `separator`, use its end for validation "
                         "(shard.validation_rule: tail), or give more files.")
     elif documents and not counts["validation"]:
+        raised = f"Raise it (for example to {min(0.5, 5 / documents):.2g})"
         problems.append(f"none of the {documents:,} documents is in the validation split. shard.validation_share is "
-                        f"{config.validation_share:g}. Raise it (for example to {min(0.5, 5 / documents):.2g}), {more}")
+                        f"{config.validation_share:g}. {tail or raised}, {more}")
     elif documents and not counts["train"]:
         problems.append(f"all of the {documents:,} documents are in the validation split. shard.validation_share is "
-                        f"{config.validation_share:g}. Lower it, {more}")
+                        f"{config.validation_share:g}. {tail or 'Lower it'}, {more}")
     if problems:
         raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 

@@ -86,6 +86,15 @@ def test_the_plan_warns_of_nothing_else(tmp_path, train, counts):
     assert not [line for line in lines if "warning" in line]
 
 
+def test_a_source_shorter_than_a_sequence_is_refused_before_the_job_queues_unless_it_is_packed(tmp_path):
+    tiny = {"splits": {"train": {"web": {"tokens": 40}, "code": {"tokens": 20}}, "validation": {}}}
+    refused(UserError, r"so few training tokens do not fill one of 64 .* set train.sequence_length to 32\.",
+            _refuse_plan, run_of(tmp_path, tiny, phases=[], steps=2), forced=False)
+    packed = run_of(tmp_path, tiny, phases=[], steps=2, packing="best_fit")
+    _refuse_plan(packed, forced=False)
+    assert consumption_lines(packed) == []
+
+
 def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     refused(UserError, r"train\.max_epochs allows 2 of code, and the plan takes 2\.[01]",
             _refuse_plan, run_of(tmp_path, max_epochs=2), forced=False)
