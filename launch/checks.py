@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
+from drover.launch.devices import masks_in, visible_gpus
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options, asked_of, queued
 from drover.launch.processes import Environment
@@ -261,6 +262,10 @@ def environment_problems(config: Config, environment: Environment) -> Iterator[s
     if launch.container.runtime == "apptainer" and (bare := NO_VARIABLES.intersection(launch.container.options)):
         yield (f"launch.container.options has {', '.join(sorted(bare))}, with which ranks would lack the variables of "
                f"the job. Leave it out.")
+    most, masks = max(launch.gpus_per_node, launch.train.gpus_per_node or 0), masks_in(launch.environment)
+    if masks and visible_gpus(launch.environment) < most:
+        yield (f"launch.environment has {masks}, which shows {visible_gpus(launch.environment)} of {most} GPUs to "
+               f"every rank (gpus_per_node). Leave it out, or request fewer.")
     if "PYTHONPATH" in launch.environment:
         yield ("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add folders to it in "
                "launch.setup (export PYTHONPATH=...), or name the modules in plugins.")

@@ -28,6 +28,18 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     return nvidia or (len(list(devices.glob("dri/renderD*"))) if for_amd() and (devices / "kfd").exists() else 0)
 
 
+def masks_in(environment: Mapping[str, str]) -> str:
+    """The variables that limit the GPUs of a process, for a message; empty without any."""
+    return ", ".join(f"{mask}={environment[mask]}" for mask in sorted(MASKS) if mask in environment)
+
+
+def gpu_of(environment: Mapping[str, str]) -> str:
+    """What identifies the one GPU that a process may use, or its part (MIG); empty if that cannot be known."""
+    named = next((environment[mask] for mask in MASKS if environment.get(mask, "").startswith(("GPU-", "MIG-"))), "")
+    rows = [] if named or for_amd() else smi("--query-gpu=uuid") or []
+    return named or (rows[0][0] if len(rows) == 1 else "")
+
+
 def for_amd() -> bool:
     """Whether torch is a build for AMD's GPUs. Without one, AMD devices only drive screens."""
     return "rocm" in (installed_version("torch") or "")

@@ -200,7 +200,16 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None,
         store.set_timeout(patience)
     else:  # no other rank needs an address to meet
         store, rank, world = dist.HashStore(), 0, 1
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=group_device)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience,
+                                device_id=group_device)
+    except RuntimeError as error:
+        # NCCL compares hosts and PCI addresses.
+        twice = next((line for line in str(error).splitlines() if "Duplicate GPU detected" in line), None)
+        if twice is None:
+            raise
+        raise UserError(f"Two ranks have one GPU ({twice}). Each needs its own: look at what gives GPUs to tasks "
+                        f"(CUDA_VISIBLE_DEVICES; on Slurm gpu-bind, gpus-per-task, the site's TaskProlog).") from None
     return Ranks(rank, world, own, patience=patience)
 
 

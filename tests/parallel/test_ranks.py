@@ -1,6 +1,7 @@
 """What ranks find when they start: memory of GPUs, and groups that wait as long as is said and have names."""
 
 import os
+import re
 import resource
 from datetime import timedelta
 
@@ -42,6 +43,22 @@ def test_ranks_on_gpus_let_segments_grow_before_they_touch_one(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.append(options["timeout"]))
     found = ranks.start_ranks(timedelta(minutes=7))
     assert seen == ["expandable_segments:True", timedelta(minutes=7)] and found.patience == timedelta(minutes=7)
+
+
+@pytest.mark.parametrize(("last", "taken"), [
+    ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000", UserError),
+    ("Duplicate GPU detected : rank 5 and rank 4 both on CUDA device c1000", UserError),
+    ("Bootstrap : no socket interface found", RuntimeError)])
+def test_two_ranks_with_one_gpu_are_refused_in_words(monkeypatch, last, taken):
+    def fail(*_, **__):
+        raise RuntimeError(f"NCCL error, internal error\nLast error:\n{last}\n")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    said = refused(taken, re.escape(last), ranks.start_ranks)
+    assert (said.startswith("Two ranks have one GPU (Duplicate")) == (taken is UserError)
 
 
 def test_what_one_rank_refuses_ends_all_in_its_words():

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drover.launch.devices import for_amd, smi, visible_gpus
+from drover.launch.devices import for_amd, gpu_of, smi, visible_gpus
 from drover.launch.processes import answer_of
 from drover.launch.slurm.start_logs import labelled
 
@@ -53,6 +53,7 @@ class Report:
     problems: of the node, by kind; from its first rank. clock_at: its time just after all ranks have met; from its
         first rank. times: seconds of each measurement, the best of several; empty before it has met the others.
     failed: the error that ended the measurements.
+    own_gpu: what identifies the one GPU that this task sees of several; empty: it sees all, or that is not known.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Report:
     clock_at: float | None = None
     times: dict[str, float] = field(default_factory=dict)
     failed: str = ""
+    own_gpu: str = ""
 
 
 def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> dict[str, str]:
@@ -137,11 +139,15 @@ def partner_of(node: int, number: int, nodes: int) -> int:
 def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
     """Do this rank's part. limit_s: how long to wait for the other ranks, at most."""
     report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
-    gpus = int(os.environ.get("DROVER_GPUS") or 0)
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    gpus, per_node = int(os.environ.get("DROVER_GPUS") or 0), int(os.environ["LOCAL_WORLD_SIZE"])
+    alone = gpus == 1 < per_node
+    if report.rank % per_node == 0:
         report.problems = check_node(run_folder, gpus)
         if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
+    elif alone and (problems := check_gpus(gpus)):
+        report.problems = {GPU: ", ".join(problems)}
+    report.own_gpu = gpu_of(os.environ) if alone else ""
     send(report)
     try:
         measure(report, limit_s, gpus)
@@ -166,13 +172,14 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
     import torch.distributed as dist
 
     gpu = torch.cuda.is_available()
-    local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    local = report.rank % per_node  # the device's number is another one where a task sees its own GPU only
     if gpus and not gpu:
         if local == 0:
             report.problems.setdefault(GPU, f"torch {torch.__version__} cannot use its GPUs: their driver may be too "
                                             f"old for it")
         return
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     synchronize = partial(torch.cuda.synchronize, device) if gpu else lambda: None
     if gpu:
         torch.cuda.set_device(device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -117,6 +118,13 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
         found = [problems[kind] for problems in sick.values() if kind in problems]
         if found and (kind == SPACE or 2 * len(found) > count):
             result.reason = f"{found[0]} ({share(found)}; {shared} is shared, so no node is to blame)"
+            return result
+    of_ranks = Counter((report.node, report.own_gpu) for report in reports if report.own_gpu)
+    for (node, gpu), ranks in of_ranks.items():
+        if ranks > 1:
+            result.reason = (f"{ranks} ranks on {node} have one GPU ({gpu}). Each needs its own: look at gpu-bind and "
+                             f"gpus-per-task in launch.extra and launch.srun_args, launch.environment, launch.setup, "
+                             f"and the site's TaskProlog")
             return result
     errors = {report.node: report.failed for report in reports if report.failed}
     if errors.keys() == {*places} and (reason := _common([*errors.values()])):

@@ -13,7 +13,7 @@ import platform
 import signal
 import sys
 
-from drover.launch.devices import visible_gpus
+from drover.launch.devices import masks_in, visible_gpus
 from drover.launch.processes import Environment, end_with_parent
 from drover.launch.slurm.trust import node_folder, private_folder
 from drover.pipeline.core.errors import UserError
@@ -33,10 +33,11 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 
 def rank_environment(given: Environment, stage: str = "") -> dict[str, str]:
     """Variables for torch.distributed, from those that Slurm sets in each task of a step; the runner sets the others.
-    On hosts without Slurm all of them are set already. {} for a stage without ranks.
+    On hosts without Slurm all of them are set already. {} for a stage without ranks. A task that Slurm or the site
+    gives one GPU of its node's has it as device 0, whatever its place on the node.
 
     Raises:
-        UserError: the step has other ranks, or the node fewer GPUs, than planned.
+        UserError: the step has other ranks than planned, or the task sees neither one GPU nor all.
     """
     if not (planned := int(given.get("DROVER_RANKS") or 0)):
         return {}
@@ -47,8 +48,16 @@ def rank_environment(given: Environment, stage: str = "") -> dict[str, str]:
         if world != planned:
             raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
         found = {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: given[theirs] for name, theirs in NAMES.items()}}
-    gpus = int(given.get("DROVER_GPUS") or 0)
-    if gpus and stage != PREFLIGHT and (seen := visible_gpus(given)) < gpus:
+    gpus, masks = int(given.get("DROVER_GPUS") or 0), masks_in(given)
+    seen = visible_gpus(given) if gpus else 0
+    if found and masks and seen == 1 < gpus:
+        return {**found, "LOCAL_RANK": "0", "DROVER_GPUS": "1"}
+    if masks and seen < gpus and (found or stage != PREFLIGHT):  # of hosts without Slurm, the preflight says it
+        raise UserError(f"{node} shows {seen} of {gpus} GPUs to this task ({masks}). A task needs one GPU of its own, "
+                        f"or all of its node's. Look at what divides or hides them: gpus-per-task and gpu-bind in "
+                        f"launch.extra and launch.srun_args, variables in launch.environment and launch.setup, a "
+                        f"TaskProlog of the site. Or request fewer (launch.gpus_per_node).")
+    if seen < gpus and stage != PREFLIGHT:
         raise UserError(f"{node} shows {seen} GPUs to this job, but {gpus} per node were requested. Look at the node "
                         f"(`nvidia-smi`; with Slurm `scontrol show node {node}`), exclude it (launch.exclude={node}; "
                         f"on hosts, remove it from launch.hosts), or request fewer.")
@@ -64,7 +73,8 @@ def defaults(environment: Environment) -> dict[str, str]:
     """
     caches, node = node_folder(), environment.get("SLURMD_NODENAME", platform.node())
     # One for every rank: on shared homes, compilers of several ranks wrote into each other's files.
-    folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{environment.get('LOCAL_RANK', '0')}"),
+    local = environment.get("SLURM_LOCALID") or environment.get("LOCAL_RANK", "0")
+    folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{local}"),
                "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN", **folders}
     found = {name: value for name, value in wanted.items() if name not in environment}

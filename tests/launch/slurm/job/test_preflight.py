@@ -166,6 +166,28 @@ def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals
     assert found.bad == bad and ("no node can be blamed" in found.lines[-1]) == (not bad)
 
 
+@pytest.mark.parametrize("owners, shared", [
+    (["GPU-1", "GPU-2", "GPU-1", "GPU-2"], False), (["MIG-1", "MIG-1", "MIG-3", "MIG-4"], True), ([""] * 4, False),
+    (["GPU-1", "GPU-2", "GPU-4", "GPU-4"], True)])
+def test_two_ranks_with_one_gpu_end_the_job(owners, shared):
+    """Two nodes of two ranks."""
+    reports = [Report(rank, nodes_of(2)[rank // 2], own_gpu=gpu, failed="") for rank, gpu in enumerate(owners)]
+    found = judge(reports, ["n1", "n1", "n2", "n2"])
+    assert ("2 ranks on n" in found.reason and "gpu-bind" in found.reason) == shared and not found.bad
+
+
+def test_each_task_tests_the_gpu_that_it_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node_trial, "measure", lambda *_: None)
+    for name, value in {"RANK": "5", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "GPU-7",
+                        "PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    for gpus, found in ("1", ({"gpu": "nvidia-smi does not answer"}, "GPU-7")), ("4", ({}, "")):
+        monkeypatch.setenv("DROVER_GPUS", gpus)
+        node_trial.try_node(tmp_path, 1.0)
+        report = Report(**json.loads(capsys.readouterr().out.splitlines()[0]))
+        assert (report.problems, report.own_gpu) == found
+
+
 @pytest.mark.parametrize("lines, status, stops", [
     (["no image", "no image"], 255, True), (["image 1: gone", "image 2: gone"], 1, True),
     (["no image", "fine"], 255, False), (["no image"], 255, False), (["a warning", "a warning"], 0, False)])
@@ -190,7 +212,7 @@ def test_a_rank_that_cannot_measure_says_why(tmp_path, monkeypatch, capsys, erro
     monkeypatch.setattr(node_trial, "measure", measure)
     monkeypatch.setattr(node_trial, "GRACE_S", 0.0)
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     refused(type(error), "ib9", node_trial.try_node, tmp_path, 1.0)
     (tmp_path / "node0.log").write_text("".join(f"3: {line}\n" for line in capsys.readouterr().out.splitlines()))
     report, = read_reports(tmp_path, Report)

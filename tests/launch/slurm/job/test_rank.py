@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from drover.launch import devices
-from drover.launch.devices import visible_gpus
-from drover.launch.slurm.job.rank import SAVES, rank_environment
+from drover.launch.devices import gpu_of, visible_gpus
+from drover.launch.slurm.job.rank import SAVES, defaults, rank_environment
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused, table
@@ -32,9 +32,49 @@ def test_rank_environment():
 
 def test_what_was_not_planned_is_refused():
     short = {**SLURM, "DROVER_GPUS": "8", "CUDA_VISIBLE_DEVICES": "0,1"}
-    refused(UserError, "gpu010 shows 2 GPUs to this job, but 8 per node", rank_environment, short)
-    assert rank_environment(short, "preflight"), "it says so"
+    for stage in ("train", "preflight"):
+        said = refused(UserError, "gpu010 shows 2 of 8 GPUs to this task", rank_environment, short, stage)
+        assert "CUDA_VISIBLE_DEVICES=0,1" in said and "gpu-bind" in said and "exclude" not in said
+    bare = {name: value for name, value in short.items() if name != "CUDA_VISIBLE_DEVICES"}
+    refused(UserError, "gpu010 shows 0 GPUs to this job, but 8 per node", rank_environment, bare)
+    assert rank_environment(bare, "preflight"), "it says so"
     assert rank_environment({"SLURM_NTASKS": "1"}) == {}, "a stage without ranks"
+
+
+@pytest.mark.parametrize("masks, own", table("""
+    {"CUDA_VISIBLE_DEVICES": "0"} -> true
+    {"CUDA_VISIBLE_DEVICES": "7"} -> true
+    {"CUDA_VISIBLE_DEVICES": "GPU-8a3f"} -> true
+    {"CUDA_VISIBLE_DEVICES": "MIG-41b1"} -> true
+    {"ROCR_VISIBLE_DEVICES": "3"} -> true
+    {"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "2"} -> true
+    {"CUDA_VISIBLE_DEVICES": "0,1,2,3"} -> false
+    {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"} -> false""", *[json.loads] * 2))
+def test_a_task_has_its_own_gpu_as_device_0_or_all_by_its_place(masks, own):
+    for stage in ("train", "preflight"):
+        found = rank_environment({**SLURM, "DROVER_GPUS": "4", **masks}, stage)
+        assert (found["LOCAL_RANK"], found.get("DROVER_GPUS"), found["LOCAL_WORLD_SIZE"]) == (
+            ("0", "1", "8") if own else ("5", None, "8"))
+    host = {"DROVER_RANKS": "8", "DROVER_GPUS": "4", "RANK": "5", "LOCAL_RANK": "1", **masks}
+    if own:  # without Slurm all ranks of a host see the same
+        refused(UserError, "this node shows 1 of 4 GPUs to this task", rank_environment, host)
+
+
+def test_the_place_of_a_rank_names_its_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    found = {defaults({**SLURM, "SLURM_LOCALID": str(place), "LOCAL_RANK": "0"})["TRITON_CACHE_DIR"]
+             for place in range(4)}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("mask, answer, gpu", [
+    ("GPU-8a3f", "", "GPU-8a3f"), ("MIG-41b1", "", "MIG-41b1"), ("3", "GPU-77", "GPU-77"), ("3", "", ""),
+    ("0", "GPU-77\\nGPU-78", "")])
+def test_what_identifies_a_gpu(programs, monkeypatch, mask, answer, gpu):
+    programs.do("nvidia-smi", f"printf '{answer}'")
+    monkeypatch.setenv("PATH", f"{programs.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert gpu_of(os.environ) == gpu
 
 
 @pytest.mark.parametrize("masks, count", table("""

@@ -88,6 +88,22 @@ def test_a_site_that_does_not_count_gpus(script, launcher):
         assert "but launch.request_gpus is false. Leave one out." in said
 
 
+@pytest.mark.parametrize("settings", [
+    "'launch.extra={gpus-per-task: 1}'", "'launch.extra={gpu-bind: closest}'",
+    "'launch.srun_args=[--gpu-bind=single:1]'",
+    "launch.environment.CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"])
+def test_gpus_may_be_given_to_each_task(launcher, settings):
+    """Each then takes its own (test_rank)."""
+    launcher.accepted(f"--stage train {DRY} launch.gpus_per_node=8 train.micro_batch=1 {settings}")
+
+
+@pytest.mark.parametrize("mask", [
+    "CUDA_VISIBLE_DEVICES='\"0\"'", "ROCR_VISIBLE_DEVICES=0,1", "HIP_VISIBLE_DEVICES=GPU-1"])
+def test_a_variable_that_gives_all_tasks_the_same_few_gpus_is_refused(launcher, mask):
+    said = launcher.refused(f"--stage train {DRY} launch.gpus_per_node=8 train.micro_batch=1 launch.environment.{mask}")
+    assert f"launch.environment has {mask.partition('=')[0]}=" in said and "of 8 GPUs to every rank" in said
+
+
 def test_limits_of_the_shell_stay_there(script):
     assert "#SBATCH --propagate=NONE\n" in script()
     assert "#SBATCH --propagate=MEMLOCK,STACK\n" in script(extra={"propagate": "MEMLOCK,STACK"})
