@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.plugins import add_run_and_plugins
-from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.manifest import not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, read_lines
+from drover.pipeline.core.files import Record, problem_of, read_lines
 from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
 from drover.pipeline.records.metrics import OTHER_ORDER
@@ -43,6 +44,7 @@ equal to the last bit."""
 NOT_DETERMINISTIC = 1e-2
 """The same on a device that is not deterministic (GPUs, unless train.deterministic is true). There a step drifts with
 every repeated step before it."""
+RECORDS = ("metrics.jsonl", "events.jsonl")
 PLACES = ("ranks", "parallel", "device", "micro_batch", "compile", "torch")
 """Fields of a start or resume event: where the steps after it were computed."""
 
@@ -215,7 +217,7 @@ def _left_out(ledger: Ledger, found: Audit) -> None:
 
 
 def _checkpoints(ledger: Ledger, found: Audit) -> None:
-    """Checkpoints and the manifest must count what the log does."""
+    """Checkpoints and the manifest must count what the log does, and the log must be the one that was committed."""
     skipped = [step for step, line in ledger.final.items() if "skipped" in line]
     counted = list[tuple[str, str, int | None, int]]()
     for path in named_after_steps(ledger.folder / CHECKPOINTS):
@@ -225,7 +227,11 @@ def _checkpoints(ledger: Ledger, found: Audit) -> None:
             counted.append((who, "samples", progress.get("samples"), line["samples"][1]))
         counted.append((who, "skipped updates", (progress.get("guards") or {}).get("skipped_total"),
                         sum(step <= progress.get("step", 0) for step in skipped)))
+    manifests = {stage: made for stage in STAGES if (made := ledger.run.manifest(stage)) is not None}
+    found.faults += [f"the stage {stage}: {what}" for stage, what in not_as_used(manifests).items()]
     if (manifest := read_manifest(ledger.folder)) is not None:
+        found.faults += [problem for record in manifest.outputs if record["path"] in RECORDS
+                         if (problem := problem_of(ledger.folder / record["path"], record))]
         counted += [("the manifest", "samples", manifest.counts.get("samples"), found.samples),
                     ("the manifest", "skipped updates", manifest.counts.get("skipped"), len(skipped)),
                     ("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(ledger.rollbacks))]

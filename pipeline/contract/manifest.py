@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -150,6 +150,19 @@ class Manifest:
 def digest(outputs: Sequence[Record]) -> str:
     """Hash of the paths and contents of outputs, by their records."""
     return sha256_json(sorted([record["path"], record["sha256"]] for record in outputs))
+
+
+def not_as_used(manifests: Mapping[str, Manifest]) -> dict[str, str]:
+    """Finished stages whose outputs are not those that later ones were made from, with a sentence's part that names
+    these: a manifest's own checksum does not show that somebody wrote another. manifests: by stage."""
+    found = dict[str, list[str]]()
+    for later, manifest in manifests.items():
+        known = [one.get("inputs", {}) for one in (manifest.fingerprint, *manifest.accepted)]
+        for stage in known[0].keys() & manifests.keys():
+            if all(inputs.get(stage) != manifests[stage].digest for inputs in known):
+                found.setdefault(stage, []).append(later)
+    return {stage: f"its outputs are not those that {', '.join(users)} {'was' if len(users) == 1 else 'were'} made from"
+            for stage, users in sorted(found.items())}
 
 
 def check_record(record: Record, kind: Any, stage: str) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.core.files import append_line
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.core.files import append_line, output_record
 from drover.pipeline.records.rollbacks import Rollback, add_rollback
 from drover.pipeline.training.data.token_check import DAMAGED
 from drover.tools.audit import _tolerance, audit, main
@@ -95,6 +97,25 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
     recorded.lines.append({**lines_of(recorded, 16)[-1], "loss": 9.0})
     found = audit(written(recorded, damaged))
     assert any("step 16 was done twice with different loss" in fault for fault in found.faults), "one damage, one loss"
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl"])
+def test_a_log_that_is_not_what_was_committed_is_named(recorded, file):
+    """Consistent in itself, so that only records of others show it; also where the stage's own record fits to it."""
+    folder, run = written(recorded), run_in(recorded.folder)
+    inputs = {stage: run.finished(stage).digest for stage in ("encode", "tokenizer")}
+    train = Manifest("train", {"inputs": inputs}, [output_record(recorded.train, recorded.train / file)], {}, "")
+    train.write(recorded.train)
+    Manifest("convert", {"inputs": {"train": train.digest}}, [], {}, "").write(folder / "convert")
+    assert not audit(folder).faults
+    with open(recorded.train / file, "ab") as log:
+        log.write(b'{"torn')
+    assert f"{file} has " in audit(folder).faults[0]
+    train = replace(train, outputs=[output_record(recorded.train, recorded.train / file)])
+    train.write(recorded.train)
+    assert audit(folder).faults == ["the stage train: its outputs are not those that convert was made from"]
+    replace(train, fingerprint={"inputs": {**inputs, "encode": "0" * 64}}).write(recorded.train)
+    assert "the stage encode: its outputs are not those that train was made from" in audit(folder).faults
 
 
 def test_nothing_to_audit_is_said(tmp_path, capsys):

@@ -10,7 +10,15 @@ import pytest
 import yaml
 
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_json, write_sealed
+from drover.pipeline.core.files import (
+    output_record,
+    read_json,
+    read_sealed,
+    sealed_text,
+    sha256_file,
+    write_json,
+    write_sealed,
+)
 from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify.__main__ import main, share_of, verify
 from drover.tools.verify.checks import WENT, Findings
@@ -120,6 +128,23 @@ def test_shards_are_read_and_not_only_hashed(copied):
     found = told(vocabulary["eos_id"])
     assert "EOS is inside of a document at its token 5 (document 0" in found and "its document 0 is" in found
     assert "outside of the vocabulary" in told(vocabulary["size"] + 1)
+
+
+@pytest.mark.parametrize(("stage", "file", "users"), [
+    ("train", "metrics.jsonl", "convert, report were"), ("convert", "hf/config.json", "evaluate, report were"),
+    ("tokenizer", "report.json", "encode, train, convert, evaluate, report were"),
+    ("evaluate", "results.json", "report was")])
+def test_an_output_and_its_manifest_that_fit_to_each_other_and_not_to_later_stages(copied, stage, file, users):
+    """As somebody writes them who seals them again: `drover run` takes such a stage for another."""
+    path, manifest = copied / stage / file, read_sealed(copied / stage / "manifest.json")
+    path.write_bytes(path.read_bytes() + b"\n")
+    for record in manifest["outputs"]:
+        if record["path"] == file:
+            record.update(output_record(copied / stage, path))
+    write_sealed(copied / stage / "manifest.json", manifest)
+    problem, = verify(copied).problems
+    assert problem.file == str(copied / stage / "manifest.json")
+    assert problem.what == f"its outputs are not those that {users} made from"
 
 
 def test_a_sample_looks_at_all_sizes(whole):

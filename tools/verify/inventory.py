@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from drover.pipeline.contract.external_inputs import HASHES
 from drover.pipeline.contract.locks import LOCKS
-from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
+from drover.pipeline.contract.manifest import MANIFEST, Manifest, not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
@@ -92,6 +92,9 @@ class Inventory(Findings):
         folders = {stage: run.stage_folder(stage) if run else self.folder / stage for stage in STAGES}
         for stage, folder in folders.items():
             self._stage(stage, folder)
+        for stage, what in not_as_used({stage: manifest for stage, (_, manifest) in self.manifests.items()}).items():
+            self.problem(self.manifests[stage][0] / MANIFEST, what, "Restore the stage from a copy; if you made it "
+                         "again, make those again too (--force)")
         self._shards(bool(run and run.config.train.tokens_from))
         self._outside_stages({*folders})
         return self.checks
