@@ -240,8 +240,9 @@ class ModelConfig(BaseModel):
             return self.ffn_dim
         width = int(2 * (4 * self.dim) / 3)
         if self.ffn_dim_multiplier is not None:
-            width = int(self.ffn_dim_multiplier * width)
-        return self.multiple_of * math.ceil(width / self.multiple_of)
+            width = int(min(self.ffn_dim_multiplier * width, MOST_WIDTH**2))
+        multiple = max(1, self.multiple_of)  # `problems` refuses what is impossible
+        return multiple * math.ceil(width / multiple)
 
     @property
     def matmul_parameter_count(self) -> int:

@@ -98,7 +98,7 @@ def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> 
     batch = (f"{plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / train.sequence_length "
              f"{train.sequence_length})")
     if plan.sequences % plan.data_ranks:
-        fewer = next(many for many in range(plan.data_ranks, 0, -1) if plan.sequences % many == 0)
+        fewer = next(many for many in range(min(plan.data_ranks, 1 << 20), 0, -1) if plan.sequences % many == 0)
         return [f"the global batch of {batch} is not divisible by {plan.data_ranks} data-parallel ranks, even one "
                 f"sequence at a time. Take fewer nodes (at most {fewer} data-parallel ranks), a multiple of "
                 f"{plan.data_ranks * train.sequence_length} as train.batch_tokens, or larger parallel.tp, parallel.cp "

@@ -24,6 +24,7 @@ from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import in_phases, plan_problems
 from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
+from drover.pipeline.config.section import shortened
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.config.training import FIRST
 from drover.pipeline.config.tree import Config
@@ -249,10 +250,12 @@ def _listed(config: Config) -> Iterator[str]:
                               ("train.log_to", "sinks of kind", Counter(sink.kind for sink in train.log_to))):
         yield from (f"{key} has {count} {what} '{name}'; there can be one."
                     for name, count in counts.items() if count > 1)
-    yield from (f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': file names contain it."
+    yield from (f"the source name '{shortened(name, 50)}' in shard.sources must be letters, digits, '_' or '-': file "
+                f"names contain it."
                 for name in sources if not name.replace("_", "").replace("-", "").isalnum())
-    yield from (f"the source name '{name[:20]}...' in shard.sources has {len(name.encode())} bytes; take at most "
-                f"{MOST_NAME}, because file names contain it." for name in sources if len(name.encode()) > MOST_NAME)
+    sizes = {name: len(name.encode("utf-8", "replace")) for name in sources}
+    yield from (f"the source name '{name[:20]}...' in shard.sources has {size} bytes; take at most {MOST_NAME}, "
+                "because file names contain it." for name, size in sizes.items() if size > MOST_NAME)
     yield from (f"a filter of shard.filters has the reserved name '{name}'; give it another `name`."
                 for name in filters if name in ("duplicate", "empty"))
     for item in config.shard.filters:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.plugins import left_out, load_plugins
-from drover.pipeline.config.section import local_path, sections_in, sentence
+from drover.pipeline.config.section import local_path, sections_in, sentence, shortened
 from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
@@ -38,6 +38,8 @@ CLUSTERS = REPOSITORY / "configs" / "clusters"
 """The folder of cluster profiles that are named without a folder."""
 OF_A_STAGE = ("started.json", "manifest.json")
 """Files in a stage's folder. A folder with such folders is a run's."""
+MOST_PROBLEMS = 40
+"""Problems of a configuration that are listed."""
 KINDS = {kinds.setting: kinds for kinds in (FILTERS, HOOKS, SINKS)}
 
 
@@ -124,7 +126,11 @@ def _read(path: Path, overrides: Iterable[tuple[str, str]], advice: str) -> Tree
     for section, key, named in (("launch", "cluster", _profile), ("model", "preset", _shape)):
         given, place = tree.get(section), place_of(tree, (section, key))
         if isinstance(given, dict) and (name := given.pop(key, None)) is not None:
-            tree[section] = merge(named(local_path(str(name)), given, place, path), given)
+            try:
+                tree[section] = merge(named(local_path(str(name)), given, place, path), given)
+            except OSError as error:  # the name is too long for a path
+                raise UserError(f"{place}: {section}.{key} names {str(name)[:50]!r}, which cannot be opened "
+                                f"({error.strerror}).") from None
     return tree
 
 
@@ -141,7 +147,7 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     tree: Tree = {}
     for part in [*(_with_bases(path.parent / local_path(base), chain, f"Correct `base:` in {place}.")
                    for base in bases), own]:
-        if "preset" in (part.get("model") or ()):
+        if isinstance(own_shape := part.get("model"), dict) and "preset" in own_shape:
             tree.pop("model", None)  # a preset replaces the whole section of a base
         merge(tree, part)
     return tree
@@ -263,6 +269,8 @@ def _known_keys(at: Path_, tree: Any) -> list[str]:
 
 
 def refusal(found: list[str], path: Path | str) -> UserError:
-    """The error that reports all problems of a configuration."""
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-    return UserError(f"{count} in the configuration {path}:\n{listed(found)}")
+    """The error that reports all problems of a configuration; of very many, the first."""
+    count = "1 problem" if len(found) == 1 else f"{len(found):,} problems"
+    found = [shortened(problem, 2000) for problem in found]
+    more = [f"and {len(found) - MOST_PROBLEMS:,} more"] if len(found) > MOST_PROBLEMS else []
+    return UserError(f"{count} in the configuration {path}:\n{listed([*found[:MOST_PROBLEMS], *more])}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 SMALLEST_SHARE = 2.0**-17
@@ -36,8 +36,8 @@ def read_tokens(value: Any) -> Any:
     exponent. Other values are returned unchanged, for pydantic to refuse."""
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([kKMBT]?)\s*", value)):
         number = Decimal(match[1].replace("_", "")) * UNITS[match[2].replace("K", "k")]
-        return int(number) if number == int(number) else float(number)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+        return int(number) if number == int(number) and number < 2**63 else float(number)
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
 
 def _share(value: Any) -> Any:
@@ -47,7 +47,7 @@ def _share(value: Any) -> Any:
 
 TokenCount = Annotated[int, BeforeValidator(read_tokens)]
 """Tokens: a whole number, or a text such as 250M."""
-Mixture = dict[str, Annotated[float, BeforeValidator(_share)]]
+Mixture = dict[str, Annotated[float, BeforeValidator(_share), Field(lt=2**63)]]
 """Weights by source: numbers, or tokens as texts (8B)."""
 
 

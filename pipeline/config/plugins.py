@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.config.section import local_path
+from drover.pipeline.config.section import local_path, shortened
 from drover.pipeline.core.command_line import add_run
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError, printable
 
 _LOADED: dict[str, Path] = {}
@@ -57,7 +58,7 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
         UserError: one does not exist, cannot be imported, or has the name of another module.
     """
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise UserError(f"{place}: `plugins` is a list of modules and files, not {names!r}.")
+        raise UserError(f"{place}: `plugins` is a list of modules and files, not {shortened(repr(names))}.")
     found = []
     for name in map(local_path, names):
         path = _file(name, config, place) if name.endswith(".py") else None
@@ -97,7 +98,7 @@ def left_out(names: Any, run: Path) -> str:
 @cache
 def warn(text: str) -> None:
     """Print a warning to stderr, once in this process."""
-    print(text, file=sys.stderr, flush=True)
+    echo(text, file=sys.stderr)
 
 
 def _module(name: str) -> str:
@@ -124,8 +125,8 @@ def _import(name: str, path: Path | None, place: str) -> None:
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        raise UserError(f"{place}: the plugin {path or name} cannot be imported: {type(error).__name__}: {error}"
-                        ) from error
+        raise UserError(f"{place}: the plugin {shortened(str(path or name))} cannot be imported: "
+                        f"{type(error).__name__}: {shortened(str(error), 2000)}") from error
     origin = Path(str(module.__file__)).resolve()
     if path is not None and origin != path:
         raise UserError(f"{place}: the plugin {path} has the name of another module, {origin}. Rename it.")

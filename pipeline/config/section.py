@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from drover.pipeline.core.errors import meant
 
@@ -17,7 +18,19 @@ def local_path(text: str) -> str:
     return os.path.expanduser(text)  # noqa: PTH111 - Path would also change ./a, and fail for a user that is unknown
 
 
-LocalPath = Annotated[str, AfterValidator(local_path)]
+def _possible(text: str) -> str:
+    path = local_path(text)
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded or len(encoded) > 4000 or max(map(len, encoded.split(b"/"))) > 255:
+        raise PydanticCustomError("impossible", "no file can have this name: it is too long, or has characters that "
+                                                "names cannot have")
+    return path
+
+
+LocalPath = Annotated[str, AfterValidator(_possible)]
 """A path on this machine, in a configuration."""
 
 
@@ -111,9 +124,15 @@ def advice(name: str, known: Iterable[str]) -> str:
     return meant(name, known := list(known), f"known here: {', '.join(known)}.")
 
 
+def shortened(text: str, most: int = 300) -> str:
+    """A text for a message: of a very long one, the beginning."""
+    return text if len(text) <= most else f"{text[:most - 3]}..."
+
+
 def sentence(problem: Any, key: str, instead: str) -> str:
     """One of pydantic's errors as a sentence. key: the setting, dotted. instead: the hint if the key is unknown."""
     kind, given, message = problem["type"], problem.get("input"), problem["msg"][0].lower() + problem["msg"][1:]
+    key, message = shortened(key), shortened(message, 1000)
     if kind == "extra_forbidden":
         return f"unknown key '{key}'; {instead}"
     if kind == "missing":
@@ -123,5 +142,5 @@ def sentence(problem: Any, key: str, instead: str) -> str:
     if kind == "string_type" and isinstance(given, int | float):
         message = f"a text is needed; write it in quotes ('{str(given).lower()}')"
     shown = "a mapping" if isinstance(given, dict) else "a list" if isinstance(given, list) else \
-        f"{given!r} ({type(given).__name__})"
+        f"{shortened(repr(given))} ({type(given).__name__})"
     return f"'{key}' is {shown}: {message}{'' if message[-1] in '?.' else '.'}"

@@ -30,7 +30,7 @@ def changed(config: Part, settings: Mapping[str, Any]) -> Part:
 class Config(Section):
     """A run: one section per stage, and where and how it runs."""
 
-    name: str = execution("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = execution("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """The run's name and folder. A new name starts a new run."""
     runs_dir: LocalPath = execution("runs")
     """Folder of all runs."""

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import yaml
 
+from drover.pipeline.config.section import shortened
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_bytes, typed
 
@@ -57,15 +58,18 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 for _type, (_first, _form) in _OURS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"^({_form})$"), list(_first))
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value).replace("_", "")))
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: _number(str(node.value).replace("_", "")))
+for _type in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_type}", lambda _, node: _number(str(node.value).replace("_", "")))
 Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _number(text: str) -> float:
-    """A number with a point or an exponent; a whole one (1e6) is an integer."""
+    """A number; a whole one (3, 1e6) is an integer, unless it is beyond 64 bits: no setting counts so far, and plans
+    compute with all of them."""
     number = float(text)
-    return int(number) if number.is_integer() else number
+    if not number.is_integer() or abs(number) >= 2**63:
+        return number
+    return int(text) if text.lstrip("-+").isdecimal() else int(number)
 
 
 class TaskSettings(TypedDict, total=False):
@@ -246,8 +250,9 @@ def _decoded(path: Path, advice: str, piped: bool) -> str:
         else:
             data = read_bytes(path, LARGEST)
     except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
-        raise UserError(f"The configuration file {path} cannot be read: {getattr(error, 'strerror', error)} (looked in "
-                        f"{path.absolute().parent}). {advice}") from None
+        raise UserError(f"The configuration file {shortened(str(path))} cannot be read: "
+                        f"{getattr(error, 'strerror', error)} (looked in {shortened(str(path.absolute().parent))}). "
+                        f"{advice}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

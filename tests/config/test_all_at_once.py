@@ -13,6 +13,7 @@ from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from tests.config.files import refusal
+from tests.conftest import slow
 from tests.refusal import refused, table
 
 
@@ -123,3 +124,45 @@ def test_explain_says_of_places_that_their_content_decides():
     assert "the content does" in explain(Config(), "tokenizer.path")
     assert "never makes a finished stage stale" in explain(Config(), "train.micro_batch")
     assert "llama3_8b" in explain(Config(), "model.preset"), "although a loaded configuration spells the shape"
+
+
+ODD = ("5", "-1", "1e308", "1" + "0" * 400, str(2**63 - 1), ".inf", ".nan", "null", "''", "[]", "[[]]", "[null]", "{}",
+       "{5: 5}", '"\\0"', '"\\ud800"', "'" + "x" * 10_000 + "'")
+
+
+def written_at(key, value):
+    """YAML in which a setting has a value."""
+    *sections, last = key.split(".")
+    return "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(sections)) + \
+        f"{'  ' * len(sections)}{last}: {value}\n"
+
+
+@pytest.mark.parametrize("keys", [
+    [key for key in keys_of(Config) if "." not in key], ["model.preset", "launch.cluster", "base", "train.mixture.web"],
+    *slow([key for key in keys_of(Config) if "." in key])], ids=["sections", "others", "all"])
+def test_no_value_of_a_setting_ends_in_a_traceback(written, keys):
+    for key in keys:
+        for value in ODD:
+            path = written(written_at(key, value))
+            try:
+                load_config(path)
+            except UserError as error:
+                assert 0 < len(str(error)) < 4000, (key, value)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("model: 5", "'model' is 5 (int)"), ("train: {steps: 1e308}", "'train.steps' is 1e+308 (float)"),
+    ("train: {batch_tokens: 999999999999T}", "'train.batch_tokens'"), ("model: [preset]", "'model' is a list"),
+    ("launch: {time: 99999999999999999}", "longer than Slurm counts"),
+    ("runs_dir: " + "x" * 300, "no file can have this name"),
+    ('train: {init_from: "a\\0b"}', "no file can have this name"),
+    ("name: " + "x" * 201, "at most 200 characters"), ("launch: {cluster: " + "x" * 5000 + "}", "cannot be opened")])
+def test_values_that_nothing_can_compute_with_are_named(written, text, expected):
+    assert expected in refusal(written(text))
+
+
+def test_of_very_many_problems_the_first_are_listed(written):
+    said = refusal(written("".join(f"unknown_{number}: 1\n" for number in range(4000))))
+    assert said.startswith("4,000 problems") and "unknown_0'" in said and "and 3,960 more" in said
+    assert len(said) < 40_000
+    assert len(refusal(written(f"{'k' * 100_000}: {'v' * 100_000}\n"))) < 3000
