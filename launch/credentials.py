@@ -48,10 +48,15 @@ TOKENS = PASSWORDS | {"TOKEN", "APIKEY", "PRIVATE"}
 AUTHORISED = TOKENS | {"AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "DSN", "KEY", "KEYS", "LOGIN", "PASS", "PAT", "PWD",
                        "SESSION", "SIGNATURE", "TOKENS"}
 """Those, and words in names whose values are secrets if they look random."""
+HASHES = frozenset(("CHECKSUM", "COMMIT", "DIGEST", "FINGERPRINT", "GIT", "HASH", "MD5", "REV", "REVISION", "SHA",
+                    "SHA1", "SHA256"))
+"""Words in names and texts whose hexadecimal values are public."""
 LEAST_DISTINCT = 8
 """A value with fewer different characters does not look random."""
 _ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
 _GIVEN = re.compile(r"--([a-z][a-z-]*)[= ](\"[^\"]+\"|'[^']+'|[^\s;,-][^\s;,]*)")
+_HEX = re.compile(r"(?<![\w@/:=.-])(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?![\w@/:.-])")
+"""Keys of many services look like this, Weights & Biases' and Datadog's among them; so do hashes."""
 _HARMLESS = re.compile(r"|[-+]?[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|~|"
                        r"[$`].*")
 """Nothing, numbers, switches, paths, and shell substitutions."""
@@ -91,6 +96,10 @@ def credential_problems(config: Config, environment: Environment) -> list[str]:
             if name not in launch.not_secrets and is_secret(name, given) and not known_form(f"{name}={given}"):
                 found.append(HOLDS.format(key=key, what=f", {name}", name=name.replace("-", "_"),
                                           rest=f"; if it is no secret, set launch.not_secrets=[{name}]"))
+        if _OF_JOBS.match(key) and not own and not words_of(text) & HASHES and (
+                _HEX.search(re.sub("|".join((_ASSIGNED.pattern, _GIVEN.pattern)), "", text))):
+            found.append(HOLDS.format(key=key, what=" (hexadecimal digits, as keys of many services have)", name="NAME",
+                                      rest="; if it is a hash, say so beside it: COMMIT=..."))
         found += [f"{key} contains the value of your shell's {name}, and would be written to files. Remove it and put "
                   f"{name} into launch.secrets." for name, secret in shell.items() if secret in text]
     return found
@@ -105,6 +114,8 @@ def is_secret(name: str, value: str) -> bool:
         return not re.match(r"[~.]?/", value)
     if _HARMLESS.fullmatch(value):
         return False
+    if _HEX.fullmatch(value):
+        return not words & HASHES
     last = re.split(r"[_-]", name.upper())[-1]
     return bool(words & TOKENS) or last == "KEY" or bool(words & AUTHORISED and is_random(value))
 

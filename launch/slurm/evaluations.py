@@ -33,6 +33,7 @@ from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.state import now
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sha256_file
 from drover.pipeline.records.checkpoints import (
@@ -97,7 +98,9 @@ def prepare(run: Run, step: int) -> Path:
         raise UserError(f"{source} is not a complete checkpoint, so it cannot be evaluated. Evaluate another step: "
                         f"`ls {source.parent}` shows them.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.is_symlink():
+    if target.is_symlink():
+        target.unlink()  # to where the run may have been before
+    if not target.exists():  # `cp -rL` copies the checkpoint itself
         target.symlink_to(source, target_is_directory=True)
     marker, sub = read_marker(target), Run(config)
     save_config(config, folder / "config.yaml")
@@ -118,7 +121,7 @@ def prepare(run: Run, step: int) -> Path:
 def evaluate(run_folder: Path, step: int) -> int:
     """Convert and evaluate a checkpoint; the exit status of the first stage that fails, or 0."""
     if evaluation_record(run_folder, step).exists():
-        print(f"the checkpoint of step {step} is already evaluated", flush=True)
+        echo(f"the checkpoint of step {step} is already evaluated")
         return 0
     run = run_in(run_folder.absolute())
     path = prepare(run, step)

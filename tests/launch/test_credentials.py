@@ -87,6 +87,11 @@ def test_what_looks_like_an_address_with_a_password():
     MY_AUTH -> basic -> false
     KEY_COLUMN -> text -> false
     COMMIT -> {WANDB} -> false
+    GIT_SHA1 -> {WANDB} -> false
+    NICKNAME -> {WANDB} -> true
+    RUN_LABEL -> {drawn("<32 hex>")} -> true
+    image -> {drawn("<64 hex>")} -> true
+    RUN_LABEL -> {WANDB[:39]} -> false
     USE_AUTH_TOKEN -> true -> false
     credentials -> me -> true
     NCCL_IB_PKEY -> 0x8001 -> false
@@ -99,6 +104,17 @@ def test_what_looks_like_an_address_with_a_password():
 def test_names_and_values_together(name, value, secret):
     assert is_secret(name, value) == secret
     assert bool(found(setup=[f"export {name}='{value}'"])) == secret
+
+
+@pytest.mark.parametrize(("settings", "secret"), [
+    ({"setup": [f"wandb login {WANDB}"]}, True), ({"wrap": ["run", WANDB]}, True),
+    ({"extra": {"comment": WANDB}}, True),
+    ({"setup": [f"git checkout {WANDB}"]}, False), ({"setup": [f"pip install git+https://host/x@{WANDB}"]}, False),
+    ({"container": {"image": f"host/x@sha256:{drawn('<64 hex>')}"}}, False),
+    ({"setup": [f"cd /data/{WANDB}"]}, False)])
+def test_a_key_of_hexadecimal_digits_without_a_name(settings, secret):
+    problems = found(**settings)
+    assert len(problems) == secret and not any(WANDB in problem for problem in problems)
 
 
 def test_what_is_no_secret_can_be_said():

@@ -64,7 +64,7 @@ from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.contract.telling import RANK_VARIABLES
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record
+from drover.pipeline.core.files import Record, renamed
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
@@ -262,7 +262,10 @@ class Runner:
         latest = folder.with_name(f"latest.{folder.name}.tmp")
         latest.unlink(missing_ok=True)
         latest.symlink_to(folder.name)
-        latest.replace(folder.with_name("latest"))
+        named = folder.with_name("latest")
+        if named.is_dir() and not named.is_symlink():  # as `cp -rL` copies it
+            renamed(named, "latest.copied")  # which `prune` removes in time
+        latest.replace(named)
         return folder
 
     def _start(self, folder: Path) -> Outcome:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def test_a_rank_s_variables_that_a_shell_had_left_over_reach_no_stage(job, monke
     job.go("work", ranks=ranks)
     kept = {name: job.environments[0][name] for name in left_over if name in job.environments[0]}
     assert kept.keys() == ({"MASTER_ADDR", "MASTER_PORT"} if ranks else set()) and "7" not in kept.values()
+
+
+@pytest.mark.parametrize("make", [lambda path: shutil.copytree(path.parent / "12.0", path), Path.touch,
+                                  lambda path: path.symlink_to("nowhere")])
+def test_a_run_whose_links_were_copied_as_what_they_lead_to_continues(job, make):
+    """As `cp -rL` copies it."""
+    logs = job.run / "logs/train"
+    (logs / "12.0").mkdir(parents=True)
+    (logs / "12.0/node0.log").write_text("a line")
+    make(logs / "latest")
+    status, _ = job.go("work")
+    assert status == 0 and (logs / "latest").readlink() == Path("12.1")
 
 
 def test_a_rank_that_used_too_much_memory(job):
