@@ -128,12 +128,13 @@ def test_a_killed_rank_on_one_box_is_started_again_and_changes_nothing(before, u
 
 
 @pytest.mark.parametrize("stage, limit", [("shard", 20_000), ("tokenizer", 10_000), ("encode", 5_000),
-                                          ("convert", 50_000)])
+                                          ("convert", 50_000), ("evaluate", 3_000), ("report", 3_000)])
 def test_a_full_disk_stops_any_stage_with_a_paragraph(before, undisturbed, stage, limit):
     """The process's file size limit stands in for the disk. Once there is room, the same command goes on."""
     config = before(stage)
     workers = f"launch.processes={1 + (stage == 'shard')}"
     said = run_here(stage, config, workers, expect=2, limits={resource.RLIMIT_FSIZE: limit})
-    assert "full" in said and read_manifest(config.parent / "runs/mini" / stage) is None
+    assert "full" in said and f"{config.parent}/runs/mini/" in said, "the file is named"
+    assert read_manifest(config.parent / "runs/mini" / stage) is None
     run_here(stage, config, workers)
     assert_same(config, undisturbed, stage)

@@ -55,7 +55,8 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as file:
+        with named_in_errors(path), open(temporary, mode, encoding=None if "b" in mode else "utf-8",
+                                         errors=errors) as file:
             yield file
             if durable:
                 flush(file)
@@ -68,6 +69,17 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
         raise
     if durable:
         sync(path.parent)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Name the file that is being written in the OSError of a full disk, which names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def opened(path: Path | str, buffering: int = -1) -> Any:

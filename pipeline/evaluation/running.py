@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record
+from drover.pipeline.core.files import Record, named_in_errors
 from drover.pipeline.evaluation.items import errors_of_texts, of_items
 from drover.pipeline.evaluation.tasks import TaskFile, go_offline, write_absolute
 
@@ -97,7 +97,7 @@ def _load(task_file: TaskFile, folder: Path) -> Any:
 @contextmanager
 def _messages_in(log: Path) -> Iterator[None]:
     """Append output, log messages and the traceback of an error to a file."""
-    with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+    with named_in_errors(log), open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         loggers = [logging.getLogger(name) for name in TALKATIVE]

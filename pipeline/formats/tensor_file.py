@@ -24,7 +24,16 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from drover.pipeline.core.files import Count, Record, flush, opened, parsed_json, refuse_irregular, typed
+from drover.pipeline.core.files import (
+    Count,
+    Record,
+    flush,
+    named_in_errors,
+    opened,
+    parsed_json,
+    refuse_irregular,
+    typed,
+)
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -109,7 +118,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
         ValueError: a tensor does not match its layout.
     """
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0) as file:
+    with named_in_errors(path), open(path, "wb", buffering=0) as file:
         for content in _contents(layouts, tensors):
             for start in range(0, len(content), _CHUNK):
                 chunk = content[start:start + _CHUNK]

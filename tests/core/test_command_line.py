@@ -55,6 +55,8 @@ def failing(error):
 
 @pytest.mark.parametrize(("error", "status", "said"), [
     (UserError("There is no cable."), 2, "error: There is no cable.\n"),
+    (FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"), 2,
+     "error: The disk, quota or file size limit is exhausted: [Errno 2] No usable temporary directory"),
     (OSError(28, "No space left on device"), 2, "error: The disk, quota or file size limit is exhausted"),
     (KeyboardInterrupt(), 130, "\nkept\n")])
 def test_what_a_user_can_mend_is_said_in_one_way(error, status, said, capsys):
