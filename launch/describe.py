@@ -22,7 +22,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import aligned, counted, duration, first, readable
+from drover.pipeline.core.console import aligned, counted, duration, echo, first, readable
 from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -32,31 +32,31 @@ SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "ti
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, one row per job, and what the settings of train amount to."""
     config, machine = run.config, options.machine
-    print(f"run       {run.folder}")
-    print(f"cluster   {options.cluster} ({where})")
+    echo(f"run       {run.folder}")
+    echo(f"cluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
-    print("", *aligned([headings, *(row(job, options) for job in jobs)]), sep="\n")
+    echo("", *aligned([headings, *(row(job, options) for job in jobs)]))
     sizes = {stage: max(1, *(job.parts for job in jobs if job.stage == stage))
              for stage in {job.stage: None for job in jobs if job.to_run and options.cluster == "slurm"}
              if STAGES[stage].phases_of(config)}
     if fewer := [f"{stage} {size}" for stage, size in sizes.items() if size < elements_asked(config.launch, stage)]:
-        print(f"\narrays    elements of {', '.join(fewer)}: fewer than requested, because of the site's limits "
-              f"(launch.limits)")
+        echo(f"\narrays    elements of {', '.join(fewer)}: fewer than requested, because of the site's limits "
+             f"(launch.limits)")
     if train := next((job for job in jobs if job.stage == "train"), None):
-        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run, disk.text)))
+        echo("\n" + "\n".join(training_facts(config, train) + consumption_lines(run, disk.text)))
         if counts := train.node_counts[1:]:
-            print(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
-                  f"{train.nodes} nodes")
+            echo(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
+                 f"{train.nodes} nodes")
     if disk.needed:
-        print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
-        print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
+        echo(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
+        echo("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
     # How long it will take, if this machine's cores train. The launcher knows too little of GPUs.
     if options.cluster == "local" and train and train.to_run and not machine.gpus and (
             seconds := estimate(config, jobs, matrix_rate(machine.cores))):
         low, high, *training = map(duration, seconds)
-        print(f"time      about {low} to {high} if this machine is idle; training "
-              f"{' to '.join(training)}")
-    print(flush=True)
+        echo(f"time      about {low} to {high} if this machine is idle; training "
+             f"{' to '.join(training)}")
+    echo()
 
 
 def work(job: Job) -> str:

@@ -42,7 +42,7 @@ from drover.launch.slurm.wait_reasons import is_stuck, meaning, refusal
 from drover.pipeline.config.launching import LaunchConfig, minutes
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
-from drover.pipeline.core.console import aligned, counted
+from drover.pipeline.core.console import aligned, counted, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 
@@ -109,7 +109,7 @@ def work(options: argparse.Namespace) -> int:
     facts = dict[str, list[NodeFacts]]()
     for name in [] if options.no_jobs else names:
         if not options.json:
-            print(f"testing partition {name} ...", file=sys.stderr, flush=True)
+            echo(f"testing partition {name} ...", file=sys.stderr)
         findings += try_partition(name, kinds, launch, Path(options.runs_dir), options.wait, facts)
     if options.write:
         Path(options.write).parent.mkdir(parents=True, exist_ok=True)
@@ -118,10 +118,10 @@ def work(options: argparse.Namespace) -> int:
         print(json.dumps({"findings": [asdict(finding) for finding in findings],
                           "nodes": [asdict(node) for nodes in facts.values() for node in nodes]}, indent=1))
     else:
-        print("\n".join(aligned([("what", "", "found", "advice"), *((finding.what, finding.state, finding.found,
-                                                                    finding.advice) for finding in findings)])))
+        echo("\n".join(aligned([("what", "", "found", "advice"), *((finding.what, finding.state, finding.found,
+                                                                   finding.advice) for finding in findings)])))
         if options.write:
-            print(f"\nwrote {options.write}; use it with --cluster {options.write}")
+            echo(f"\nwrote {options.write}; use it with --cluster {options.write}")
     return any(finding.state == PROBLEM for finding in findings)
 
 

@@ -25,6 +25,7 @@ from typing import IO, TypeVar
 
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.console import Say as Say
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 
 Environment = Mapping[str, str]
@@ -125,7 +126,7 @@ def free_port() -> int:
 def tell(target: IO[str], text: str) -> None:
     """Print, and ignore a closed terminal or pipe: it must not end a run, and the logs have the same lines."""
     with suppress(OSError):
-        print(text, file=target, flush=True)
+        echo(text, file=target)
 
 
 def pass_on(source: int, other_end: int, target: IO[str], log: IO[bytes]) -> None:

@@ -37,7 +37,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run, find_run
-from drover.pipeline.core.console import first
+from drover.pipeline.core.console import echo, first
 from drover.pipeline.core.errors import UserError, absent, refusals
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _usual_config() -> str:
     """The demo's configuration if none is given, which is printed."""
     for path in (USUAL, Path(__file__).resolve().parent.parent / USUAL):
         if path.is_file():
-            print(f"config    {path}, since no --config is given")
+            echo(f"config    {path}, since no --config is given")
             return str(path)
     raise UserError("No configuration is given. Add --config FILE (--help shows complete commands).")
 
@@ -173,7 +173,7 @@ def _launch(options: argparse.Namespace) -> int:
                  for job in running] if here else [
             f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}"
             for job, text in scripts(config, running)]
-        print(*shown or ["nothing to do: all asked stages are done"], sep="\n")
+        echo(*shown or ["nothing to do: all asked stages are done"])
         return 0
     for stage in {job.stage: None for job in jobs if not job.to_run}:
         note_done(run, stage, locked=False)
@@ -295,7 +295,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     key, overridden, _ = options.explain.partition("=")  # `--explain train.lr=5`: the override was meant as one
     options.overrides = [*[options.explain] * bool(overridden), *options.overrides]
-    print(explain(_config(options), key))
+    echo(explain(_config(options), key))
     return 0
 
 
@@ -315,7 +315,7 @@ def _why(options: argparse.Namespace) -> int:
 
     refuse_unusable_places(config, options.config)
     for name in parse_stages(options.why):
-        print(Run(config).why(name))
+        echo(Run(config).why(name))
     return 0
 
 

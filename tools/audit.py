@@ -25,6 +25,7 @@ from drover.pipeline.contract.manifest import not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.command_line import Parser, Program, add_json
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, problem_of, read_lines
 from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
@@ -280,7 +281,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Audit and print; 1 if there are faults."""
     found = audit(options.run)
-    print(json.dumps(asdict(found), indent=1) if options.json else "\n".join(found.lines()))
+    echo(json.dumps(asdict(found), indent=1) if options.json else "\n".join(found.lines()))
     return bool(found.faults)
 
 

@@ -23,7 +23,7 @@ from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.command_line import Parser, Program, find_model, find_run, refuse_low
-from drover.pipeline.core.console import aligned, markdown
+from drover.pipeline.core.console import aligned, echo, markdown
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.core.files import Record, sha256_file, write_json, write_text
 from drover.pipeline.evaluation.comparing import Candidate, Conditions, differences, measured, rows
@@ -122,7 +122,7 @@ def compare(candidates: Sequence[Candidate], conditions: Conditions, options: ar
     options.to.mkdir(parents=True, exist_ok=True)
     code = [*sorted((REPOSITORY / "pipeline/evaluation").glob("*.py")), *sorted((REPOSITORY / "model").rglob("*.py"))]
     made_by = [[path.relative_to(REPOSITORY).as_posix(), sha256_file(path)] for path in code]
-    kept = Kept(options.to / "items", made_by, ranks, lambda text: print(text, file=sys.stderr))
+    kept = Kept(options.to / "items", made_by, ranks, lambda text: echo(text, file=sys.stderr))
     found = {candidate.name: measured(candidate, conditions, kept, ranks, options.to / "lm_eval.log")
              for candidate in candidates}
     pairs = itertools.pairwise(candidates) if options.checkpoints else itertools.combinations(candidates, 2)
@@ -142,8 +142,8 @@ def _write(folder: Path, results: Record, over_tokens: bool) -> None:
     if over_tokens:
         for name, svg in plots(results["scores"]).items():
             write_text(folder / f"{name}.svg", svg)
-    print("\n".join([*aligned(scores), *(["", *aligned(paired)] if paired[1:] else []), "",
-                     *results["notes"][len(NOTES):], str(folder / "comparison.md")]))
+    echo("\n".join([*aligned(scores), *(["", *aligned(paired)] if paired[1:] else []), "",
+                    *results["notes"][len(NOTES):], str(folder / "comparison.md")]))
 
 
 def _table(columns: dict[str, str], rows: list[Record]) -> list[list[str]]:

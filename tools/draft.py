@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.tasks import Ledger
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, lock_file, publish, read_json, remove_temporary, sha256_json, write_json
 
@@ -58,7 +59,7 @@ class Draft:
         if self._lock is not None:
             os.close(self._lock)
             if kind is KeyboardInterrupt:
-                print(f"\n{self.folder} keeps what is finished; the same command continues.", file=sys.stderr)
+                echo(f"\n{self.folder} keeps what is finished; the same command continues.", file=sys.stderr)
 
     def add(self, name: str, record: Any) -> None:
         """Record that a part is finished."""

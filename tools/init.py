@@ -26,7 +26,7 @@ from drover.model.presets import ladder_step
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
 from drover.pipeline.core.command_line import Parser, Program, refuse_low
-from drover.pipeline.core.console import duration
+from drover.pipeline.core.console import duration, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.pipeline.data.streams import UTF8
@@ -102,13 +102,13 @@ def work(options: argparse.Namespace) -> None:
     write_text(target, as_yaml(corpus, proposal, _name(options.data)))
     load_config(target)
     for remark in corpus.remarks:
-        print(remark)
-    print(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
-          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
-          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
-          f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
-          f"{target} is written. Read it, then:\n"
-          f"  drover run --config {shlex.quote(str(target))} --cluster local")
+        echo(remark)
+    echo(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
+         f"{tokens_text(proposal.corpus_tokens)} tokens\n"
+         f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
+         f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
+         f"{target} is written. Read it, then:\n"
+         f"  drover run --config {shlex.quote(str(target))} --cluster local")
 
 
 def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 from drover.pipeline.core.command_line import Parser, Program, find_run
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.records.metrics import read_metrics
@@ -86,7 +87,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Compare and print; 1 if the run is beyond the band."""
     lines, sound = report(_metrics(options.reference), _metrics(options.run), options.band)
-    print("\n".join(lines))
+    echo("\n".join(lines))
     return 0 if sound else 1
 
 

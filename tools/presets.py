@@ -17,7 +17,7 @@ import sys
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
-from drover.pipeline.core.console import aligned
+from drover.pipeline.core.console import aligned, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 
@@ -86,7 +86,7 @@ def work(options: argparse.Namespace) -> None:
                 f"state: {TRAINING_BYTES} bytes\na parameter (AdamW, bf16 with float32 masters). Presets without a "
                 f"vocabulary of their own: {options.vocab_size:,}.")
     rows = [[form.format(**one) for form in columns.values()] for one in found]
-    print("\n".join([*aligned([[*columns], *rows], str.rjust), "", note]))
+    echo("\n".join([*aligned([[*columns], *rows], str.rjust), "", note]))
 
 
 def facts(name: str, shape: ModelConfig, options: argparse.Namespace) -> Record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from codecs import getincrementaldecoder
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,8 +20,9 @@ from drover.pipeline.contract.locks import LOCKS, lock
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import CANCEL, LAUNCHER, STOP, read_attempts
 from drover.pipeline.core.command_line import in_colour
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError, printable
-from drover.pipeline.core.files import Record, opened, write_text
+from drover.pipeline.core.files import Record, opened, read_bytes, write_text
 
 POLL_S = 0.5
 SHOWN, LINES = 10, 10
@@ -36,27 +38,27 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     scheduler, files, cancelled = scheduler or Scheduler(), read_run(run_folder), 0
     if _launcher_works(run_folder):
         write_text(run_folder / CANCEL, "drover cancel\n")
-        print("asked the launcher of the hosts to end: the stage saves what it can, and nothing after it starts\n"
-              f"to continue: {go_on(files)}")
+        echo("asked the launcher of the hosts to end: the stage saves what it can, and nothing after it starts\n"
+             f"to continue: {go_on(files)}")
         return 0
     if files.chain is None:
-        print(f"{run_folder} was never submitted to Slurm and does not run on hosts, so there is nothing to cancel")
+        echo(f"{run_folder} was never submitted to Slurm and does not run on hosts, so there is nothing to cancel")
         return 0
     for evaluations in (False, True):
         queued, mine = in_queue(run_folder, scheduler)
         if mine is None:
-            print("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
+            echo("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
         for job in queued:
             if (job.kind == "evaluation") != evaluations:
                 continue
             if problem := scheduler.cancel(job.id):
-                print(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. Try "
-                      f"again: drover cancel {run_folder}", file=sys.stderr, flush=True)
+                echo(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. Try "
+                     f"again: drover cancel {run_folder}", file=sys.stderr)
                 return 1
-            print(f"cancelled {job.id} ({job.name})", flush=True)
+            echo(f"cancelled {job.id} ({job.name})")
             cancelled += 1
-    print(f"finished stages are kept; to continue: {go_on(files)}" if cancelled else
-          f"no job of {run_folder} is in the queue")
+    echo(f"finished stages are kept; to continue: {go_on(files)}" if cancelled else
+         f"no job of {run_folder} is in the queue")
     return 0
 
 
@@ -78,17 +80,17 @@ def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     said, silent = standing.files.stages["train"].state, SILENT in standing.remarks
     waits = row.state == "waiting" and not silent
     if row.state not in ("running", "waiting") or (waits and (said is None or said.job != row.job)):
-        print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
+        echo(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
         if waits:
-            print(f"`drover cancel {run_folder}` removes it from the queue")
+            echo(f"`drover cancel {run_folder}` removes it from the queue")
         return 0
     write_text(run_folder / STOP, "drover stop\n")
     if silent:
-        print("Slurm does not answer, so training may not be running", file=sys.stderr)
-    print(f"training{f' (job {row.job})' if row.job else ''} will stop "
-          f"{'when its job starts again' if waits else 'after its current step'}: it saves a checkpoint and ends, and "
-          f"the stages after it do not start.\nThe request is the file {run_folder / STOP}. To withdraw it, delete the "
-          f"file before training sees it.\nto continue: {go_on(standing.files)}")
+        echo("Slurm does not answer, so training may not be running", file=sys.stderr)
+    echo(f"training{f' (job {row.job})' if row.job else ''} will stop "
+         f"{'when its job starts again' if waits else 'after its current step'}: it saves a checkpoint and ends, and "
+         f"the stages after it do not start.\nThe request is the file {run_folder / STOP}. To withdraw it, delete the "
+         f"file before training sees it.\nto continue: {go_on(standing.files)}")
     return 0
 
 
@@ -115,7 +117,7 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
                     _print(file, rank)  # the rest of an earlier start
                 if path != shown and path.is_file():
                     shown, file = path, closing.enter_context(opened(path))
-                    print(f"==> {path} <==", flush=True)
+                    echo(f"==> {path} <==")
                     _print(file, rank)
                 if not follow:
                     if file is None:
@@ -123,7 +125,7 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
                     return 0
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
-            print()
+            echo()
             return 130
 
 
@@ -135,7 +137,8 @@ def why(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     files, events = standing.files, read_attempts(run_folder)
     chain = files.chain.id if files.chain else events[-1].get("chain") if events else None
     ends = {_start(event): event for event in events if event["event"] == "ended"}
-    starts = [event for event in events if event["event"] == "attempt" and event.get("chain") == chain]
+    starts = [event for event in events if event["event"] == "attempt" and event.get("chain") == chain
+              and event.get("nodes") and "ranks" in event]
     for row in standing.rows:
         if row.state in FINISHED:
             continue
@@ -164,7 +167,7 @@ def why(run_folder: Path, scheduler: Scheduler | None = None) -> int:
 
 def _print_end(what: str, log: Path) -> None:
     with suppress(OSError):
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
+        lines = read_bytes(log).decode(errors="replace").splitlines()[-LINES:]
         print(f"\n{what}: {log}", *[printable(f"    {line}") for line in lines], sep="\n")
 
 
@@ -173,8 +176,11 @@ def _start(event: Record) -> tuple[Any, ...]:
 
 
 def _print(file: IO[bytes], rank: int) -> None:
-    sys.stdout.buffer.writelines(output(file, rank))
-    sys.stdout.buffer.flush()
+    decode = getincrementaldecoder("utf-8")("backslashreplace").decode
+    for piece in output(file, rank):
+        sys.stdout.write(printable(decode(piece).replace("\r\n", "\n").replace("\r", "\n")))
+    sys.stdout.write(printable(decode(b"", final=True)))
+    sys.stdout.flush()
 
 
 def _absent(run_folder: Path, stage: str, rank: int, start: Record | None) -> str:

@@ -7,14 +7,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import IO
+
+from drover.pipeline.core.errors import printable
 
 Say = Callable[[str], None]
 """Prints a message for the user."""
 
 
+def echo(*lines: str, file: IO[str] | None = None) -> None:
+    """Print lines, flushed immediately so that logs and pipes show them. Names and texts in them may be somebody
+    else's: `printable`."""
+    print(*map(printable, lines), sep="\n", file=file, flush=True)
+
+
 def say(stage: str, text: str) -> None:
-    """Print one line of a stage's output, flushed immediately so that logs and pipes show it."""
-    print(f"{stage:<9} {text}", flush=True)
+    """Print one line of a stage's output."""
+    echo(f"{stage:<9} {text}")
 
 
 def duration(seconds: float) -> str:
@@ -74,7 +83,7 @@ class ProgressBar:
         text = (f"{self.label}: {self.done}/{self.total} {self.unit}, {rate:.1f}/s, "
                 f"{duration(self.left_s)} to go")
         if self.live:
-            print(f"\r\x1b[K{self.stage:<9} {text}", end="", flush=True)
+            print(f"\r\x1b[K{self.stage:<9} {printable(text)}", end="", flush=True)
         else:
             say(self.stage, text)
 

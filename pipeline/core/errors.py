@@ -23,6 +23,9 @@ CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
 """Whether this is a checkout, in which pip installs Drover's requirements and not a package named drover."""
 
 
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 class UserError(Exception):
     """An error that the user can fix. The message says in one paragraph what is wrong, where, and what to do.
 
@@ -50,8 +53,9 @@ class NotRehearsedError(UserError):
 
 
 def printable(text: str) -> str:
-    """Text from an untrusted file, safe for a terminal: control characters are escaped."""
-    return "".join(one if one.isprintable() or one == "\n" else f"\\x{ord(one):02x}" for one in text)
+    """Text from an untrusted file, safe for a terminal: control characters are escaped, and so are those that change
+    the direction of writing and halves of characters."""
+    return _CONTROL.sub(lambda one: f"\\x{ord(one[0]):02x}" if one[0] < "\u0100" else f"\\u{ord(one[0]):04x}", text)
 
 
 def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -116,7 +120,9 @@ def is_full_disk(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
-        if isinstance(cause, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(cause)):
+        # The second: of `tempfile`, after it could write nowhere.
+        if isinstance(cause, OSError) and re.search(r"^\d+ requested and \d+ written$|No usable temporary directory",
+                                                    str(cause)):
             return True
         if any(os.strerror(number) in str(cause) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             return True

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.console import echo
 from drover.pipeline.storage.export import fetch_copy
 
 
@@ -24,7 +25,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Fetch and compare."""
     size = fetch_copy(options.url, options.folder)
-    print(f"{options.folder}: {size / 1e6:,.1f} MB, every file as it was copied")
+    echo(f"{options.folder}: {size / 1e6:,.1f} MB, every file as it was copied")
 
 
 main = Program("python -m drover.pipeline.storage", __doc__, add_options, work)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from drover.pipeline.core import console
-from drover.pipeline.core.console import ProgressBar, duration, say, spelled
+from drover.pipeline.core.console import ProgressBar, duration, echo, say, spelled
 from tests.core.test_command_line import Terminal
 from tests.refusal import table
 
@@ -64,3 +64,15 @@ def test_nothing_is_claimed_of_what_failed(clock, capsys):
     assert capsys.readouterr().out == ""
     say("train", "hello")
     assert capsys.readouterr().out == "train     hello\n"
+
+
+@pytest.mark.parametrize("text", ["\x1b[31mred", "\x1b]0;title\x07", "\x9b2J", "a\rb", "\u202ertl", "\udce9", "\x00",
+                                  "\u2028"])
+def test_no_text_commands_a_terminal(text, capsys):
+    """Names of files, documents and causes may be somebody else's."""
+    say("shard", f"read {text}.txt")
+    echo(text, file=sys.stderr)
+    shown = capsys.readouterr()
+    assert text not in shown.out + shown.err and "\\" in shown.out and "\\" in shown.err
+    echo("größer 漢字 \u200d\tx\n")
+    assert capsys.readouterr().out == "größer 漢字 \u200d\tx\n\n"

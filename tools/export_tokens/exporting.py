@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.shard_table import ShardTable
@@ -93,12 +94,12 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
     form, count = FORMS[options.format], total["shards"]
     with Draft(options.out, MANIFEST, plan.made_of) as draft:
         if draft.complete:
-            print(f"{options.out} exists already, with these tokens")
+            echo(f"{options.out} exists already, with these tokens")
             return
         if "layout" not in draft.done:
             draft.add("layout", form.lay_out(draft.folder, plan.sources, plan.dtype))
         elif len(draft.done) > 1:
-            print(f"continuing: {len(draft.done) - 1:,} of {count:,} shards are written")
+            echo(f"continuing: {len(draft.done) - 1:,} of {count:,} shards are written")
         missing = [number for number in range(count) if str(number) not in draft.done]
         jobs = ((draft.folder, part) for part in plan.parts(count) if str(part.number) not in draft.done)
         for number, written in zip(missing, in_order(form.write_part, jobs, processes), strict=True):
@@ -113,7 +114,7 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
                         "eos": True, "bos_id": plan.vocabulary["bos_id"], "eos_id": plan.vocabulary["eos_id"],
                         "vocab_size": plan.vocabulary["size"], "sources": plan.sources, "total": total, "files": files})
         draft.publish()
-    print(f"{options.out}: {total['docs']:,} documents, {total['tokens']:,} tokens in {len(files)} files")
+    echo(f"{options.out}: {total['docs']:,} documents, {total['tokens']:,} tokens in {len(files)} files")
 
 
 def read_back(job: tuple[Path, str, list[Region]]) -> Record:

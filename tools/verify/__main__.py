@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from drover.pipeline.config.plugins import add_run_and_plugins
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.core.command_line import Parser, Program, add_json
-from drover.pipeline.core.console import ProgressBar
+from drover.pipeline.core.console import ProgressBar, echo
 from drover.tools.processes import in_order, processes_asked
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Verify and print; 1 if something is wrong."""
     report = verify(options.run, options.sample, processes_asked(options.processes), show_progress=not options.json)
-    print(json.dumps(asdict(report), indent=1) if options.json else "\n".join(report.lines()))
+    echo(json.dumps(asdict(report), indent=1) if options.json else "\n".join(report.lines()))
     return bool(report.problems)
 
 

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import ranges_of, sample_numbers, spelled
@@ -23,7 +24,7 @@ def show(steps: Steps, options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(steps.ledger.work.input("tokenizer")[0]) if options.text else None
     told: list[Record] = []
     if not options.json:
-        print("".join(f"{note}\n" for note in notes) + f"{title}samples {spelled(ranges_of(samples))}")
+        echo("".join(f"{note}\n" for note in notes) + f"{title}samples {spelled(ranges_of(samples))}")
     for piece in pieces(steps.ledger.data, samples):
         one = {"sample": piece.sample, "source": piece.shard.source, "shard": piece.shard.path.name,
                "document": piece.document, "key": piece.key, "tokens": [piece.start, piece.stop]}
@@ -32,10 +33,10 @@ def show(steps: Steps, options: argparse.Namespace) -> None:
         if options.json:
             told.append(one)
             continue
-        print(f"sample {piece.sample}  {one['shard']}  document {piece.document}  key {piece.key}  "
-              f"tokens {piece.start}..{piece.stop}")
+        echo(f"sample {piece.sample}  {one['shard']}  document {piece.document}  key {piece.key}  "
+             f"tokens {piece.start}..{piece.stop}")
         if "text" in one:
-            print("    " + str(one["text"]).replace("\n", "\n    "))
+            echo("    " + str(one["text"]).replace("\n", "\n    "))
     if options.json:
         print(json.dumps({"step": options.step, "samples": ranges_of(samples), "notes": notes, "pieces": told},
                          ensure_ascii=False))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.planning.passes import DUPLICATES
@@ -43,9 +44,9 @@ def trace(steps: Steps, options: argparse.Namespace) -> None:
                          ensure_ascii=False))
         return
     for record in told:
-        print("\n".join(lines_of(record, steps.done, steps.planned, options.ranks)))
+        echo("\n".join(lines_of(record, steps.done, steps.planned, options.ranks)))
     if cut:
-        print(f"the search ended at --limit {options.limit}: there are more such documents")
+        echo(f"the search ended at --limit {options.limit}: there are more such documents")
 
 
 class Tracer:

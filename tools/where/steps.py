@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import sample_numbers
 from drover.tools.ledger import Ledger, trained_on
@@ -62,8 +63,8 @@ class Steps:
     def warn_of_drift(self) -> None:
         """Warn if the settings changed during the run, so that earlier steps may have had another order."""
         if any(event.get("drift") for event in self.ledger.events):
-            print("warning: the settings of this run were changed (--accept-drift); earlier steps may have trained on "
-                  "other text than is shown here", file=sys.stderr)
+            echo("warning: the settings of this run were changed (--accept-drift); earlier steps may have trained on "
+                 "other text than is shown here", file=sys.stderr)
 
     @property
     def end(self) -> int:

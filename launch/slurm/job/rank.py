@@ -16,6 +16,7 @@ import sys
 from drover.launch.devices import masks_in, visible_gpus
 from drover.launch.processes import Environment, end_with_parent
 from drover.launch.slurm.trust import node_folder, private_folder
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)
@@ -101,9 +102,9 @@ def main(stage: str, *command: str) -> int:
         os.execvpe(command[0], command, environment)
     except UserError as error:
         rank = os.environ.get("SLURM_PROCID") or os.environ.get("RANK", "?")
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        echo(f"rank {rank}: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"{command[0]} cannot be started: {error.strerror}.", file=sys.stderr, flush=True)
+        echo(f"{command[0]} cannot be started: {error.strerror}.", file=sys.stderr)
     return UserError.exit_status
 
 

@@ -29,7 +29,7 @@ from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
-from drover.pipeline.core.console import say
+from drover.pipeline.core.console import echo, say
 from drover.pipeline.core.errors import EXTRAS, UserError, listed
 
 
@@ -51,10 +51,10 @@ def for_slurm(run: Run, options: Options) -> Options:
     wanted = run.config.launch.train.nodes
     bad, kept = failing(run.folder, wanted)
     if bad:
-        print(f"excluded  {', '.join(sorted(bad))}: failed twice within a day (launch/nodes.jsonl)\n")
+        echo(f"excluded  {', '.join(sorted(bad))}: failed twice within a day (launch/nodes.jsonl)\n")
     if kept:
-        print(f"not excluded  {named(kept)}: failed twice within a day too, but of {wanted} nodes at most "
-              f"{few(wanted)} is excluded by itself (launch.exclude excludes others)\n")
+        echo(f"not excluded  {named(kept)}: failed twice within a day too, but of {wanted} nodes at most "
+             f"{few(wanted)} is excluded by itself (launch.exclude excludes others)\n")
     return replace(options, frozen=str(frozen), chain=_new_id(), code=str(code), code_sha256=content,
                    exclude=tuple(sorted(bad)))
 
@@ -72,7 +72,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     # Checkpoints without an evaluation although training is done. While it runs, its own jobs submit these.
     jobs = [*(job for job in jobs if job.to_run), *(pending(config, options) if trained else [])]
     if not jobs:
-        print("nothing to submit: all requested stages are done")
+        echo("nothing to submit: all requested stages are done")
         return 0
     modules = {module for job in jobs for _, module, _ in needed_modules(config, job.stage)}
     if all(job.own_python for job in jobs):
@@ -98,10 +98,10 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     for entry in submitted:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
         kind = "" if entry.kind == "job" else f" ({' '.join(filter(None, [entry.kind, entry.phase]))})"
-        print(f"{entry.stage:<9} job {entry.id}{kind}{after}")
-    print(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
-          f"`drover status {run.folder} --watch` shows the progress; the same command"
-          f"{' without --force' * options.force} submits what is left")
+        echo(f"{entry.stage:<9} job {entry.id}{kind}{after}")
+    echo(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
+         f"`drover status {run.folder} --watch` shows the progress; the same command"
+         f"{' without --force' * options.force} submits what is left")
     return 0
 
 
@@ -131,7 +131,7 @@ def _refuse_queued(run: Run) -> None:
     training."""
     queued, mine = in_queue(run.folder, Scheduler())
     if mine is None:
-        print("squeue does not answer whether jobs of this run are already queued; if so, the new ones wait for them")
+        echo("squeue does not answer whether jobs of this run are already queued; if so, the new ones wait for them")
         return
     if queued:
         listing = ", ".join(f"{job.id} ({job.name})" for job in queued)

@@ -139,6 +139,17 @@ def test_logs(run, capsys):
                                        "output 1 \N{SNOWMAN}\nerror\n")
 
 
+def test_a_log_commands_no_terminal(run, capsys):
+    """A node's log of several ranks and that of one machine, with characters that are cut by a read."""
+    run.attempt("attempt", "train", "17", start=0, ranks=1, nodes=["n1"])
+    run.log("train/17.0/output.log", "")
+    words = b"\x1b]0;title\x07\x1b[31m 10%\r 20%\r\n\xc2\x9b2J \xff" + "☃".encode() * 30_000
+    (run.folder / "logs/train/17.0/output.log").write_bytes(words)
+    assert logs(run.folder, "train") == 0
+    shown = capsys.readouterr().out.partition(" <==\n")[2]
+    assert shown == "\\x1b]0;title\\x07\\x1b[31m 10%\n 20%\n\\x9b2J \\xff" + "☃" * 30_000
+
+
 @pytest.mark.parametrize("arguments, said", table("""
     {stage: trian} -> There is no stage trian. The stages are shard, tokenizer
     {stage: train, rank: 7} -> There is no log of rank 7 of train in .*. Its newest start .16.1. has ranks 0-3.
