@@ -129,16 +129,17 @@ def note_done(run: Run, name: str, *, locked: bool) -> None:
     """Complete a finished stage after a kill or a refusal: remove its scratch files and write its final status."""
     folder, manifest = run.own_folder(name), run.manifest(name)
     state = read_state(folder)
+    killed = [*folder.glob(f"{STATE}.*.tmp")]  # of a process killed while it wrote its final status
     if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or (
-            not manifest.left_scratch(folder) and state is not None and state.status == "done"):
+            not manifest.left_scratch(folder) and not killed and state is not None and state.status == "done"):
         return
     with suppress(UserError, OSError):  # another process may rebuild it now, or it belongs to another user
         held = None if locked else lock(run.folder, name, shared=True)
         if read_manifest(folder) is not None:
             if removed := manifest.remove_scratch(folder):
                 say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
-            for killed in folder.glob(f"{STATE}.*.tmp"):  # of a process killed while it wrote its final status
-                killed.unlink(missing_ok=True)
+            for path in killed:
+                path.unlink(missing_ok=True)
             write_state(folder, "done", step=manifest.counts.get("steps"))
         del held
 

@@ -34,7 +34,7 @@ that the tokenizer added."""
 CURES = ("form: NFC", "form: NFKC", "line_ends: true")
 """Settings of the filter `normalization` after which a tokenizer that normalizes may lose nothing."""
 NORMALIZED = "\r\n\ufb01e\u0301."
-"""What each of them changes: what is named must also mend what does not occur in the text that is checked."""
+"""What each of them changes: what is named must also correct what does not occur in the text that is checked."""
 OF_DOCUMENTS = (FIELDS[0], *FIELDS[7:])
 """Counts of documents."""
 
@@ -48,7 +48,7 @@ def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
 @dataclass
 class Check:
     """A check of a tokenizer on documents: counts, ids that occurred, the first failures, the time; and which of
-    `CURES` would mend all texts that were lost."""
+    `CURES` would correct all texts that were lost."""
 
     tally: Counter[str] = field(default_factory=Counter)
     seen: set[int] = field(default_factory=set)
@@ -88,7 +88,7 @@ class Check:
         self.tally["prefixed"] += prefixed
         if not reads_back(text, decoded) or not (prefixed or joined in accepted):
             self.tally["round_trip_failures"] += 1
-            self.cures = [cure for cure in self.cures if _is_mended(document, tokenizer, cure)]
+            self.cures = [cure for cure in self.cures if _is_corrected(document, tokenizer, cure)]
             at = _difference(text, decoded)
             self._fail(document, f"is decoded to other text: {text[at:at + 12]!r} at character {at} became "
                                  f"{decoded[at:at + 12]!r}")
@@ -180,18 +180,18 @@ def from_bitmap(text: str) -> set[int]:
 def refuse_failures(tally: Mapping[str, int], failures: list[str], cures: Sequence[str] = ()) -> None:
     """UnusableInputError if a document was decoded to another text, or the exported tokenizer gave other ids.
 
-    cures: those of `CURES` that would mend all texts that were lost.
+    cures: those of `CURES` that would correct all texts that were lost.
     """
     named = "; ".join(failures[:EXAMPLES])
     if failed := tally["round_trip_failures"]:
-        mended = (f"The tokenizer normalizes text. Normalize the corpus first, and these documents are read back: add "
+        advice = (f"The tokenizer normalizes text. Normalize the corpus first, and these documents are read back: add "
                   f"{{kind: normalization, {cures[0]}}} to shard.filters and run the stages shard and tokenizer again "
                   f"with --force. Or" if cures else
                   "No setting of the filter normalization prevents this: it is lost case, accents, white space or "
                   "characters that the vocabulary lacks. So")
         raise UnusableInputError(
             f"The tokenizer loses text: {failed} of {tally['documents']} documents are decoded to other text "
-            f"({named}). A model could never write the lost text. {mended} take a tokenizer without normalization "
+            f"({named}). A model could never write the lost text. {advice} take a tokenizer without normalization "
             f"and with byte fallback, or let Drover train one (tokenizer.kind=sentencepiece without tokenizer.path).")
     if failed := tally["hugging_face_failures"]:
         raise UnusableInputError(
@@ -201,7 +201,7 @@ def refuse_failures(tally: Mapping[str, int], failures: list[str], cures: Sequen
             f"tokenizer.kind=huggingface; with a trained one, please report it.")
 
 
-def _is_mended(document: Document, tokenizer: Tokenizer, cure: str) -> bool:
+def _is_corrected(document: Document, tokenizer: Tokenizer, cure: str) -> bool:
     """Whether a document that is lost is read back once the filter `normalization` has changed it."""
     from drover.pipeline.config.shipped import FILTERS
 
