@@ -178,7 +178,7 @@ class Channel:
 
 
 class _Wait:
-    """A wait for other ranks, which is told once."""
+    """A wait for other ranks, which is printed once."""
 
     def __init__(self) -> None:
         launched = any(name in os.environ for name in ("DROVER_LAUNCHED", "DROVER_CHAIN", "TORCHELASTIC_RUN_ID"))

@@ -5,14 +5,17 @@ import sys
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
+from unittest import mock
 
 import psutil
 import pytest
+import torch
 
 from drover.launch.processes import free_port, run_here
-from drover.pipeline.contract import telling
+from drover.pipeline.contract import entry, telling
+from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.telling import Channel, await_ranks
-from tests.conftest import environment, run_python
+from tests.conftest import environment
 from tests.refusal import table
 
 LISTENING = """
@@ -32,7 +35,7 @@ stop_ranks()
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_on_this_machine_listen_on_loopback_only(tmp_path, ranks):
     log = tmp_path / "log"
     group = run_here([sys.executable, "-c", LISTENING], {**environment(), "CUDA_VISIBLE_DEVICES": ""}, ranks=ranks,
@@ -65,32 +68,41 @@ def test_the_store_of_ranks_that_meet_at_an_address(monkeypatch, address):
     RANK=3 -> RANK=3 without WORLD_SIZE
     RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 -> RANK=2 and WORLD_SIZE=2, which is no rank
     RANK= WORLD_SIZE=1 -> which is no rank"""))
-def test_variables_that_are_no_ranks_are_named(variables, words):
+def test_variables_that_are_no_ranks_are_named(monkeypatch, capsys, variables, words):
     """They are left over in a shell."""
-    ended = run_python("-m", "drover.pipeline.train", "--config", "nowhere.yaml", check=False,
-                       **dict(word.split("=") for word in variables.split()))
-    assert ended.returncode == 2 and words in ended.stderr, ended.stderr
-    assert "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`" in ended.stderr
+    monkeypatch.setattr(entry, "SILENCE_S", 0.0)
+    for name, value in (word.split("=") for word in variables.split()):
+        monkeypatch.setenv(name, value)
+    assert stage_main("train", lambda work: None, ["--config", "nowhere.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`" in said, said
 
 
-@pytest.mark.parametrize("launched", [True, False])
-@pytest.mark.parametrize("rank, address, words", [
-    (0, "127.0.0.1", "rank 0 waits for 2 of 3 ranks at 127.0.0.1:"),
-    (1, "127.0.0.1", "rank 1 of 3 waits for the store of rank 0 at 127.0.0.1:"),
-    (0, "nosuch.invalid", "rank 0 of 3 waits for its own address at nosuch.invalid:"),
-    (2, "nosuch.invalid", "rank 2 of 3 waits for the store of rank 0 at nosuch.invalid:")])
-def test_a_rank_says_whom_it_waits_for(monkeypatch, capsys, rank, address, words, launched):
+@pytest.mark.parametrize("rank, address, launched, words", [
+    (0, "127.0.0.1", False, "rank 0 waits for 2 of 3 ranks at 127.0.0.1:"),
+    (0, "127.0.0.1", True, "rank 0 waits for 2 of 3 ranks at 127.0.0.1:"),
+    (1, "127.0.0.1", False, "rank 1 of 3 waits for the store of rank 0 at 127.0.0.1:"),
+    (0, "nosuch.invalid", False, "rank 0 of 3 waits for its own address at nosuch.invalid:"),
+    (2, "nosuch.invalid", True, "rank 2 of 3 waits for the store of rank 0 at nosuch.invalid:")])
+def test_a_rank_says_whom_it_waits_for(monkeypatch, capsys, rank, address, launched, words):
     """Once, and after a while."""
+    def gives_up(*_, **__):
+        raise RuntimeError("no store")
+
+    if "store" in words or "own address" in words:
+        monkeypatch.setattr(torch.distributed, "TCPStore", gives_up)
+    if address == "nosuch.invalid":  # some machines look for it for seconds
+        monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror(-2, "not known")))
     monkeypatch.setattr(telling, "SAID_S", -1.0)
     monkeypatch.setattr(telling, "SAID_LAUNCHED_S", -1.0)
     monkeypatch.setattr(telling, "LATER_LOOKS_S", 0.0)
-    monkeypatch.setattr(telling, "CONNECT", timedelta(seconds=2))
+    monkeypatch.setattr(telling, "CONNECT", timedelta(seconds=0.5))
     monkeypatch.delenv("DROVER_CHAIN", raising=False)
     for name, value in {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": address, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     if launched:
         monkeypatch.setenv("DROVER_LAUNCHED", "1")
-    with suppress(RuntimeError):  # torch gives up as well
+    with suppress(RuntimeError):
         await_ranks(Channel.here().connected(), rank, 3, timedelta(seconds=0.2))
     said = capsys.readouterr().out
     assert said.count(words) == 1 and said.count("left over in this shell") == (not launched), said
