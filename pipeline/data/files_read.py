@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, Source
-from drover.pipeline.core.console import readable
+from drover.pipeline.core.console import first, readable
 
 MOST_NAMED = 100
 """So many files of which something could not be read are in the manifest, those with the most such bytes first."""
@@ -113,6 +113,8 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
     if wrapped := [file for file in files if file.records_in]:
         yield (f"source {source.name}: the records of {len(wrapped):,} files are those of a list in the field "
                f"{wrapped[0].records_in} ({wrapped[0].file})")
+    if empty := [file.file for file in files if file.became == "empty"]:
+        yield f"source {source.name}: {len(empty):,} files hold no record ({first(empty)})"
     looked = [file for file in files if file.separated is not None]
     without = [file for file in looked if not file.separated]
     other = [file for file in looked if file.other_separator]

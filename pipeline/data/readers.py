@@ -132,6 +132,8 @@ def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> lis
         absent, present = wanted_columns(source), list[str]()
         own = [path for name, path in files if name.startswith(f"{source.name}/")]
         for path in own:
+            if not is_url(path) and not Path(path).stat().st_size:
+                continue
             kind = file_format(PurePath(path), source.format)
             names = column_names(Path(path), kind, source) if kind in COLUMNAR and not is_url(path) else None
             absent = [name for name in absent if not has_column(names, name)] if names is not None else []
@@ -214,7 +216,8 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield from _json_records(file, source, limit)
         return
     whole, field, is_nested = file.piece.whole, source.text_field, "." in source.text_field
-    key, escapes = _spellings(field)[0].encode(), [own.encode() for own in _spellings(field)[1]]
+    name, escapes = _spellings(field)[0].encode(), [own.encode() for own in _spellings(field)[1]]
+    key = re.compile(re.escape(name) + rb"\s*:")
     line: bytes | int = b""
 
     def current() -> tuple[int, bool]:
@@ -235,7 +238,8 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             text = value_in(record, field) if is_nested else record.get(field)
             if type(text) is str:
                 before = line[:len(line) - len(text)]  # the last text's key stands here, and those before it
-                if before.count(key) == 1 and (b"\\u" not in before or not any(own in before for own in escapes)):
+                if (before.count(name) == 1 or len(key.findall(before)) == 1) and (
+                        b"\\u" not in before or not any(own in before for own in escapes)):
                     yield place, record
                     continue
         elif record is not None and not field:
@@ -374,7 +378,8 @@ def _unless_twice(file: Input, place: Place, record: Any, field: str) -> tuple[P
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
     field = source.text_field
-    key, escapes = _spellings(field)
+    name, escapes = _spellings(field)
+    key = re.compile(re.escape(name) + r"\s*:")
     with file.open() as stream:
         text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
         file.current = text.current
@@ -390,7 +395,8 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 within = "array" if within == "array" else "values"
                 try:
                     value = text.value(limit.bytes)
-                    if not field or (isinstance(value, dict) and text.has_once(value_in(value, field), key, escapes)):
+                    if not field or (isinstance(value, dict) and
+                                     text.has_once(value_in(value, field), name, key, escapes)):
                         number += 1
                         yield number, value
                         continue
@@ -460,12 +466,13 @@ class _JsonText:
                     return value
             self._fill()
 
-    def has_once(self, text: Any, key: str, escapes: list[str]) -> bool:
+    def has_once(self, text: Any, name: str, key: re.Pattern[str], escapes: list[str]) -> bool:
         """Whether the key of this text surely stands once in the last value (see `_line_records`)."""
         if not isinstance(text, str):
             return False
         before = self._last[:len(self._last) - len(text)]
-        return before.count(key) == 1 and ("\\u" not in before or not any(own in before for own in escapes))
+        return (before.count(name) == 1 or len(key.findall(before)) == 1) and (
+            "\\u" not in before or not any(own in before for own in escapes))
 
     def again(self) -> Any:
         """The last value, whose objects show which keys they repeat."""

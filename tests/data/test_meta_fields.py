@@ -36,11 +36,12 @@ def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, kind, 
     (tmp_path / "in").mkdir()
     for number in range(2):
         (tmp_path / f"in/{number}.{kind.split()[0]}").write_bytes(file_bytes(kind, tmp_path))
+    (tmp_path / f"in/00.{kind.split()[0]}").touch()  # has no columns, and no rows
     source = files_source("tables", tmp_path / "in" / "*", meta_fields=["name", "lang"])
     config = write_config(tmp_path, [source], validation_share=0.2, max_rejected_share=1.0)
     assert run(config) == 2
     told = said(capsys)
-    assert "source tables: none of its 2 files has a column named lang; the columns of 1." in told
+    assert "source tables: none of its 3 files has a column named lang; the columns of 1." in told
     assert "are text, name, stars." in told and not (folder_of(config) / "units").exists()
     assert main(["--stage", "shard", "--config", str(config), "--cluster", "local", "name=b"]) == 2
     assert "has a column named lang" in said(capsys) and not folder_of(config, "b").exists()

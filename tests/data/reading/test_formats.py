@@ -139,7 +139,7 @@ def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
 
 @pytest.mark.parametrize("record", [
     '{"text": "%s", "id": 5, "text": "x"}', '{"text": "x", "text": "%s"}', '{"text": "", "t\\u0065xt": "%s"}',
-    '{"\\u0074ext": "x", "text": "%s"}', '{"text": "%s", "text": "%s"}'])
+    '{"\\u0074ext": "x", "text": "%s"}', '{"type": "text", "text" : "%s", "text":"x"}', '{"text": "%s", "text": "%s"}'])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.jsonl.gz"])
 def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
     for text in ("x", "y" * 3000, r'é\n\"' * 500):
