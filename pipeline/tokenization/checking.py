@@ -152,17 +152,15 @@ def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
     if ids not in [[*first, *plain, *last] for first in ([], [tokenizer.bos_id]) for last in ([], [tokenizer.eos_id])]:
         found.append(f"it encodes 'a' as {ids}, not as {plain} between BOS {tokenizer.bos_id} and EOS "
                      f"{tokenizer.eos_id}")
-    if beyond := {name: token for name, token in exported.get_added_vocab().items() if token >= tokenizer.size}:
-        found.append(f"it adds {_named(beyond)}, but the model will have {tokenizer.size} ids")
+    unused = {exported.unk_token, exported.mask_token}  # some classes of transformers always add one
+    if beyond := [name for name, token in exported.get_added_vocab().items()
+                  if token >= tokenizer.size and name not in unused]:
+        found.append(f"it adds {len(beyond):,} tokens ({', '.join(beyond[:EXAMPLES])}) beyond the {tokenizer.size:,} "
+                     f"ids of the model")
     if found:
         raise UnusableInputError(
             f"transformers does not read the exported tokenizer as training does: {'; '.join(found)}. Correct "
             f"tokenizer_config.json (or special_tokens_map.json) next to the ready tokenizer.json.")
-
-
-def _named(ids: Mapping[str, int]) -> str:
-    shown = ", ".join(f"{name} ({token})" for name, token in sorted(ids.items(), key=lambda one: one[1])[:EXAMPLES])
-    return f"{shown} and {len(ids) - EXAMPLES} more" if len(ids) > EXAMPLES else shown
 
 
 def bitmap(ids: Iterable[int], size: int) -> str:

@@ -131,32 +131,31 @@ def surrounding_problems(path: Path, tokenizer: HuggingFaceTokenizer) -> list[st
     found = [f"{path.with_name(SETTINGS)} names the {role} {name}, which tokenizer.json does not have: transformers "
              f"would add it with an id of its own. Name a token that is there ({', '.join(tokenizer.bounds)}), or "
              f"remove the entry." for role, name in named.items() if name not in names]
-    (bos, eos), ids = tokenizer.bounds, (tokenizer.bos_id, tokenizer.eos_id)
-    for texts in (("a",), ("a", "a")):
-        before, after = surrounding(tokenizer.tokenizer.encode(*texts))
-        if before not in ([], [ids[0]]) or (len(texts) == 1 and after not in ([], [ids[1]])):
-            put = ", ".join(f"{token} ({tokenizer.tokenizer.id_to_token(token) or 'no token'})"
-                            for token in (*before, *after))
-            found.append(
-                f"The post_processor of {path} puts {put} around a text, but BOS is {ids[0]} ({bos}) and EOS {ids[1]} "
-                f"({eos}): the exported model would get other ids than in training. Name its tokens in {SETTINGS} "
-                f"(bos_token, eos_token) if they are right. Otherwise correct it in Python: from tokenizers import "
-                f"Tokenizer, processors; t = Tokenizer.from_file({str(path)!r}); t.post_processor = "
-                f"processors.TemplateProcessing(single=[{bos!r}, '$A'], special_tokens=[({bos!r}, {ids[0]})]); "
-                f"t.save({str(path)!r})")
-            break
+    (bos, eos), first, last = tokenizer.bounds, tokenizer.bos_id, tokenizer.eos_id
+    before, after = surrounding(tokenizer)
+    if before not in ([], [first]) or after not in ([], [last]):
+        put = ", ".join(f"{token} ({tokenizer.tokenizer.id_to_token(token) or 'no token'})"
+                        for token in (*before, *after))
+        found.append(
+            f"The post_processor of {path} puts {put} around a text, but BOS is {first} ({bos}) and EOS {last} "
+            f"({eos}): the exported model would get other ids than in training. Name its tokens in {SETTINGS} "
+            f"(bos_token, eos_token) if they are right. Otherwise correct it in Python: from tokenizers import "
+            f"Tokenizer, processors; t = Tokenizer.from_file({str(path)!r}); t.post_processor = "
+            f"processors.TemplateProcessing(single=[{bos!r}, '$A'], special_tokens=[({bos!r}, {first})]); "
+            f"t.save({str(path)!r})")
     return found
 
 
-def surrounding(encoded: Any) -> tuple[list[int], list[int]]:
-    """The ids that a `tokenizers.Encoding` has before and after its text, from the template of the post-processor."""
+def surrounding(tokenizer: HuggingFaceTokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the template of the post-processor puts before and after a text."""
+    encoded = tokenizer.tokenizer.encode("a")
     text = [at for at, special in enumerate(encoded.special_tokens_mask) if not special] or [len(encoded.ids)]
     return encoded.ids[:text[0]], encoded.ids[text[-1] + 1:]
 
 
 def bos_contradiction(path: Path, tokenizer: HuggingFaceTokenizer) -> str | None:
     """A sentence if tokenizer_config.json and the post-processor differ in whether BOS is put before a text."""
-    wanted, (before, _) = _settings_beside(path).get("add_bos_token"), surrounding(tokenizer.tokenizer.encode("a"))
+    wanted, (before, _) = _settings_beside(path).get("add_bos_token"), surrounding(tokenizer)
     if not isinstance(wanted, bool) or wanted == bool(before):
         return None
     return (f"{path.with_name(SETTINGS)} has add_bos_token {json.dumps(wanted)}, but the post_processor of "
