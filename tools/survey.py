@@ -112,8 +112,11 @@ def look(folder: Path) -> Corpus:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder. Give the folder that holds your text files.")
     folder = folder.resolve()
-    paths = sorted(files_below(folder))
+    closed = list[OSError]()
+    paths = sorted(files_below(folder, closed.append))
     kinds, left_out, opened = _looked_at(paths)
+    for error in closed:
+        left_out[f"it cannot be read: {error.strerror}"].append(Path(error.filename))
     found, seen = dict[Kind, _Found](), set[bytes]()
     for kind, own in sorted(kinds.items(), key=lambda item: (-len(item[1].files), str(item[0]))):
         if own.digests <= seen:
@@ -139,7 +142,9 @@ def look(folder: Path) -> Corpus:
     size = sum(path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0) for own in files.values() for path in own)
     beginnings = sorted(beginning for own in found.values() for beginning in own.beginnings)
     prompts = [prompt for _, text in beginnings for prompt in _prompt(text)][:3]
-    return Corpus(folder, _patterns(folder, [path for path in paths if path not in empty], files),
+    left = [path for path in paths if path not in empty]
+    left += [Path(error.filename, f"a{ending}") for error in closed for ending in {_ending(path) for path in paths}]
+    return Corpus(folder, _patterns(folder, left, files),
                   sum(map(len, files.values())), int(size), prompts, remarks)
 
 

@@ -7,21 +7,24 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+Refuse = Callable[[OSError], object]
 
-def matches(pattern: Path) -> list[Path]:
-    """What an absolute glob matches, in which `**` enters each folder once (see `folders_below`)."""
+
+def matches(pattern: Path, refuse: Refuse = lambda error: None) -> list[Path]:
+    """What an absolute glob matches, in which `**` enters each folder once. refuse: see `folders_below`."""
     head, *rest = _between_crossings(pattern)
     found = glob.glob(head)  # noqa: PTH207 - absolute
     fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent))).resolve()
     for part in rest:
-        found = [match for folder in folders_below(found, (fixed, *fixed.parents))
+        found = [match for folder in folders_below(found, (fixed, *fixed.parents), refuse=refuse)
                  for match in glob.glob(f"{glob.escape(folder)}/{part}")]  # noqa: PTH207
     return [Path(path) for path in dict.fromkeys(found)]
 
 
-def files_below(folder: Path) -> list[Path]:
+def files_below(folder: Path, refuse: Refuse = lambda error: None) -> list[Path]:
     """All that lies in a folder and is no folder itself, without what is hidden; broken links, too."""
-    return [path for path in matches(Path(glob.escape(str(folder.absolute()))) / "**") if not path.is_dir()]
+    return [path for path in matches(Path(glob.escape(str(folder.absolute()))) / "**", refuse)
+            if not path.is_dir()]
 
 
 def once(paths: Iterable[Path]) -> list[Path]:
@@ -48,13 +51,14 @@ def _between_crossings(pattern: Path) -> list[str]:
 
 
 def folders_below(tops: Iterable[str], above: Iterable[Path] = (), *, hidden: bool = False,
-                  refuse: Callable[[OSError], object] = lambda error: None) -> list[str]:
+                  refuse: Refuse = lambda error: None) -> list[str]:
     """Folders and all folders in them, each once.
 
     Of several ways to one folder, that without a link is taken, else the first by fewest links and name. A link to a
     folder of `above`, which holds all of `tops`, is not followed: it would lead to them again, and out of them.
 
-    hidden: with hidden ones. refuse: called with the error of a folder that cannot be read.
+    hidden: with hidden ones. refuse: called with the error of a folder that cannot be read, but for `lost+found`, which
+    belongs to the disk.
     """
     tops = sorted(tops)
     entered = {_identity(folder) for folder in above} - {_identity(top) for top in tops} - {None}
@@ -77,7 +81,8 @@ def folders_below(tops: Iterable[str], above: Iterable[Path] = (), *, hidden: bo
                             elif entry.is_symlink() and Path(entry.path).is_dir():
                                 links.append(entry.path)
                 except OSError as error:
-                    refuse(error)
+                    if Path(folder).name != "lost+found":
+                        refuse(error)
                     continue
                 entered.add(identity)
                 found.append(folder)

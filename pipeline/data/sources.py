@@ -146,7 +146,10 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             continue
         full = _without_dots(Path(pattern).absolute())
         # A name with [ or ] in it that exists is meant literally.
-        there = [full] if full.is_file() else matches(full)
+        closed = list[OSError]()
+        there = [full] if full.is_file() else matches(full, closed.append)
+        problems += [f"source {source.name}: the folder {error.filename} cannot be read: {error.strerror}. Make it "
+                     f"readable, or narrow `paths`." for error in closed if isinstance(error, PermissionError)]
         files = [path for path in there if path.is_file()]
         if glob.has_magic(pattern) and (broken := [path.name for path in there if _is_broken(path)]):
             problems.append(f"source {source.name}: {len(broken):,} links that match {pattern} lead to no file "

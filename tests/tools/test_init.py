@@ -1,19 +1,23 @@
 """The configuration that is proposed for a folder of one's own text."""
 
+import errno
 import json
 import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.tools import survey
 from drover.tools.init import look, main, propose
-from tests.data.source_files import COMPRESS, batch, lines, write_batches
-from tests.refusal import printed, table
+from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
+from tests.refusal import printed, refused, table
 from tests.stages.here import run_here
 
 
@@ -83,6 +87,21 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     texts = {document.text for split in SPLITS for record in shard_records(run.finished("shard"), split)
              for document in read_shard(run.own_folder("shard"), record)}
     assert texts == wanted and run.finished("shard").counts["rejected"] == 0
+
+
+def test_a_folder_that_is_closed_is_left_out_by_name(notes, monkeypatch):
+    (notes / "deep/closed").mkdir(parents=True)
+    (notes / "deep/a.md").write_text("a")
+
+    def scan(folder, real=os.scandir):
+        if Path(folder).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return real(folder)
+    monkeypatch.setattr(os, "scandir", scan)
+    found = look(notes)
+    assert found.files == 7 and "left out: deep/closed: it cannot be read: Permission denied" in found.remarks
+    refused(UserError, "deep/closed cannot be read: Permission denied. Make it readable", input_files,
+            config_of(files_source(notes / "**/*.md")))
 
 
 def test_a_long_text_is_divided_into_documents(notes, monkeypatch):
