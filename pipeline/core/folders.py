@@ -91,7 +91,7 @@ def folders_below(tops: Iterable[str], above: Iterable[Path] = (), *, hidden: bo
 
 
 def _identity(folder: Path | str) -> tuple[int, int] | None:
-    """What tells a folder from every other one; None if it cannot be looked at."""
+    """Device and inode of a folder; None if it cannot be looked at."""
     try:
         stat = Path(folder).stat()
     except OSError:
