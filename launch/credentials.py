@@ -99,7 +99,7 @@ def credential_problems(config: Config, environment: Environment) -> list[str]:
         if _OF_JOBS.match(key) and not own and not words_of(text) & HASHES and (
                 _HEX.search(re.sub("|".join((_ASSIGNED.pattern, _GIVEN.pattern)), "", text))):
             found.append(HOLDS.format(key=key, what=" (hexadecimal digits, as keys of many services have)", name="NAME",
-                                      rest="; if it is a hash, say so beside it: COMMIT=..."))
+                                      rest="; if it is a hash, name it as one: COMMIT=..."))
         found += [f"{key} contains the value of your shell's {name}, and would be written to files. Remove it and put "
                   f"{name} into launch.secrets." for name, secret in shell.items() if secret in text]
     return found
