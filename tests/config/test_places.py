@@ -13,7 +13,7 @@ from tests.refusal import refused
 from tests.stand_ins import never
 
 CANNOT_BE = [("file", "/file is a file, not a folder"), ("file/deeper/still", "/file is a file, not a folder"),
-             ("link", "/link is a broken link"), ("x" * 300, "File name too long")]
+             ("link", "/link is a broken link"), ("x" * 300, "it is too long")]
 
 
 @pytest.mark.parametrize(("runs_dir", "said"), CANNOT_BE)
