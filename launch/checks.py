@@ -78,13 +78,13 @@ def refuse_all(what: str, found: list[str]) -> None:
 
 
 def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
-                before: Sequence[str] = (), sound: bool = True, showing: bool = False) -> None:
+                known: Sequence[str] = (), valid: bool = True, showing: bool = False) -> None:
     """Refuse at once all that this machine or the cluster would refuse or fail at later.
 
-    before: problems that are known already. sound: the configuration has no problem, so that training can be planned.
+    known: other problems. valid: the configuration has no problem, so that training can be planned.
     environment: of the shell that submits. showing: jobs are only shown, perhaps not on the machine that will submit.
     """
-    found = [*before, *credential_problems(run.config, environment)]  # the configuration will be in the run folder
+    found = [*known, *credential_problems(run.config, environment)]  # the configuration will be in the run folder
     running = [job for job in jobs if job.to_run]
     away = options.cluster != "local"
     if away or sys.platform != "darwin":
@@ -96,11 +96,11 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
         found += hosts_problems(run.config.launch, running)
     if options.cluster == "slurm":
         found += cluster_problems(run.config, running, [] if showing else Scheduler().node_kinds())
-    if run.config.launch.check_fit and sound:
+    if run.config.launch.check_fit and valid:
         elsewhere = showing and away
         found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
     all_told(partial(refuse_all, "This cannot be started", found),
-             *[partial(refuse_unsound, run, jobs, options, showing=showing)] * sound)
+             *[partial(refuse_unsound, run, jobs, options, showing=showing)] * valid)
 
 
 def device_problems(config: Config) -> Iterator[str]:

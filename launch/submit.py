@@ -33,6 +33,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +42,7 @@ from drover.pipeline.core.console import echo, first
 from drover.pipeline.core.errors import UserError, absent, refusals
 
 if TYPE_CHECKING:
+    from drover.launch.plan import Job, Options
     from drover.pipeline.config.tree import Config
 
 USUAL = Path("configs") / "demo.yaml"
@@ -146,17 +148,16 @@ def _launch(options: argparse.Namespace) -> int:
     # What is missing has to run too: all that is wrong with it belongs in the same answer.
     needed = plan(config, run, parse_stages(",".join([*stages, *missing])), request) if missing else jobs
     space = disk(config, jobs)
-    checked = partial(configuration_problems, config, needed, options.config, here=here or not showing)
-    unsound = refusals(checked)
-    lacking = absent("Slurm", "submitit", "use --cluster local") if not here and not showing else []
-    if not options.json and not unsound:
+    invalid = refusals(partial(configuration_problems, config, needed, options.config, here=here or not showing))
+    uninstalled = absent("Slurm", "submitit", "use --cluster local") if not here and not showing else []
+    if not options.json and not invalid:
         print_plan(run, jobs, request, where, space)
-    if found := unsound + refusals(partial(
-            refuse_jobs, run, needed, request, disk(config, needed), environment, showing=showing, sound=not unsound,
-            before=[*misplaced, *lacking, *absence(run, jobs, missing)])):
-        way = [] if showing or options.json else _way(options, [job.stage for job in needed], config, misplaced,
-                                                      lacking)
-        raise UserError("\n".join([*found, *way]))
+    if found := invalid + refusals(partial(
+            refuse_jobs, run, needed, request, disk(config, needed), environment, showing=showing, valid=not invalid,
+            known=[*misplaced, *uninstalled, *absence(run, jobs, missing)])):
+        advice = [] if showing or options.json else _advice(options, config, needed, request,
+                                                            misplaced=bool(misplaced), packages=bool(uninstalled))
+        raise UserError("\n".join([*found, *advice]))
     running = [job for job in jobs if job.to_run]
     if options.json:
         print(json.dumps({"run": str(run.folder), "cluster": request.cluster, "disk_bytes": space.parts, "jobs": [
@@ -197,12 +198,13 @@ def _cluster(options: argparse.Namespace, hosts: Sequence[str]
         raise UserError(f"--hosts names machines without Slurm, but --cluster {asked} is given. Leave one of them out.")
     if asked == "hosts" or (hosts and asked not in ("slurm", "local")):
         return "hosts", first(hosts, 8), []
-    there = shutil.which("sbatch") is not None
+    has_sbatch = shutil.which("sbatch") is not None
     if asked not in ("auto", "local"):
-        lacking = ["There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use "
-                   "--cluster local, or use --dry-run to see the scripts."] * (not there and not options.dry_run)
-        return "slurm", "as asked" if asked == "slurm" else f"profile {asked}", lacking
-    if asked == "auto" and there:
+        unusable = ["There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use "
+                    "--cluster local, or use --dry-run to see the scripts."] * (
+                        not has_sbatch and not options.dry_run)
+        return "slurm", "as asked" if asked == "slurm" else f"profile {asked}", unusable
+    if asked == "auto" and has_sbatch:
         return "slurm", "sbatch is on PATH", []
     why = "as asked" if asked == "local" else "no sbatch on PATH"
     if explicit and asked == "auto" and options.dry_run:
@@ -213,59 +215,54 @@ def _cluster(options: argparse.Namespace, hosts: Sequence[str]
         f"slurm` shows what it would get."] * explicit
 
 
-def _way(options: argparse.Namespace, stages: Sequence[str], config: Config, misplaced: Sequence[str],
-         lacking: Sequence[str]) -> list[str]:
-    """A command that would start what the refused one is for, with these stages; [] if there is none so simple. Every
-    check but that of packages is done on it.
+def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], request: Options, *, misplaced: bool,
+            packages: bool) -> list[str]:
+    """A command that would start what the refused one is for; [] if there is none so simple. Every check but that of
+    packages is done on it.
 
-    misplaced: why it cannot run where it was to run: it is to run here. lacking: packages for jobs.
+    Args:
+        jobs: those that the command needs, on the cluster of `request`.
+        misplaced: they cannot run there, so they are to run on this machine.
+        packages: the launcher itself lacks some.
     """
     from drover.launch.checks import configuration_problems, fitting, refuse_jobs
     from drover.launch.forecast import disk
-    from drover.launch.local import find_machine
-    from drover.launch.plan import Options, plan
+    from drover.launch.plan import plan
     from drover.launch.slurm.scheduler import Scheduler
     from drover.pipeline.config.loading import load_config
     from drover.pipeline.config.tree import changed
     from drover.pipeline.contract.run import Run
-    from drover.pipeline.contract.stages import STAGES, parse_stages
+    from drover.pipeline.contract.stages import STAGES
 
-    better = argparse.Namespace(**{**vars(options), "stage": ",".join(dict.fromkeys(stages))})
+    stages = list(dict.fromkeys(job.stage for job in jobs))
+    better = argparse.Namespace(**vars(options))
     if misplaced:
         better.cluster, better.nodes, better.gpus_per_node, better.hosts = "local", None, None, None
-    cluster = _cluster(better, config.launch.hosts)[0]
-    machine = find_machine(config.launch.device)
-
-    def planned() -> tuple[Run, list[Any], Options]:
-        request = Options(cluster, better.config, tuple(_overrides(better)), better.force, better.accept_drift, machine)
-        fitted = changed(load_config(better.config, request.overrides, check=False),
-                         {"launch.limits": config.launch.limits})
-        return (run := Run(fitted)), plan(fitted, run, parse_stages(better.stage), request), request
-
-    run, jobs, request = planned()
-    if cluster == "slurm":
+        request = replace(request, cluster="local")
+    elif request.cluster == "slurm":
         settings = fitting(config, [job for job in jobs if job.to_run], Scheduler().node_kinds())
-        kept = [word for word in better.overrides if word.partition("=")[0] not in settings]
+        kept = [word for word in options.overrides if word.partition("=")[0] not in settings]
         for name, key in (("nodes", "launch.train.nodes"), ("gpus_per_node", "launch.gpus_per_node")):
-            if key in settings and getattr(better, name) is not None:
+            if key in settings and getattr(options, name) is not None:
                 setattr(better, name, settings.pop(key))
         better.overrides = [*kept, *(f"{key}={value}" for key, value in settings.items())]
-        run, jobs, request = planned()
-    space = disk(run.config, jobs)
-    found = [refusals(partial(configuration_problems, run.config, jobs, better.config, installed=installed),
-                      partial(refuse_jobs, run, jobs, request, space, os.environ)) for installed in (True, False)]
-    if found[0]:
+    run = Run(changed(load_config(better.config, _overrides(better), check=False),
+                      {"launch.limits": config.launch.limits}))
+    jobs = plan(run.config, run, stages, request)
+    checked = partial(configuration_problems, run.config, jobs, better.config)
+    if refusals(partial(checked, installed=True),
+                partial(refuse_jobs, run, jobs, request, disk(run.config, jobs), os.environ)):
         return []
     program = ["python", sys.argv[0]] if Path(sys.argv[0]).name == "submit.py" else ["drover", "run"]
-    asked = ["--stage", "all" if {*better.stage.split(",")} == {*STAGES} else better.stage, "--config", better.config]
+    words = ["--stage", "all" if {*stages} == {*STAGES} else ",".join(stages), "--config", better.config]
     for name, usual in (("cluster", "auto"), ("nodes", None), ("gpus_per_node", None), ("hosts", None)):
         if (value := getattr(better, name)) != usual:
-            asked += [f"--{name.replace('_', '-')}", str(value)]
-    flags = [word for word, given in (("--force", better.force), ("--accept-drift", better.accept_drift),
-                                      ("--rehearse", better.rehearse), ("--no-rehearse", better.rehearse is False))
-             if given]
-    this = "Once the packages are installed, this" if found[1] or lacking else "This"
-    return [f"{this} command would start: {shlex.join([*program, *asked, *flags, *better.overrides])}"]
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += [word for word, given in (("--force", better.force), ("--accept-drift", better.accept_drift),
+                                       ("--rehearse", better.rehearse), ("--no-rehearse", better.rehearse is False))
+              if given]
+    this = "Once the packages are installed, this" if packages or refusals(checked) else "This"
+    return [f"{this} command would start: {shlex.join([*program, *words, *better.overrides])}"]
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
