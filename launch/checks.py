@@ -16,7 +16,7 @@ from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_ra
 from drover.launch.plan import Job, Options, asked_of, queued
 from drover.launch.processes import Environment
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
-from drover.launch.slurm.submit.options import option_problems, options_of
+from drover.launch.slurm.submit.options import option_problems, options_of, setup_problems
 from drover.pipeline.config.checks import place_problems, problems, rank_problems
 from drover.pipeline.config.launching import LaunchConfig, SiteLimits, minutes
 from drover.pipeline.config.loading import refusal
@@ -256,6 +256,7 @@ def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
 def environment_problems(config: Config, environment: Environment) -> Iterator[str]:
     """Variables of jobs on other machines that cannot work. environment: of the shell that submits."""
     launch = config.launch
+    yield from setup_problems(launch)
     for name in launch.secrets:
         if not environment.get(name):
             yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."

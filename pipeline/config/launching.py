@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from drover.pipeline.config.kinds import impossible
 from drover.pipeline.config.section import LocalPath, Section, nested
@@ -55,14 +55,22 @@ def _memory(value: Any) -> Any:
 
 
 def _joined(value: Any) -> Any:
-    """A list as Slurm writes it: n1,n2."""
-    return ",".join(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else value
+    """A list as Slurm writes it: n1,n2. Names may be numbers."""
+    return ",".join(map(str, value)) if isinstance(value, list) and {*map(type, value)} <= {str, int} else value
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise impossible(f"{name!r} is no name of a variable: write letters, digits and underscores")
+    return name
 
 
 Time = Annotated[int | str, BeforeValidator(_time)]
 """A time limit in any of Slurm's notations."""
 Names = Annotated[str, BeforeValidator(_joined)]
 """Names with commas between them, or a list of names."""
+VariableName = Annotated[str, AfterValidator(_variable)]
+"""Name of an environment variable that every shell can export."""
 
 
 class Resources(Section):
@@ -213,7 +221,7 @@ class LaunchConfig(Resources):
     setup: list[str] = []
     """Shell lines that a job runs first, for example to load modules or activate the virtual environment. If one fails,
     the job ends and its log names the line. End a line that may fail with `|| true`."""
-    environment: dict[str, str] = {}
+    environment: dict[VariableName, str] = {}
     """Environment variables of the jobs, for example NCCL's. They are written to files, so put no secrets here."""
     secrets: list[str] = []
     """Names of environment variables that the jobs need from your shell (`[HF_TOKEN]`). Slurm passes their values on;

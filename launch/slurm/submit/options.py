@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,9 +34,9 @@ GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 SETUP = (
     "in_setup=${#BASH_SOURCE[@]} at= first=$((LINENO + 2))",
     """trap 'code=$?; [ "${#BASH_SOURCE[@]}" != "$in_setup" ] || { at=$LINENO; exit $code; }' ERR""",
-    """trap 'code=$? text=${at:+line $((at - first)), $(sed -n "${at}p" "$0" 2> /dev/null)}; [ -z "$in_setup" ] || """
+    """trap 'code=$? text=${at:+line $((at - first)), $(sed -n "${at}p" "$0" 2> /dev/null)}; [ -z "$in_setup" ] || { """
     """echo "launch.setup failed with exit status $code (${text:-$BASH_COMMAND}). Correct it, or end a line that may """
-    """fail with || true." >&2' EXIT""")
+    """fail with || true." >&2; exit $((code ? code : 1)); }' EXIT""")
 """Lines before those of `launch.setup`. LINENO is known where a command fails, not where `exit` or `set -u` ends it."""
 
 
@@ -46,8 +47,19 @@ def outer_python(launch: LaunchConfig, contained: bool) -> str:
 
 def setup_lines(launch: LaunchConfig) -> list[str]:
     """`launch.setup`, as lines of bash: one that fails ends the script and is named. What fails inside of a condition,
-    of a function or of a sourced file is their own business."""
-    return [*SETUP, *launch.setup, "in_setup="] if launch.setup else []
+    of a function or of a sourced file is their own business. `set -e` ends with them: what follows looks at its status.
+    """
+    return [*SETUP, *launch.setup, "in_setup=; set +e"] if launch.setup else []
+
+
+def setup_problems(launch: LaunchConfig) -> Iterator[str]:
+    """What bash cannot read in `launch.setup`: an `if` or a quotation mark that nothing closes would end in the lines
+    of the script after it."""
+    answer = subprocess.run(["/bin/bash", "-O", "extglob", "-n"], input="\n".join(launch.setup) + "\n", env={},
+                            capture_output=True, text=True, check=False, errors="replace")
+    if answer.stderr:
+        yield (f"launch.setup is no script that bash can read: {answer.stderr.splitlines()[0].partition(': ')[2]}. "
+               f"Correct that line, counted in launch.setup.")
 
 
 def preamble(launch: LaunchConfig) -> list[str]:

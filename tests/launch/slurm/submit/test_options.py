@@ -104,6 +104,12 @@ def test_a_variable_that_gives_all_tasks_the_same_few_gpus_is_refused(launcher, 
     assert f"launch.environment has {mask.partition('=')[0]}=" in said and "of 8 GPUs to every rank" in said
 
 
+@pytest.mark.parametrize("name", ["A B", "A-B", "A=B", "", "1A"])
+def test_a_variable_that_no_shell_can_export_is_refused(launcher, name):
+    said = launcher.refused(f"--stage all {DRY}", f"launch.environment={json.dumps({name: 'x'})}")
+    assert f"{name!r} is no name of a variable: write letters" in said
+
+
 def test_limits_of_the_shell_stay_there(script):
     assert "#SBATCH --propagate=NONE\n" in script()
     assert "#SBATCH --propagate=MEMLOCK,STACK\n" in script(extra={"propagate": "MEMLOCK,STACK"})
@@ -138,6 +144,7 @@ def test_what_slurm_cannot_write_to_is_refused(launcher, monkeypatch, folder):
     [command -v nosuch || exit 7] -> 7 -> (exit 7)
     ["[ -f /nosuch ] && . /nosuch", nosuch || true, "! true", "f() { false; true; }", f] -> 0 -> ''
     [". $FILE || true", "if nosuch; then true; fi", "trap 'echo mine' EXIT"] -> 0 -> ''
+    [set -euo pipefail, set -E] -> 0 -> ''
     [] -> 0 -> ''""", lambda text: yaml.safe_load(text.replace("\\\\n", "\\n")), int, lambda text: text.strip("'")))
 def test_a_line_of_the_setup_that_fails_is_named(tmp_path, setup, status, said):
     """What fails inside of a sourced file is that file's business, but how it ends is not. Afterwards failures are the
@@ -151,9 +158,28 @@ def test_a_line_of_the_setup_that_fails_is_named(tmp_path, setup, status, said):
     assert f"exit status {status} {said}." * bool(said) in answer.stderr
 
 
+@pytest.mark.parametrize("setup, said", table("""
+    [if module load x, then] -> line 3: syntax error: unexpected end of file
+    ["echo 'it", "true"] -> line 1: unexpected EOF while looking for matching
+    [cat > /dev/null <<X, a] -> line 2: warning: here-document at line 1
+    ["shopt -s extglob; ls !(a)", "f() {", "true", "}", "cat <<X", "'", X] -> ''""",
+    yaml.safe_load, lambda text: text.strip("'")))
+def test_a_setup_that_bash_cannot_read_is_refused(launcher, setup, said):
+    """It would end somewhere in the script, or take it for its own text and do nothing."""
+    tried = launcher.refused if said else launcher.accepted
+    assert said in tried(f"--stage all {DRY}", f"launch.setup={json.dumps(setup)}")
+
+
+def test_a_setup_that_ends_the_job_fails():
+    """With status 0 Slurm would start the next jobs."""
+    script = "\n".join(setup_lines(LaunchConfig(setup=["exit 0"])))
+    answer = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True)
+    assert answer.returncode == 1 and "launch.setup failed with exit status 0" in answer.stderr
+
+
 def test_the_environment_holds_in_the_script_too_and_after_the_setup(script):
     """The script copies the code to TMPDIR before any rank starts."""
     text = script(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"})
     places = [text.index(part) for part in (
-        "\ntrap", "\nexport TMPDIR=/x\n", "\nin_setup=\nexport TMPDIR='/local/a b'\ncheck=")]
+        "\ntrap", "\nexport TMPDIR=/x\n", "\nin_setup=; set +e\nexport TMPDIR='/local/a b'\ncheck=")]
     assert places == sorted(places)

@@ -91,7 +91,7 @@ def test_the_script_of_training_on_four_nodes(launcher):
     code = re.search(r"check=\$\(cat '(.+)/drover/launch/slurm/trust.py'", found["train"])[1]
     assert Path(code).parent == launcher.run / "code"
     plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", re.sub(r"\b[0-9a-f]{64}\b", "SHA256", found["train"]))
-    setup = re.search("(?s)\nin_setup=[^\n].*\nmodule load cuda\nin_setup=\n", plain)[0]  # see test_options
+    setup = re.search("(?s)\nin_setup=[^\n].*\nmodule load cuda\nin_setup=; set [+]e\n", plain)[0]  # see test_options
     plain = plain.replace(setup, "\nmodule load cuda\n")
     plain = re.sub(r"(name=trial-train-)[0-9a-f]{6}$", r"\1FOLDER", plain, flags=re.MULTILINE)
     assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=code, python=sys.executable)
