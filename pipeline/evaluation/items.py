@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from drover.pipeline.core.files import Record
@@ -40,7 +40,7 @@ ADDED: dict[str, tuple[Form, Callable[[Any], Added | None]]] = {
 """By the harness's name of an aggregation: its form, and an item's addend from its logged value."""
 
 
-def of_items(task: Any, samples: list[Record]) -> Record:
+def of_items(task: Any, samples: list[Record], failed: Collection[str] = ()) -> Record:
     """Results of a task's items: `chance`, the expected accuracy of guessing, None without choices;
     `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong; and
     `per_item`.
@@ -48,14 +48,15 @@ def of_items(task: Any, samples: list[Record]) -> Record:
     samples: as the harness logs them, one per item and filter. `per_item` is ready for JSON, in the order of the items:
     `hashes`, the beginning of each item's sha256; `texts`, see `item_text`; `metrics`, by name, each item's (value,
     weight) or null (see `paired.Item`); `forms`, by name, the `paired.Form` of metrics that are not plain ratios.
-    Metrics that are not sums over items (mcc, bleu, chrf, ter, medians) are omitted.
+    Metrics that are not sums over items (mcc, bleu, chrf, ter, medians) are omitted, and `failed`: those that have no
+    value for a text.
     """
     firsts = {sample["doc_id"]: sample for sample in reversed(samples)}
     order = sorted(firsts)
     metrics: dict[str, dict[int, Added]] = defaultdict(dict)
     forms: dict[str, Form] = {}
     taken = {name: ADDED[kind] for name, how in task.aggregation().items()
-             if (kind := getattr(how, "__name__", "")) in ADDED}
+             if (kind := getattr(how, "__name__", "")) in ADDED and name not in failed}
     for sample in samples:
         for name in (name for name in sample["metrics"] if name in taken):
             shown, (form, added) = name if sample["filter"] == "none" else f"{name} ({sample['filter']})", taken[name]

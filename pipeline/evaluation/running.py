@@ -64,10 +64,12 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
             task = _load(task_file, Path(folder))
         except Exception as error:
             raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
-        with _apart(task) as failed:
+        with _apart(task) as (failed, of_texts):
             found = evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=True,
                              bootstrap_iters=bootstrap_iters)
-        metrics, single = _metrics(found["results"][name], failed), of_items(task, found["samples"][name])
+        failed |= of_texts
+        metrics = _metrics(found["results"][name], failed)
+        single = of_items(task, found["samples"][name], of_texts)
     if bootstrap_iters:
         for metric, stderr in errors_of_texts(single["per_item"]).items():
             if metrics[metric]["value"] is not None:
@@ -154,18 +156,27 @@ class _Guarded:
 
 
 @contextmanager
-def _apart(task: Any) -> Iterator[dict[str, str]]:
-    """While the harness measures a task, a metric that fails does not end the task. Gives the reasons, by metric."""
-    failed: dict[str, str] = {}
-    def guarded(functions: dict[str, Any]) -> dict[str, Any]:
-        return {name: _Guarded(function, name, failed) for name, function in functions.items()}
+def _apart(task: Any) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """While the harness measures a task, a metric that fails does not end the task. Gives the reasons, by metric: of
+    those that fail on all texts together, and of those that fail on one."""
+    failed, of_texts = dict[str, str](), dict[str, str]()
+    def guarded(functions: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
+        return {name: _Guarded(function, name, reasons) for name, function in functions.items()}
 
-    own, of_texts = task.aggregation, task._metric_fn_list
-    task.aggregation, task._metric_fn_list = lambda: guarded(own()), guarded(of_texts)
+    own, own_of_texts = task.aggregation, task._metric_fn_list
+    task.aggregation, task._metric_fn_list = lambda: guarded(own(), failed), guarded(own_of_texts, of_texts)
     try:
-        yield failed
+        yield failed, of_texts
     finally:
-        task.aggregation, task._metric_fn_list = own, of_texts
+        task.aggregation, task._metric_fn_list = own, own_of_texts
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value is a finite number. A task's own aggregation may return anything."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):  # of text, and of arrays and tensors with several numbers
+        return False
 
 
 def _metrics(results: Record, failed: dict[str, str]) -> dict[str, Record]:
@@ -178,8 +189,8 @@ def _metrics(results: Record, failed: dict[str, str]) -> dict[str, Record]:
         if comma and not metric.endswith("_stderr"):
             error = results.get(f"{metric}_stderr,{filter_name}")
             shown = metric if filter_name == "none" else f"{metric} ({filter_name})"
-            if metric not in raised and not math.isfinite(value):
-                failed[shown] = f"it is {value}."
+            if metric not in raised and not _is_finite(value):
+                failed[shown] = f"it is {str(value)[:80]}."
             known = not {metric, shown} & failed.keys()
             found[shown] = {
                 "value": float(value) if known else None,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from drover.pipeline.core.errors import UnusableInputError
+from drover.pipeline.core.errors import UnusableInputError, installed_version
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.text_shards import refuse_changed_shard
 from drover.pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
@@ -25,6 +25,7 @@ BEGINNING = 1000
 EXAMPLES = 5
 """Failures that are listed; the others are only counted."""
 
+CORRECT = "Correct tokenizer_config.json (or special_tokens_map.json) next to the ready tokenizer.json."
 
 FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_tokens", "unknown_tokens",
           "round_trip_failures", "hugging_face_failures", "literal_marks", "nul_documents", "cut_documents", "prefixed")
@@ -135,7 +136,13 @@ def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any]:
     assert tokenizer.sha256 == sha256, "the tokenizer changed between planning and checking"
     # What AutoTokenizer takes for our own exports; asked itself (as convert does), it imports torch.
     kind = transformers.AutoTokenizer if tokenizer.kind == "huggingface" else transformers.PreTrainedTokenizerFast
-    exported = kind.from_pretrained(folder / "hf", local_files_only=True, trust_remote_code=False)
+    try:
+        exported = kind.from_pretrained(folder / "hf", local_files_only=True, trust_remote_code=False)
+        exported("a", verbose=False)
+    except Exception as error:  # noqa: BLE001 - each class of transformers fails in its own way
+        raise UnusableInputError(
+            f"The installed transformers {installed_version('transformers')} cannot read the exported tokenizer: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. {CORRECT}") from None
     refuse_other_special_ids(tokenizer, exported)
     return tokenizer, exported
 
@@ -159,8 +166,7 @@ def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
                      f"ids of the model")
     if found:
         raise UnusableInputError(
-            f"transformers does not read the exported tokenizer as training does: {'; '.join(found)}. Correct "
-            f"tokenizer_config.json (or special_tokens_map.json) next to the ready tokenizer.json.")
+            f"transformers does not read the exported tokenizer as training does: {'; '.join(found)}. {CORRECT}")
 
 
 def bitmap(ids: Iterable[int], size: int) -> str:

@@ -86,6 +86,9 @@ def raises(items):
 
 def endless(items):
     return float("inf")
+
+def several(items):
+    return {"first": 0.5, "second": 0.25}
 """
 WRITES = """
 task: writes
@@ -98,9 +101,10 @@ doc_to_target: "{{[word, text]}}"
 generation_kwargs: {until: ["."], max_gen_toks: 2}
 metric_list:
 - {metric: exact_match}
-- {metric: !function own.refuses , aggregation: mean, higher_is_better: true}
+- {metric: !function own.refuses , aggregation: f1, higher_is_better: true}
 - {metric: chrf, aggregation: !function own.raises , higher_is_better: true}
 - {metric: bleu, aggregation: !function own.endless , higher_is_better: true}
+- {metric: ter, aggregation: !function own.several , higher_is_better: false}
 """
 
 @pytest.fixture(scope="module")
@@ -233,10 +237,12 @@ def test_so_is_one_of_a_tasks_own_code(model, folder, tmp_path):
     (tmp_path / "writes.yaml").write_text(WRITES)
     found = ours(model, tmp_path, "writes", log=tmp_path / "log")["writes"]
     assert {name: entry["value"] for name, entry in found["metrics"].items()} == {
-        "exact_match": 0.0, "refuses": None, "chrf": None, "bleu": None}
+        "exact_match": 0.0, "refuses": None, "chrf": None, "bleu": None, "ter": None}
     assert found["without_value"] == {
-        "refuses": "ValueError: no number here.", "chrf": "OverflowError: too large.", "bleu": "it is inf."}
-    assert (tmp_path / "log").read_text().count("Traceback") == 2
+        "refuses": "ValueError: no number here.", "chrf": "OverflowError: too large.", "bleu": "it is inf.",
+        "ter": "it is {'first': 0.5, 'second': 0.25}."}
+    assert [*found["per_item"]["metrics"]] == ["exact_match"]
+    assert (tmp_path / "log").read_text().count("Traceback") == 3
 
 
 def test_an_answer_beyond_the_model_is_named_with_its_task(folder):

@@ -128,8 +128,10 @@ def test_what_is_put_around_a_text_is_bos_and_eos_or_nothing(ready, tmp_path, be
     ({"eos_token": {"content": "<eos>"}}, {}, "names the eos_token <eos>"),
     (BOUNDS, {"special_tokens_map": {"bos_token": "</s>"}}, r"its BOS is 901 \(</s>\), not 900 \(<s>\)"),
     ({**BOUNDS, "additional_special_tokens": [f"<{number}>" for number in range(200)]}, {},
-     r"adds 78 tokens \(<122>, .*\) beyond the 1,024 ids of the model")])
-def test_names_that_transformers_would_add_or_take_for_others_are_refused(ready, tmp_path, config, more, message):
+     r"adds 78 tokens \(<122>, .*\) beyond the 1,024 ids of the model"),
+    ({"eos_token": {"content": "</s>"}}, {}, "cannot read the exported tokenizer: TypeError: .* Correct tokenizer"),
+    ({**BOUNDS, "model_max_length": "long"}, {}, "cannot read the exported tokenizer: TypeError")])
+def test_settings_that_transformers_reads_otherwise_or_not_are_refused(ready, tmp_path, config, more, message):
     ready([900], config=config, **more)
     refused(UserError, message, stage, tmp_path / "stage", tmp_path)
 
