@@ -27,6 +27,7 @@ from drover.pipeline.core.files import Record, opened, read_bytes, write_text
 POLL_S = 0.5
 SHOWN, LINES = 10, 10
 """Starts of a stage, and lines of each, that `why` shows."""
+UNKNOWN_END = {"status": "it runs, or nothing is known of its end"}
 
 
 def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
@@ -107,12 +108,9 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
     with ExitStack() as closing:
         try:
             while True:
-                start = next((event for event in reversed(read_attempts(run_folder)) if event["event"] == "attempt"
-                              and event["stage"] == stage and event.get("nodes") and "ranks" in event), None)
-                path = shown
-                if start:
-                    folder = run_folder / "logs" / stage / f"{start['job']}.{start['start']}"
-                    path = rank_log(folder, rank, max(1, start["ranks"] // len(start["nodes"])))
+                start = next((event for event in reversed(read_attempts(run_folder))
+                              if _is_start(event) and event["stage"] == stage), None)
+                path = rank_log(_folder(run_folder, start), rank, _ranks_per_node(start)) if start else shown
                 if file is not None:
                     _print(file, rank)  # the rest of an earlier start
                 if path != shown and path.is_file():
@@ -136,28 +134,20 @@ def why(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     print(*show(standing, in_colour(sys.stdout)), sep="\n")
     files, events = standing.files, read_attempts(run_folder)
     chain = files.chain.id if files.chain else events[-1].get("chain") if events else None
-    ends = {_start(event): event for event in events if event["event"] == "ended"}
-    starts = [event for event in events if event["event"] == "attempt" and event.get("chain") == chain
-              and event.get("nodes") and "ranks" in event]
+    ends = {_identity(event): event for event in events if event["event"] == "ended"}
+    starts = [event for event in events if _is_start(event) and event.get("chain") == chain]
     for row in standing.rows:
         if row.state in FINISHED:
             continue
         own = [event for event in starts if event["stage"] == row.stage]
-        bad = [event for event in own if ends.get(_start(event), {}).get("status") != "done"]  # elements may be done
+        bad = [event for event in own if ends.get(_identity(event), {}).get("status") != "done"]  # elements may be done
         if len(bad) > SHOWN:
-            print(f"\n{row.stage}: {len(bad) - SHOWN} earlier starts, in {run_folder / 'logs' / row.stage}")
+            echo(f"\n{row.stage}: {len(bad) - SHOWN} earlier starts, in {run_folder / 'logs' / row.stage}")
         for event in bad[-SHOWN:]:
-            end = ends.get(_start(event), {"status": "it runs, or nothing is known of its end"})
-            how = ": ".join(str(end[name]) for name in ("status", "reason") if end.get(name))
-            print(printable(f"\n{row.stage}, job {event['job']}, start {event['start']}, at {event['at'][:16]} UTC on "
-                            f"{', '.join(event['nodes'])}: {how}"))
-            folder = run_folder / "logs" / row.stage / f"{event['job']}.{event['start']}"
-            blamed = re.search(r"\branks? (\d+)", str(end.get("reason")))
-            lines = last_lines(folder, int(blamed[1]) if blamed else 0, event["ranks"] // len(event["nodes"]), LINES)
-            print(*[printable(f"    {line}") for line in lines] or [f"    no log is in {folder}"], sep="\n")
-        begun = {event["job"].partition("_")[0] for event in own}
+            _print_start(run_folder, event, ends.get(_identity(event), UNKNOWN_END))
+        jobs_with_start = {event["job"].partition("_")[0] for event in own}
         for job in files.jobs(row.stage):
-            if job.id not in begun:
+            if job.id not in jobs_with_start:
                 for log in sorted(Path(job.log).parent.glob(Path(job.log).name.replace("%a", "*"))):
                     _print_end(f"{row.stage}, job {job.id}, without a start", log)
     if not files.chain and not starts:
@@ -165,14 +155,37 @@ def why(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     return 0
 
 
+def _print_start(run_folder: Path, start: Record, end: Record) -> None:
+    """Print how a start ended, with the last lines of the rank that its reason names, or of the first."""
+    how = ": ".join(str(end[name]) for name in ("status", "reason") if end.get(name))
+    rank, folder = re.search(r"\branks? (\d+)", str(end.get("reason"))), _folder(run_folder, start)
+    lines = last_lines(folder, int(rank[1]) if rank else 0, _ranks_per_node(start), LINES)
+    echo(f"\n{start['stage']}, job {start['job']}, start {start['start']}, at {start['at'][:16]} UTC on "
+         f"{', '.join(start['nodes'])}: {how}", *(f"    {line}" for line in lines or [f"no log is in {folder}"]))
+
+
 def _print_end(what: str, log: Path) -> None:
     with suppress(OSError):
         lines = read_bytes(log).decode(errors="replace").splitlines()[-LINES:]
-        print(f"\n{what}: {log}", *[printable(f"    {line}") for line in lines], sep="\n")
+        echo(f"\n{what}: {log}", *(f"    {line}" for line in lines))
 
 
-def _start(event: Record) -> tuple[Any, ...]:
+def _is_start(event: Record) -> bool:
+    """Whether an event is the start of a stage, on nodes and with ranks that it names."""
+    return event["event"] == "attempt" and bool(event.get("nodes")) and "ranks" in event
+
+
+def _identity(event: Record) -> tuple[Any, ...]:
+    """Of the start that an event belongs to."""
     return event["job"], event.get("restart"), event["start"], event["stage"]
+
+
+def _folder(run_folder: Path, start: Record) -> Path:
+    return run_folder / "logs" / start["stage"] / f"{start['job']}.{start['start']}"
+
+
+def _ranks_per_node(start: Record) -> int:
+    return max(1, start["ranks"] // len(start["nodes"]))
 
 
 def _print(file: IO[bytes], rank: int) -> None:
