@@ -216,8 +216,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield from _json_records(file, source, limit)
         return
     whole, field, is_nested = file.piece.whole, source.text_field, "." in source.text_field
-    name, escapes = _spellings(field)[0].encode(), [own.encode() for own in _spellings(field)[1]]
-    key = re.compile(re.escape(name) + rb"\s*:")
+    has_key_once = _key_test(field, str.encode)
     line: bytes | int = b""
 
     def current() -> tuple[int, bool]:
@@ -236,12 +235,9 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             record = None
         if type(record) is dict and field:
             text = value_in(record, field) if is_nested else record.get(field)
-            if type(text) is str:
-                before = line[:len(line) - len(text)]  # the last text's key stands here, and those before it
-                if (before.count(name) == 1 or len(key.findall(before)) == 1) and (
-                        b"\\u" not in before or not any(own in before for own in escapes)):
-                    yield place, record
-                    continue
+            if type(text) is str and has_key_once(line, text):
+                yield place, record
+                continue
         elif record is not None and not field:
             yield place, record
             continue
@@ -251,10 +247,19 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         file.current = current
 
 
-def _spellings(field: str) -> tuple[str, list[str]]:
-    """How the key of a record's text is written in JSON, and how escapes of its characters begin."""
+def _key_test(field: str, form: Callable[[str], Any] = str) -> Callable[[Any, str], bool]:
+    """A test of a record's JSON: whether the key of its text, as a parser returns it, surely stands once in it. A
+    parser returns the last one of several. form: makes a string what the JSON is given as: `str.encode` for bytes."""
     name = field.rpartition(".")[2]
-    return json.dumps(name), sorted({f"\\u{ord(own) >> 4:03x}" for own in name})
+    key, escape = form(json.dumps(name)), form("\\u")
+    key_and_colon = re.compile(re.escape(key) + form(r"\s*:"))
+    escapes = [*map(form, {f"\\u{ord(own) >> 4:03x}" for own in name})]  # how those of its characters begin
+
+    def has_key_once(record: Any, text: str) -> bool:
+        before = record[:len(record) - len(text)]  # the last text's key stands here, and those before it
+        return (before.count(key) == 1 or len(key_and_colon.findall(before)) == 1) and (
+            escape not in before or not any(own in before for own in escapes))
+    return has_key_once
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -377,9 +382,7 @@ def _unless_twice(file: Input, place: Place, record: Any, field: str) -> tuple[P
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
-    field = source.text_field
-    name, escapes = _spellings(field)
-    key = re.compile(re.escape(name) + r"\s*:")
+    field, has_key_once = source.text_field, _key_test(source.text_field)
     with file.open() as stream:
         text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
         file.current = text.current
@@ -395,8 +398,8 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 within = "array" if within == "array" else "values"
                 try:
                     value = text.value(limit.bytes)
-                    if not field or (isinstance(value, dict) and
-                                     text.has_once(value_in(value, field), name, key, escapes)):
+                    own = value_in(value, field) if isinstance(value, dict) else None
+                    if not field or (isinstance(own, str) and has_key_once(text.last, own)):
                         number += 1
                         yield number, value
                         continue
@@ -430,12 +433,12 @@ class TooLongError(Exception):
 
 
 class _JsonText:
-    """The text of a JSON file, of which some is held: `at` is where to read on in it."""
+    """The text of a JSON file, of which some is held: `at` is where to read on in it, `last` the last value's text."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._held, self.at, self._ended = stream, "", 0, False
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-        self._last = ""
+        self.last = ""
 
     def next(self, skipped: re.Pattern[str]) -> str:
         """The character at the next place where `skipped` ends; empty at the end."""
@@ -462,25 +465,17 @@ class _JsonText:
                 if end - self.at > limit:
                     raise TooLongError
                 if end < len(self._held) or self._ended:
-                    self._last, self.at = self._held[self.at:end], end
+                    self.last, self.at = self._held[self.at:end], end
                     return value
             self._fill()
 
-    def has_once(self, text: Any, name: str, key: re.Pattern[str], escapes: list[str]) -> bool:
-        """Whether the key of this text surely stands once in the last value (see `_line_records`)."""
-        if not isinstance(text, str):
-            return False
-        before = self._last[:len(self._last) - len(text)]
-        return (before.count(name) == 1 or len(key.findall(before)) == 1) and (
-            "\\u" not in before or not any(own in before for own in escapes))
-
     def again(self) -> Any:
         """The last value, whose objects show which keys they repeat."""
-        return _DECODER.decode(self._last)
+        return _DECODER.decode(self.last)
 
     def current(self) -> tuple[int, bool]:
         """Bytes of the last value, and whether they are UTF-8."""
-        data = self._last.encode("utf-8", "surrogateescape")
+        data = self.last.encode("utf-8", "surrogateescape")
         return len(data), _is_utf8(data)
 
     def ahead(self) -> int:
