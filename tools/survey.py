@@ -99,10 +99,10 @@ class NoTextError(Exception):
 
 
 @dataclass
-class _Found:
-    """Of one kind: its files, the digests of texts in them, and the beginnings of some."""
+class _Files:
+    """Of one kind: its paths, the digests of texts in them, and the beginnings of some."""
 
-    files: list[Path] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
     digests: set[bytes] = field(default_factory=set)
     beginnings: list[tuple[Path, str]] = field(default_factory=list)
 
@@ -114,43 +114,54 @@ def look(folder: Path) -> Corpus:
     folder = folder.resolve()
     closed = list[OSError]()
     paths = sorted(files_below(folder, closed.append))
-    kinds, left_out, opened = _looked_at(paths)
+    by_kind, left_out, opened = _by_kind(paths)
     for error in closed:
         left_out[f"it cannot be read: {error.strerror}"].append(Path(error.filename))
-    found, seen = dict[Kind, _Found](), set[bytes]()
-    for kind, own in sorted(kinds.items(), key=lambda item: (-len(item[1].files), str(item[0]))):
-        if own.digests <= seen:
-            left_out["all its text is in other files too"] += own.files
-        else:
-            found[kind] = own
-            seen |= own.digests
-    empty = set(left_out.get(EMPTY, ()))  # patterns may match them: nothing is read of them
-    reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
-    remarks = [f"left out: {first([_shown(path, folder) for path in left_out[reason]])}: {reason}"
-               for reason in reasons[:MOST_REASONS]]
-    if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
-        remarks.append(f"left out for other reasons: {first([_shown(path, folder) for path in more])}")
-    if not found:
+    sources = _distinct(by_kind, left_out)
+    remarks = list(_reasons(left_out, folder))
+    if not sources:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads .txt, .md, .rst, .tex, .py, "
                                      f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.",
                                      *remarks]))
-    remarks += [f"read as {kind.encoding}, which is a guess: {first([_shown(path, folder) for path in own.files])}"
-                for kind, own in found.items() if not kind.encoding.startswith("utf")]
+    remarks += [f"read as {kind.encoding}, which is a guess: {_shown(own.paths, folder)}"
+                for kind, own in sources.items() if not kind.encoding.startswith("utf")]
     if opened < len(paths):
         remarks.append(f"{opened:,} of {len(paths):,} files were opened")
-    files = {kind: own.files for kind, own in found.items()}
-    size = sum(path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0) for own in files.values() for path in own)
-    beginnings = sorted(beginning for own in found.values() for beginning in own.beginnings)
+    beginnings = sorted(beginning for own in sources.values() for beginning in own.beginnings)
     prompts = [prompt for _, text in beginnings for prompt in _prompt(text)][:3]
-    left = [path for path in paths if path not in empty]
-    left += [Path(error.filename, f"a{ending}") for error in closed for ending in {_ending(path) for path in paths}]
-    return Corpus(folder, _patterns(folder, left, files),
-                  sum(map(len, files.values())), int(size), prompts, remarks)
+    empty = set(left_out.get(EMPTY, ()))  # patterns may match them: nothing is read of them
+    matchable = [path for path in paths if path not in empty]
+    matchable += [Path(error.filename, f"a{ending}") for error in closed for ending in {*map(_ending, paths)}]
+    files = {kind: own.paths for kind, own in sources.items()}
+    size = sum(_text_bytes(path) for own in files.values() for path in own)
+    return Corpus(folder, _patterns(folder, matchable, files), sum(map(len, files.values())), int(size), prompts,
+                  remarks)
 
 
-def _looked_at(paths: Sequence[Path]) -> tuple[dict[Kind, _Found], dict[str, list[Path]], int]:
+def _distinct(by_kind: Mapping[Kind, _Files], left_out: dict[str, list[Path]]) -> dict[Kind, _Files]:
+    """The kinds with text that those with more files do not have. The files of the others are left out."""
+    distinct = dict[Kind, _Files]()
+    digests = set[bytes]()
+    for kind, own in sorted(by_kind.items(), key=lambda item: (-len(item[1].paths), str(item[0]))):
+        if own.digests <= digests:
+            left_out["all its text is in other files too"] += own.paths
+        else:
+            distinct[kind] = own
+            digests |= own.digests
+    return distinct
+
+
+def _reasons(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator[str]:
+    """Lines on the files that are left out, by reason, the commonest first."""
+    reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
+    yield from (f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS])
+    if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
+        yield f"left out for other reasons: {_shown(more, folder)}"
+
+
+def _by_kind(paths: Sequence[Path]) -> tuple[dict[Kind, _Files], dict[str, list[Path]], int]:
     """The files of each kind, those without text by the reason, and how many were opened."""
-    kinds, left_out, opened = defaultdict[Kind, _Found](_Found), defaultdict[str, list[Path]](list), 0
+    kinds, left_out, opened = defaultdict[Kind, _Files](_Files), defaultdict[str, list[Path]](list), 0
     of_ending = defaultdict[str, list[Path]](list)
     for path in paths:
         of_ending[_ending(path)].append(path)
@@ -163,7 +174,7 @@ def _looked_at(paths: Sequence[Path]) -> tuple[dict[Kind, _Found], dict[str, lis
             except NoTextError as reason:
                 left_out[str(reason)] += own[at:at + step]
                 continue
-            kinds[kind].files += own[at:at + step]
+            kinds[kind].paths += own[at:at + step]
             kinds[kind].digests |= {sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts}
             if at < 3 * step:
                 kinds[kind].beginnings.append((own[at], texts[0][:200]))
@@ -194,7 +205,7 @@ def _kind(path: Path, guesses: _Guesses) -> tuple[Kind, list[str]]:
             return _records_kind(path, form, encoding, _delimiter(path, header) if form == "csv" else None)
         _refuse_mistaken(Input(Piece.of(path), encoding), form)
         separator = None
-        if path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0) > LONG_BYTES:
+        if _text_bytes(path) > LONG_BYTES:
             separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
         return Kind("", encoding, None, separator), [_decoded(data, encoding)]
     except damage() as error:
@@ -334,6 +345,10 @@ def _prompt(text: str) -> list[str]:
     return [" ".join(words)] if len(words) == 4 and all(word.isprintable() for word in words) else []
 
 
+def _text_bytes(path: Path) -> float:
+    return path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0)
+
+
 def _ending(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix.lower() in COMPRESSIONS else path.suffixes[-1:])
 
@@ -384,5 +399,6 @@ def _literal(path: Path) -> str:
     return re.sub("[\udc80-\udcff]", "?", glob.escape(str(path)))
 
 
-def _shown(path: Path, folder: Path) -> str:
-    return printable(name_as_text(path.relative_to(folder).as_posix())).replace("\n", "\\n")
+def _shown(paths: Sequence[Path], folder: Path) -> str:
+    """The first of some files in a folder, for a line of a message."""
+    return first([printable(name_as_text(path.relative_to(folder).as_posix())).replace("\n", "\\n") for path in paths])

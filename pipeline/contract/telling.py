@@ -37,10 +37,10 @@ LISTEN_S, LISTEN_DONE_S = 20.0, 120.0
 """How long rank 0, whose process has the store, waits at its end until all ranks have read this. After a refusal it is
 short, because the user waits. If the stage is done it is long: a late rank would take the missing store for a crash."""
 FIRST_LOOK_S, LATER_LOOKS_S = 0.02, 1.0
-_KEY, _HEARD, _HERE = "work", "heard", "here"
+_KEY, _HEARD, _PRESENT = "work", "heard", "present"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SAID_S, SAID_LAUNCHED_S = 5.0, 60.0
-"""How long a rank waits for others until it says so. Ranks that a launcher has started may import for long."""
+REPORT_AFTER_S, REPORT_AFTER_LAUNCH_S = 5.0, 60.0
+"""How long a rank waits for others until it prints that. Ranks that a launcher has started may import for long."""
 _LEFT_OVER = (f" torchrun and Drover's launcher set {', '.join(RANK_VARIABLES)} for each rank. If you start no other "
               f"ranks, they are left over in this shell: `unset {' '.join(RANK_VARIABLES)}`, and give the command "
               f"again.")
@@ -85,11 +85,6 @@ class Channel:
                             f"MASTER_PORT, where ranks meet.{_LEFT_OVER}")
         return cls() if int(world) > 1 else None
 
-    def connected(self) -> Any:
-        """The store."""
-        self._connect()
-        return self.store
-
     def tell(self, work: Work) -> None:
         """Send this work to the other ranks. Only rank 0 calls this."""
         inputs = {}
@@ -124,14 +119,14 @@ class Channel:
             MessageError: the message is not from rank 0.
             UserError: this rank does not know a setting of the message.
         """
-        self._connect()
+        store = self.connected()
         wait_s = FIRST_LOOK_S
-        while not self.store.check([_KEY]):  # polled, since one long wait would delay the handling of signals
+        while not store.check([_KEY]):  # polled, since one long wait would delay the handling of signals
             time.sleep(wait_s)
             wait_s = min(LATER_LOOKS_S, 1.5 * wait_s)
-        said = json.loads(zlib.decompress(verified(_KEY, self.store.get(_KEY))))
+        said = json.loads(zlib.decompress(verified(_KEY, store.get(_KEY))))
         if "end" in said:
-            self.store.add(_HEARD, 1)
+            store.add(_HEARD, 1)
             return Ended(said["end"])
         try:
             own = plugins() if said["with_plugins"] else []
@@ -144,10 +139,10 @@ class Channel:
 
     def _send(self, what: Record) -> None:
         self._said = True
-        self._connect()
-        self.store.set(_KEY, sign(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass"))))
+        self.connected().set(_KEY, sign(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass"))))
 
-    def _connect(self) -> None:
+    def connected(self) -> Any:
+        """The store, once it can be reached."""
         if self.store is None:
             import torch.distributed as dist
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -159,6 +154,7 @@ class Channel:
                 master_listen_fd=_bound(address, port) if serves and is_local(address) else None)
             # An agent's store stays when it restarts its ranks: the prefix hides messages of the attempt before.
             self.store = dist.PrefixStore(f"drover/attempt{self._attempt}", store)
+        return self.store
 
     def _reach(self, address: str, port: int, *, serves: bool) -> None:
         """Wait until the store can be reached. torch's own waiting says nothing, and no Ctrl-C ends it. serves: this
@@ -173,7 +169,7 @@ class Channel:
                 return
             except OSError as error:
                 what = "its own address" if serves else "the store of rank 0"
-                wait.tell(f"rank {self.rank} of {self.world} waits for {what} at {address}:{port}: {error}")
+                wait.report(f"rank {self.rank} of {self.world} waits for {what} at {address}:{port}: {error}")
                 time.sleep(LATER_LOOKS_S)
 
 
@@ -183,22 +179,22 @@ class _Wait:
     def __init__(self) -> None:
         launched = any(name in os.environ for name in ("DROVER_LAUNCHED", "DROVER_CHAIN", "TORCHELASTIC_RUN_ID"))
         self._advice = "" if launched else f".{_LEFT_OVER}"
-        self._at = time.monotonic() + (SAID_LAUNCHED_S if launched else SAID_S)
+        self._due = time.monotonic() + (REPORT_AFTER_LAUNCH_S if launched else REPORT_AFTER_S)
 
-    def tell(self, what: str) -> None:
+    def report(self, what: str) -> None:
         """Print what is waited for, if the wait has been long."""
-        if time.monotonic() > self._at:
+        if time.monotonic() > self._due:
             say("ranks", f"{what}{self._advice}")
-            self._at = math.inf
+            self._due = math.inf
 
 
 def await_ranks(store: Any, rank: int, world: int, patience: timedelta) -> None:
     """On rank 0, wait until all ranks have come to the store, and print how many are missing. torch's process groups
     wait in silence."""
-    store.add(_HERE, 1)
+    store.add(_PRESENT, 1)
     until, wait = time.monotonic() + patience.total_seconds(), _Wait()
-    while rank == 0 and (here := store.add(_HERE, 0)) < world and time.monotonic() < until:
-        wait.tell(f"rank 0 waits for {world - here} of {world} ranks at {os.environ.get('MASTER_ADDR')}:"
+    while rank == 0 and (present := store.add(_PRESENT, 0)) < world and time.monotonic() < until:
+        wait.report(f"rank 0 waits for {world - present} of {world} ranks at {os.environ.get('MASTER_ADDR')}:"
                   f"{os.environ.get('MASTER_PORT')}")
         time.sleep(FIRST_LOOK_S)
 

@@ -56,7 +56,7 @@ def test_the_store_of_ranks_that_meet_at_an_address(monkeypatch, address):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     channel = Channel()
-    channel._connect()
+    channel.connected()
     places = [at.laddr.ip for at in psutil.Process().net_connections("inet")
               if at.status == psutil.CONN_LISTEN and at.laddr.port == port]
     assert len(places) == 1 and ip_address(places[0]).is_loopback == (address != socket.gethostname()), places
@@ -93,8 +93,8 @@ def test_a_rank_says_whom_it_waits_for(monkeypatch, capsys, rank, address, launc
         monkeypatch.setattr(torch.distributed, "TCPStore", gives_up)
     if address == "nosuch.invalid":  # some machines look for it for seconds
         monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror(-2, "not known")))
-    monkeypatch.setattr(telling, "SAID_S", -1.0)
-    monkeypatch.setattr(telling, "SAID_LAUNCHED_S", -1.0)
+    monkeypatch.setattr(telling, "REPORT_AFTER_S", -1.0)
+    monkeypatch.setattr(telling, "REPORT_AFTER_LAUNCH_S", -1.0)
     monkeypatch.setattr(telling, "LATER_LOOKS_S", 0.0)
     monkeypatch.setattr(telling, "CONNECT", timedelta(seconds=0.5))
     monkeypatch.delenv("DROVER_CHAIN", raising=False)
