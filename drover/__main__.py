@@ -20,9 +20,7 @@ COMMANDS = {
     "why": ("launch.submit:why", "show why a stage is up to date or out of date"),
     "explain": ("launch.submit:explain", "show what a setting means, its type, default and value"),
     "chat": ("tools.chat:main", "generate text with a model: continue prompts, or chat"),
-    "serve": ("tools.serve:main", "serve a model over HTTP, with an OpenAI-compatible API"),
     "compare": ("tools.compare:main", "compare models on the same items"),
-    "parity": ("tools.parity:main", "check that a run in fp8 has the losses of the same run in bf16"),
     "weights": ("tools.weights:main", "convert weights between Drover's, Hugging Face's and Meta's form"),
     "trace": ("tools.where.__main__:main", "find the documents of a training step, or the steps that saw a document"),
     "verify": ("tools.verify.__main__:main", "check every file of a run against its recorded hash"),
@@ -35,6 +33,11 @@ COMMANDS = {
     "lab": ("tools.slurm_lab:main", "start a real Slurm cluster on this machine"),
 }
 """Command: `module:program`, and what it does."""
+REPLACED = {
+    "serve": "serve a run's convert/hf with transformers serve, vLLM or llama.cpp (docs/tutorial-export.md).",
+    "parity": "use drover compare, and the loss curves of both runs (docs/precision.md).",
+}
+"""Former command: what to use instead."""
 SHELLS = ("bash", "zsh")
 HELP = """\
 usage: drover COMMAND ...
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         return program(name)(rest, f"drover {name}")
     complain(f"drover completion takes {' or '.join(SHELLS)}." if name == "completion" else
-             f"there is no command {name}; {meant(name, COMMANDS, 'drover --help shows all.')}")
+             f"there is no command {name}; {REPLACED.get(name) or meant(name, COMMANDS, 'drover --help shows all.')}")
     return UserError.exit_status
 
 

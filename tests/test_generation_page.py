@@ -3,20 +3,15 @@
 import argparse
 import ast
 import shlex
-import shutil
-import sys
 
 import pytest
 
 from drover.__main__ import main
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.model_options import add_sampling_options
-from tests.conftest import REPOSITORY, environment
-from tests.object_store import free_ports, running
-from tests.pages import commands, run_program, typed
+from tests.conftest import REPOSITORY
+from tests.pages import commands, run_program
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
-from tests.tools.test_serve import pytestmark as needs_server
-from tests.waiting import wait_for
 
 PAGE = (REPOSITORY / "docs/generation.md").read_text()
 COMMANDS = commands("generation", needs=[])
@@ -48,25 +43,6 @@ def test_the_python_of_the_page(home, monkeypatch, capsys):
     run_program("generation")
     texts = ast.literal_eval(capsys.readouterr().out)
     assert len(texts) == 2 and all(texts)
-
-
-@pytest.mark.slow
-@needs_server
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
-def test_the_server_and_the_requests_of_the_page(home):
-    [[_, *words]] = [shlex.split(command) for command in COMMANDS if command.startswith("drover serve")]
-    [port] = map(str, free_ports(1))
-
-    def asked(command):
-        return typed(command.replace("8000", port), home).stdout
-    command = [sys.executable, "-m", "drover", *(word.replace("8000", port) for word in words)]
-    with running(command, home, **environment()) as server:
-        wait_for(lambda: "/v1/completions" in (home / "log").read_text(), of=server)
-        assert "<textarea" in asked("curl -s http://127.0.0.1:8000/")
-        answers = [asked(command) for command in COMMANDS if command.startswith("curl")]
-    for answer, part in zip(answers, ('"text_completion"', "data: [DONE]\n\n", '"ok"', '"token_logprobs":[null,-'),
-                            strict=True):
-        assert part in answer and "error" not in answer
 
 
 def test_every_option_is_on_the_page():

@@ -164,10 +164,8 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.launch.doctor -> --wait 0 -> --wait
     drover.tools.init -> nope -> nope is no folder
     drover.tools.lm_eval -> nope -> invalid choice: 'nope'
-    drover.tools.parity -> --reference nope --run nope -> {NO_RUN}
     drover.tools.presets -> nope -> There is no preset 'nope'
     drover.tools.rehearse -> --config {CONFIG} --ranks 3 -> cannot be rehearsed on 3 ranks
-    drover.tools.serve -> --model nope -> nope is no folder
     drover.tools.slurm_lab -> nope -> invalid choice: 'nope'
     drover.tools.verify -> nope -> {NO_RUN}
     drover.tools.weights -> --from nope --to x --format hf -> nope is no folder

@@ -31,7 +31,6 @@ TOOLS = table("""
     copy-tokens --run {data} --to file://{out} -> 0
     export-tokens --run {data} --out {out} --format megatron --processes 1 -> 0
     chat --model {model} x --max-tokens 1 -> 0
-    serve --model {model} --port 0 -> 0
     compare --models {model} --to {out} --tasks nope -> 2
     compare --checkpoints {model} --to {out} --tasks nope -> 2
     compare --models {out} --validation {data} --to {out} -> 2
@@ -75,8 +74,6 @@ def ran(home, no_plugins, monkeypatch):
 @pytest.mark.parametrize("tool", [*TOOLS, *slow(HARNESS)], ids=lambda tool: tool[0].split()[0])
 def test_a_tool_imports_what_its_user_names(home, ran, tmp_path, monkeypatch, capsys, tool, named):
     words, expected = tool
-    if words.startswith("serve"):
-        monkeypatch.setattr(pytest.importorskip("uvicorn").Server, "run", lambda *_, **__: None)
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap
     plugin = str(home / "foreign_code.py")
     places = {"data": home / "data", "model": home / "model", "tasks": home / "tasks", "out": tmp_path / "out"}
