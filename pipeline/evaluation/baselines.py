@@ -56,8 +56,6 @@ ALONE = ("gzip -9", "xz -9")
 """The baselines that have seen no training text, which the model has."""
 DEFLATE_WINDOW = 32 << 10
 LZMA_WINDOW = 64 << 20
-PIECE = 16
-"""Compressed bytes that are decompressed at once: the precision of `sizes_in_stream`."""
 ASKED_EVERY = 5.0
 """Seconds between two checks of the ranks whether the process is done."""
 Compared = dict[str, dict[str, float]]
@@ -94,7 +92,7 @@ def after_training(training: bytes, texts: Mapping[str, bytes]) -> dict[str, dic
 
 
 def sizes_in_stream(texts: Sequence[bytes]) -> list[int]:
-    """The bytes of each text in `xz -9` of all of them in a row: to some ten bytes the compressed size up to its end
+    """The bytes of each text in `xz -9` of all of them in a row: to a few bytes the compressed size up to its end
     less that up to its beginning. One compression of much training text is enough for that: the compressed bytes of a
     text are those that have to be decompressed before it is there."""
     whole = b"".join(texts)
@@ -102,10 +100,10 @@ def sizes_in_stream(texts: Sequence[bytes]) -> list[int]:
     packed = lzma.compress(whole, lzma.FORMAT_RAW, filters=filters)
     decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=filters)
     ends, found, made = list(accumulate(map(len, texts))), [0], 0
-    for start in range(0, len(packed), PIECE):
-        made += len(decoder.decompress(packed[start:start + PIECE]))
+    for end in range(1, len(packed) + 1):
+        made += len(decoder.decompress(packed[end - 1:end]))
         while len(found) < len(texts) and made >= ends[len(found) - 1]:
-            found.append(start + PIECE)
+            found.append(end)
     return [end - start for start, end in pairwise([*found, len(packed)])]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.evaluation import validation
-from drover.pipeline.evaluation.baselines import AFTER, OVERALL, PIECE, after_training, baselines
+from drover.pipeline.evaluation.baselines import AFTER, OVERALL, after_training, baselines
 from drover.pipeline.evaluation.validation import byte_counts, training_text
 
 TRAINING = "".join(random.Random(1).choices(["def main():\n", "    return 0\n", "größer\n", "import os\n", "x = 1\n"],
@@ -32,7 +32,7 @@ def test_compressors_get_the_text_and_the_rest_the_counts():
                      "entropy": found["entropy"], "unigram": pytest.approx(found["entropy"], rel=1e-6)}
 
 
-@pytest.mark.parametrize("text", [TRAINING[:3000], random.Random(2).randbytes(5000), b"x"])
+@pytest.mark.parametrize("text", [TRAINING[:3000], random.Random(2).randbytes(5000), b"x", b"0" * 9])
 def test_after_training_text_a_compressor_needs_what_the_text_adds(text):
     """The difference of two sizes, also for the second of two sources, and both together."""
     expected, whole = [], TRAINING
@@ -41,7 +41,7 @@ def test_after_training_text_a_compressor_needs_what_the_text_adds(text):
         whole += part
     found = after_training(TRAINING, {"one": text, "two": b"other" * 20})
     sizes = [found[source][f"xz -9{AFTER}"] * size / 8 for source, size in (("one", len(text)), ("two", 100))]
-    assert sizes == pytest.approx(expected, abs=2 * PIECE)
+    assert sizes == pytest.approx(expected, abs=4) and min(sizes) >= 0
     assert found[OVERALL][f"xz -9{AFTER}"] == pytest.approx(8 * sum(sizes) / (len(text) + 100))
     if text == TRAINING[:3000]:
         assert sizes[0] < 100 < len(lzma.compress(text, preset=9)), "it is all there"

@@ -103,6 +103,7 @@ def test_labels_are_words(made_up):
 GIVEN = " (of 28.1 MB of training text gzip was given 32 KB, xz 16.1 MB)"
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize(("figures", "told"), [
     ({"xz -9 after training text": 1.9, "xz -9": 2.3},
      f": 2% more than xz -9{GIVEN}. xz -9 compresses it better than the model."),
@@ -110,12 +111,15 @@ GIVEN = " (of 28.1 MB of training text gzip was given 32 KB, xz 16.1 MB)"
      f": 59% less than a unigram byte model, 12% less than gzip -9{GIVEN}."),
     ({"unigram": 4.7, "xz -9": 1.5, "gzip -9": 2.3}, ": 59% less than a unigram byte model."),
     ({"xz -9": 1.5, "gzip -9": 2.3}, ".")])
-def test_only_compressors_that_have_seen_training_text_are_compared_with_the_model(tmp_path, figures, told):
+def test_only_compressors_that_have_seen_training_text_are_compared_with_the_model(tmp_path, figures, told, small):
     """Where one needs less than the model, the first sentence has it. Older results have none of them."""
     run, _ = write_run(tmp_path)
     path = run.own_folder("evaluate") / "results.json"
     found = read_json(path)
     found["validation"]["overall"]["baselines"] = figures
+    if small:
+        found["validation"]["overall"] |= {"training_bytes": 2000, "of_training_bytes": 9000}
+        told = told.replace(GIVEN, " (of 9 kB of training text gzip was given 2 kB, xz 2 kB)")
     write_json(path, found)
     assert compose(collect(run)).verdict.endswith(f"needs 1.931 bits per byte of validation text{told}")
 

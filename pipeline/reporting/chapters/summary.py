@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
+from drover.pipeline.core.console import readable
 from drover.pipeline.data.sampling.consumption import MANY
-from drover.pipeline.evaluation.baselines import AFTER, ALONE
+from drover.pipeline.evaluation.baselines import AFTER, ALONE, DEFLATE_WINDOW
 from drover.pipeline.reporting.document import NONE, Notice, Tile, filled
 from drover.pipeline.reporting.facts import Facts, shareable
 
@@ -45,7 +46,9 @@ def verdict(facts: Facts) -> str:
             if other and name not in ALONE}
     compared = ", ".join(f"{abs(1 - ours / other):.0%} {'less' if ours <= other else 'more'} than "
                          f"{NAMES.get(name, name)}" for name, other in fair.items())
-    given = filled(" (of {of_training_bytes:B} of training text gzip was given 32 KB, xz {training_bytes:B})", total)
+    for_gzip = readable(size) if (size := total.get("training_bytes", 0)) < DEFLATE_WINDOW else "32 KB"
+    given = filled(f" (of {{of_training_bytes:B}} of training text gzip was given {for_gzip}, xz {{training_bytes:B}})",
+                   total)
     best = min(fair, key=fair.__getitem__, default=None)
     wins = f" {best} compresses it better than the model." if best is not None and fair[best] < ours else ""
     return (f"{made}, needs {ours:.3f} bits per byte of validation text{f': {compared}' if fair else ''}"
