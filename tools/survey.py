@@ -231,8 +231,10 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
     try:
         name = _text_field(records)
     except NoTextError:
-        if len(lists) != 1:
+        if not lists:
             raise
+        if len(lists) > 1:
+            raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
         name = _text_field(lists[0])
     texts = [value_in(record, name) for record in _records(path, encoding, delimiter, name)]
     return Kind(name, encoding, delimiter), texts
@@ -246,10 +248,10 @@ def _records(path: Path, encoding: str, delimiter: str | None, text_field: str =
     for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
         if isinstance(item, Unreadable):
             raise NoTextError(f"a record cannot be read: {item.reason}")
-        records.append(item[1])
+        records += item[1] if isinstance(item[1], list) else [item[1]]
     if not records:
         raise NoTextError("it has no record")
-    return records
+    return records[:RECORDS]
 
 
 def _lists(value: Any, depth: int = 8) -> Iterator[list[Any]]:

@@ -33,6 +33,7 @@ class FileRead:
         separated: whether the source's separator occurs in it; None where there is none to look for.
         other_separator: another spelling of the separator that it holds.
         records_in: the field in which the file's records stand, where they are wrapped in one.
+        more_records: a field of its first record that holds a list of such records.
     """
 
     source: str
@@ -46,6 +47,7 @@ class FileRead:
     separated: bool | None = None
     other_separator: str = ""
     records_in: str = ""
+    more_records: str = ""
 
     def add(self, part: dict[str, Any]) -> None:
         """Add what a unit recorded of the file or of a part of it (see `reading.Reading`)."""
@@ -55,7 +57,7 @@ class FileRead:
         self.lost = self.lost or part.get("lost", False)
         if "separated" in part:
             self.separated = bool(self.separated) or part["separated"]
-        for name in ("reason", "other_separator", "records_in"):
+        for name in ("reason", "other_separator", "records_in", "more_records"):
             setattr(self, name, getattr(self, name) or part.get(name, ""))
 
     @property
@@ -113,6 +115,10 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
     if wrapped := [file for file in files if file.records_in]:
         yield (f"source {source.name}: the records of {len(wrapped):,} files are those of a list in the field "
                f"{wrapped[0].records_in} ({wrapped[0].file})")
+    if single := [file for file in files if file.more_records and file.documents == 1]:
+        yield (f"warning: source {source.name}: {len(single):,} files are one document each, although the field "
+               f"{single[0].more_records} ({single[0].file}) holds more records, which are not read; if these are the "
+               f"documents, take them out (jq -c '.FIELD[]' FILE.json > FILE.jsonl)")
     if empty := [file.file for file in files if file.became == "empty"]:
         yield f"source {source.name}: {len(empty):,} files hold no record ({first(empty)})"
     looked = [file for file in files if file.separated is not None]

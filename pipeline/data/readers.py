@@ -54,6 +54,8 @@ FIRST_RECORDS = 100
 """Documents of a file in which another spelling of its separator is looked for."""
 COLUMNAR = ("csv", "parquet", "arrow")
 """Formats that say once for a whole file which fields its records have."""
+_DELIMITER = re.compile(rb"(?:\xef\xbb\xbf)?sep=([\t,;:|^~#])\r?\n", re.I)
+"""A first line that names the delimiter, for Excel."""
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
@@ -108,11 +110,13 @@ def column_names(path: Path, kind: str, source: FilesSource) -> list[str] | None
     that cannot be seen so: it is damaged, packed or something else than its name says."""
     with suppress(*damage()):
         file = Input(Piece.of(path), source.encoding)
-        if mistaken(file, kind)[0] is not None:
+        instead, head = mistaken(file, kind)
+        if instead is not None:
             return None
         if kind == "csv":
+            file.head = head or b""
             with _text(file) as stream:
-                return next(_csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0])), None)
+                return _csv_header(_csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0])), file)
         if path.suffix.lower() not in COMPRESSIONS:
             with map_file(path) as data:
                 return stored_columns(data, kind)
@@ -330,7 +334,7 @@ def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list
     records = [own for value in values
                for own in (value if isinstance(value, list) and _are_records(value, field) else [value])]
     if alone and field and isinstance(values[0], dict) and value_in(values[0], field) is None:
-        lists = list(_lists_of_records(values[0], field, ""))
+        lists = list(lists_of_records(values[0], field, ""))
         if len(lists) == 1:
             file.notes["records_in"], records = lists[0]
     if len(records) > 1:
@@ -339,13 +343,14 @@ def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list
     return records
 
 
-def _lists_of_records(value: dict[str, Any], field: str, path: str) -> Iterator[tuple[str, list[Any]]]:
+def lists_of_records(value: dict[str, Any], field: str, path: str) -> Iterator[tuple[str, list[Any]]]:
+    """The lists of records with text within an object, and the dotted names of the fields in which they stand."""
     for name, own in value.items():
         inner = f"{path}.{name}" if path else name
         if isinstance(own, list) and _are_records(own, field):
             yield inner, own
         elif isinstance(own, dict) and inner.count(".") < WRAPPINGS:
-            yield from _lists_of_records(own, field, inner)
+            yield from lists_of_records(own, field, inner)
 
 
 def _are_records(values: list[Any], field: str) -> bool:
@@ -495,7 +500,7 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     with _text(file) as stream:
         rows = _csv_reader(file, source, _csv_lines(stream, limit, size))
         try:
-            if (header := next(rows, None)) is None:
+            if (header := _csv_header(rows, file)) is None:
                 return
             check_columns(header, source)
             size[0] = 0
@@ -503,7 +508,8 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 if row:
                     number += 1
                     if isinstance(row, csv.Error):
-                        yield Unreadable(number, f"the row is not CSV: {row}", lost="unexpected end" in str(row),
+                        yield Unreadable(number, f"the row is not CSV: {row} (where quotation marks are text, set the "
+                                                 f"source's `quote: \"\"`)", lost="unexpected end" in str(row),
                                          lost_bytes=file.current()[0])
                     elif len(row) == len(header):
                         yield number, dict(zip(header, row, strict=True))
@@ -524,7 +530,19 @@ def _text(file: Input) -> io.TextIOWrapper:
 def _csv_reader(file: Input, source: FilesSource, lines: Iterator[str]) -> Any:
     is_tsv = ".tsv" in [ending.lower() for ending in file.path.suffixes[-2:]]
     quotes: dict[str, Any] = {"quotechar": source.quote} if source.quote else {"quoting": csv.QUOTE_NONE}
-    return csv.reader(lines, strict=True, delimiter=source.delimiter or ("\t" if is_tsv else ","), **quotes)
+    usual = "\t" if is_tsv else ","
+    if named := _DELIMITER.match(file.head):
+        usual = named[1].decode()
+        next(lines)
+    return csv.reader(lines, strict=True, delimiter=source.delimiter or usual, **quotes)
+
+
+def _csv_header(rows: Any, file: Input) -> list[str] | None:
+    """The first row that is not empty, None if there is none; where it is no CSV, all of its line as one column."""
+    try:
+        return next(filter(None, rows), None)
+    except csv.Error:
+        return [file.head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").splitlines()[0]]
 
 
 def _csv_lines(stream: io.TextIOWrapper, limit: Limit, size: list[int]) -> Iterator[str]:

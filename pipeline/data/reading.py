@@ -45,7 +45,7 @@ from drover.pipeline.data.file_kinds import PAGE
 from drover.pipeline.data.filters.chain import Chain, Dropped
 from drover.pipeline.data.hub import hub_rows
 from drover.pipeline.data.planning.signatures import Signer
-from drover.pipeline.data.readers import file_records, python_records
+from drover.pipeline.data.readers import file_records, lists_of_records, python_records
 from drover.pipeline.data.streams import UTF8, Input, Piece
 from drover.pipeline.storage.store import Changed, Missing
 
@@ -228,7 +228,7 @@ class Reading:
 def _file_documents(source: StdlibSource | FilesSource, about: Reading, records: Records, limit: Limit,
                     fields: Counter[str]) -> Iterator[Item]:
     file, place = about.file, None
-    name = file.piece.file
+    name, record = file.piece.file, None
     try:
         for about.records, record in enumerate(records, 1):
             if isinstance(record, Unreadable):
@@ -236,6 +236,9 @@ def _file_documents(source: StdlibSource | FilesSource, about: Reading, records:
             else:
                 place = record[0]
                 yield _document(source, name, *record, limit, fields, about)
+        if about.records == 1 and isinstance(source, FilesSource) and record and isinstance(record[1], dict):
+            for field, _ in lists_of_records(record[1], source.text_field, ""):
+                file.notes["more_records"] = field
     except damage() as error:
         raise_unless_damage(error)
         about.records += 1
@@ -267,6 +270,8 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
         elif about is not None and about.file.current()[1]:
             reason = (f"{broken}half of a surrogate pair, as the escape \\ud83d without the other half: it is no "
                       f"character; write the record with whole characters, or remove the escape")
+        elif about is not None and about.file.encoding != UTF8:
+            reason = f"{broken}bytes that {about.file.encoding} has not; correct the source's `encoding`, or the file"
         else:
             reason = (f"{broken}broken UTF-8; set the source's `encoding` if that is another one, or convert the file "
                       f"(iconv -f latin1 -t utf-8, where it is Latin-1)")

@@ -67,6 +67,17 @@ def test_an_array_is_read_by_the_first_part(tmp_path):
     assert (file.documents, file.rejected) == (99, 0)
 
 
+@pytest.mark.parametrize(("content", "named"), [
+    ({"text": "title", "data": [{"text": "a"}]}, "data"), ([{"text": "t", "x": {"y": [{}, {"text": "a"}]}}], "x.y"),
+    ({"text": "t", "links": [{"url": "a"}], "tags": ["text"]}, ""), ({"data": [{"text": "a"}]}, ""),
+    ([{"text": "post", "comments": [{"text": "a"}]}] * 2, "")])
+@pytest.mark.parametrize("name", ["f.json", "f.jsonl"])
+def test_more_records_within_the_one_document_of_a_file_are_named(tmp_path, name, content, named):
+    (tmp_path / name).write_text(json.dumps(content))
+    said = [line for line in remarks(files_source(tmp_path), [about(tmp_path / name)]) if "one document" in line]
+    assert len(said) == bool(named) and all(f"the field {named} ({name}) holds more" in line for line in said)
+
+
 def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(tmp_path, run):  # noqa: F811
     folder = tmp_path / "in"
     folder.mkdir()

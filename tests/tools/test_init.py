@@ -60,6 +60,8 @@ def zoo(folder):
             path.write_bytes(text.encode(encoding))
     write_batches(folder / "table.parquet", batch(("text", [wide(97)]), ("stars", [1])))
     (folder / "semicolon.csv").write_text(f'id;text\n1;"{wide(98)}"\n')
+    (folder / "array.jsonl").write_text(json.dumps([{"story": wide(95)}, {"story": wide(96)}]))
+    (folder / "sep.csv").write_text(f'sep=|\nid|text\n1|"{wide(94)}"\n')
     (folder / "wrapped.json").write_text(json.dumps({"version": 1, "data": [{"page": {"text": wide(99)}}]}))
     others = {
         "package.json": b'{"name": "site", "version": "1"}', "table.csv": b"day,rain\nMonday,3\n", "README": b"Read.",
@@ -67,13 +69,14 @@ def zoo(folder):
         "same.md": wide(0).encode("utf-16-be"), "broken.md": "größer, früher".encode() + b"\xff",
         "cut.parquet": b"PAR1",
         "some.jsonl": b'{"text": "a"}\n{}\n', "bad.jsonl": b'{"text": "a"\n',
-        "key.jsonl": b'{"text": "a", "text": "b"}', "none.csv": b"text\n", "empty.md": b" \n"}
+        "key.jsonl": b'{"text": "a", "text": "b"}', "none.csv": b"text\n",
+        "lists.json": b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "empty.md": b" \n"}
     for name, data in others.items():
         (folder / name).write_bytes(data)
     (folder / "gone.md").symlink_to("nowhere")
     (folder / "loop").symlink_to("..")
     os.mkfifo(folder / "pipe.txt")
-    return {*texts.values(), *map(wide, (97, 98, 99))}, {*others, "gone.md", "pipe.txt"}
+    return {*texts.values(), *map(wide, range(94, 100))}, {*others, "gone.md", "pipe.txt"}
 
 
 def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, monkeypatch, capsys):

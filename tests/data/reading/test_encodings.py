@@ -35,6 +35,7 @@ def test_text_is_read_in_its_encoding(tmp_path, monkeypatch, name, encoding, wor
 def test_what_cannot_be_decoded_is_rejected_where_it_is(tmp_path, encoding, data, bad):
     (tmp_path / "f.txt").write_bytes(data)
     documents, rejections = read(files_source(tmp_path / "f.txt", separator="\n", encoding=encoding))
+    assert all(f"bytes that {encoding} has not" in rejection.reason for rejection in rejections)
     assert [rejection.record for rejection in rejections] == bad and "\ufffd" not in "".join(texts(documents))
     assert {int(document.id.partition(":")[2]) for document in documents}.isdisjoint(bad)
 

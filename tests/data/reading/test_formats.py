@@ -1,16 +1,19 @@
 """Every format of files, whole: what is read, and which fields."""
 
 import json
+from itertools import product
 
 import pyarrow as pa
 import pytest
 
 from drover.pipeline.data import readers
 from drover.pipeline.data.file_kinds import HEAD
+from drover.pipeline.data.readers import absent_columns
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,
     batch,
+    config_of,
     file_bytes,
     files_source,
     lines,
@@ -177,9 +180,12 @@ def test_a_name_with_a_dot_and_two_texts_within_an_object(tmp_path):
 @pytest.mark.parametrize(("name", "content", "fields"), [
     ("f.csv", 'n;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}), ("f.tsv", 'n\ttext\n1\t"a;\nb"\n2\tc, d\n', {}),
     ("f.csv", "n|text\n1|'a;\nb'\n2|c, d\n", {"delimiter": "|", "quote": "'"}),
-    ("f.csv", 'n,text\r1,"a;\nb"\r2,"c, d"\r', {}), ("f.csv", '\ufeffn,text\n1,"a;\nb"\n\ufeff"2","c, d"\n', {})])
+    ("f.csv", 'n,text\r1,"a;\nb"\r2,"c, d"\r', {}), ("f.csv", '\ufeffn,text\n1,"a;\nb"\n\ufeff"2","c, d"\n', {}),
+    ("f.csv", '\ufeffsep=;\r\n"n";"text"\r\n1;"a;\nb"\r\n2;c, d\r\n', {}),
+    ("f.csv.gz", 'SEP=|\n\nn;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}),
+    ("f.csv", '\n\nn,text\n1,"a;\nb"\n2,"c, d"\n', {})])
 def test_dialects_of_csv(tmp_path, name, content, fields):
-    (tmp_path / name).write_text(content, newline="")
+    (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](content.encode()))
     documents, rejections = read(files_source(tmp_path / name, id_field="n", **fields))
     assert rejections == [] and [(own.id, own.text) for own in documents] == [("1", "a;\nb"), ("2", "c, d")]
 
@@ -187,10 +193,15 @@ def test_dialects_of_csv(tmp_path, name, content, fields):
 def test_values_without_quotes_and_a_hint_at_the_delimiter(tmp_path):
     (tmp_path / "f.tsv").write_text('n\ttext\n1\t"a\n2\tb"\n')
     assert texts(read(files_source(tmp_path / "f.tsv", quote=""))[0]) == ['"a', 'b"']
-    for own in ";\t|":
-        (tmp_path / "f.csv").write_text(f"n{own}text\n1{own}a\n")
+    (tmp_path / "f.tsv").write_text('n\ttext\n1\t"Yes" she said\n')
+    assert "set the source's `quote: \"\"`" in read(tmp_path / "f.tsv")[1][0].reason
+    assert texts(read(files_source(tmp_path / "f.tsv", quote=""))[0]) == ['"Yes" she said']
+    for own, header in product(";\t|", ("n{}text", '"n"{}"text"')):
+        (tmp_path / "f.csv").write_text(f"{header.format(own)}\n1{own}a\n")
         _, [rejection] = read(tmp_path / "f.csv")
         assert f"set the source's `delimiter: {json.dumps(own)}`" in rejection.reason
+        [problem] = absent_columns(config_of(files_source(tmp_path / "f.csv")).shard, [("s/f", f"{tmp_path}/f.csv")])
+        assert f"`delimiter: {json.dumps(own)}`" in problem
         assert texts(read(files_source(tmp_path / "f.csv", delimiter=own))[0]) == ["a"]
 
 
