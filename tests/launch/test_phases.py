@@ -65,6 +65,7 @@ def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
 
 @pytest.mark.parametrize(("train", "counts", "source"), table(r"""
     {steps: 24000} -> COUNTS -> all sources: 234.
+    {steps: 24000, max_epochs: {}} -> COUNTS -> all sources: 234.
     {steps: 24000, packing: best_fit} -> COUNTS -> all sources: 234.
     {steps: 100, packing: best_fit, mixture: {web: 1, code: 1}} -> COUNTS -> code: 10.
     {phases: [{until: 10240}, {until: 51200, mixture: {web: 0, code: 1}}]} -> COUNTS -> code: 8.3
@@ -80,6 +81,7 @@ def test_the_plan_warns_of_many_epochs_in_every_run(tmp_path, train, counts, sou
 
 @pytest.mark.parametrize(("train", "counts"), [({"steps": 300}, COUNTS), ({"steps": 300}, None),
                                                ({"steps": 24000, "max_epochs": 300}, COUNTS),
+                                               ({"steps": 24000, "max_epochs": {"code": 300}}, COUNTS),
                                                ({"steps": 24000, "max_epochs": 300}, None)])
 def test_the_plan_warns_of_nothing_else(tmp_path, train, counts):
     lines = consumption_lines(run_of(tmp_path, counts, **{"phases": [], **train}), text=1_000_000)

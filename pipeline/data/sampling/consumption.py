@@ -112,11 +112,12 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
 
 
 def many_epochs(train: TrainConfig, consumption: Consumption) -> dict[str, float]:
-    """Epochs of each source that is repeated more than `MANY` times without a limit of its own."""
-    limits = train.max_epochs if isinstance(train.max_epochs, dict) else \
-        dict.fromkeys(consumption.available, train.max_epochs)
+    """Epochs of each source that is repeated more than `MANY` times without a limit. A limit of one source holds for
+    all that are taken together (`excesses`)."""
+    limits = train.max_epochs
+    limited = set() if not limits else {*limits, TOGETHER} if isinstance(limits, dict) else {*consumption.available}
     return {source: epochs for source in consumption.available
-            if (epochs := consumption.epochs(source)) > MANY and limits.get(source) is None}
+            if (epochs := consumption.epochs(source)) > MANY and source not in limited}
 
 
 def repetition(source: str, epochs: float) -> str:
