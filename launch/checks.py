@@ -343,24 +343,26 @@ def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits, *, requested
 
 def fitting(config: Config, jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> dict[str, int]:
     """Settings with which jobs would fit the cluster: fewer nodes, cores, GPUs and ranks, and less time."""
-    launch, found = config.launch, dict[str, int]()
+    launch = config.launch
+    settings = dict[str, int]()
     for job in jobs:
-        own, there = launch.of(job.stage), _candidates(job, nodes)
-        if not there:
+        kinds = _candidates(job, nodes)
+        if not kinds:
             continue
-        room = max(there, key=lambda kind: (min(kind.nodes, kind.most) >= job.all_nodes,
+        best = max(kinds, key=lambda kind: (min(kind.nodes, kind.most) >= job.all_nodes,
                                             min(kind.gpus, job.gpus_per_node), kind.cpus))
-        most, longest = min(room.nodes, room.most), seconds(room.longest, inf) / 60
-        gpus = min(room.gpus, job.gpus_per_node) if launch.request_gpus else job.gpus_per_node
-        tasks = min(gpus or launch.processes or 1, room.cpus) if job.ranks else 1
+        most, longest = min(best.nodes, best.most), seconds(best.longest, inf) / 60
+        gpus = min(best.gpus, job.gpus_per_node) if launch.request_gpus else job.gpus_per_node
+        tasks = min(gpus or launch.processes or 1, best.cpus) if job.ranks else 1
+        own = launch.of(job.stage)
         for name, value, planned in (
                 ("nodes", most - job.spare_nodes, job.nodes), ("time", longest, job.minutes),
-                ("gpus_per_node", gpus, job.gpus_per_node), ("cpus", room.cpus // tasks, job.cpus_per_task),
+                ("gpus_per_node", gpus, job.gpus_per_node), ("cpus", best.cpus // tasks, job.cpus_per_task),
                 ("processes", tasks, (launch.processes or 1) if job.ranks and not gpus else 1)):
             key = f"launch.{name}" if getattr(own, name, None) is None else f"launch.{job.stage}.{name}"
             if value < planned:
-                found[key] = min(int(value), found.get(key, int(value)))
-    return found
+                settings[key] = min(int(value), settings.get(key, int(value)))
+    return settings
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, here: bool) -> None:

@@ -273,14 +273,14 @@ class ModelConfig(BaseModel):
         All fields are compared but those in `free`, a later field too. Settings that say the same in two ways are
         equal: a width that is derived, and an interval beyond the last layer.
         """
-        found = {}
+        differing = {}
         for name in type(self).model_fields:
             if name in free or name in _WIDTH_RULE or (name in _LAYER_KINDS and self.layer_kinds == other.layer_kinds):
                 continue
-            here, there = (getattr(shape, _DERIVED.get(name, name)) for shape in (self, other))
-            if here != there:
-                found[name] = here, there
-        return found
+            own, others = (getattr(shape, _DERIVED.get(name, name)) for shape in (self, other))
+            if own != others:
+                differing[name] = own, others
+        return differing
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Floating-point operations to train on one token: forward, and twice as many backward.

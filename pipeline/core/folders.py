@@ -13,12 +13,12 @@ Refuse = Callable[[OSError], object]
 def matches(pattern: Path, refuse: Refuse = lambda error: None) -> list[Path]:
     """What an absolute glob matches, in which `**` enters each folder once. refuse: see `folders_below`."""
     head, *rest = _between_crossings(pattern)
-    found = glob.glob(head)  # noqa: PTH207 - absolute
+    matched = glob.glob(head)  # noqa: PTH207 - absolute
     fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent))).resolve()
     for part in rest:
-        found = [match for folder in folders_below(found, (fixed, *fixed.parents), refuse=refuse)
+        matched = [match for folder in folders_below(matched, (fixed, *fixed.parents), refuse=refuse)
                  for match in glob.glob(f"{glob.escape(folder)}/{part}")]  # noqa: PTH207
-    return [Path(path) for path in dict.fromkeys(found)]
+    return [Path(path) for path in dict.fromkeys(matched)]
 
 
 def files_below(folder: Path, refuse: Refuse = lambda error: None) -> list[Path]:
@@ -62,7 +62,7 @@ def folders_below(tops: Iterable[str], above: Iterable[Path] = (), *, hidden: bo
     """
     tops = sorted(tops)
     entered = {_identity(folder) for folder in above} - {_identity(top) for top in tops} - {None}
-    found = list[str]()
+    folders = list[str]()
     while tops:
         links = list[str]()
         for top in tops:
@@ -85,9 +85,9 @@ def folders_below(tops: Iterable[str], above: Iterable[Path] = (), *, hidden: bo
                         refuse(error)
                     continue
                 entered.add(identity)
-                found.append(folder)
+                folders.append(folder)
         tops = sorted(links)
-    return found
+    return folders
 
 
 def _identity(folder: Path | str) -> tuple[int, int] | None:

@@ -186,10 +186,10 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             others, file.notes["other_separator"] = [], other
         yield place, _plain_text(data)
     if number:
-        is_there = number > 1 or offset > len(codecs.BOM_UTF8) or (
+        occurs = number > 1 or offset > len(codecs.BOM_UTF8) or (
             file.piece.whole and offset + file.current()[0] < file.content)
-        file.notes["separated"] = is_there
-        if is_there and len(file.notes.get("other_separator", "")) == 1:
+        file.notes["separated"] = occurs
+        if occurs and len(file.notes.get("other_separator", "")) == 1:
             del file.notes["other_separator"]  # a line end within documents may be meant
 
 

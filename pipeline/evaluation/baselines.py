@@ -95,16 +95,17 @@ def sizes_in_stream(texts: Sequence[bytes]) -> list[int]:
     """The bytes of each text in `xz -9` of all of them in a row: to a few bytes the compressed size up to its end
     less that up to its beginning. One compression of much training text is enough for that: the compressed bytes of a
     text are those that have to be decompressed before it is there."""
-    whole = b"".join(texts)
-    filters = _lzma(len(whole))
-    packed = lzma.compress(whole, lzma.FORMAT_RAW, filters=filters)
+    joined = b"".join(texts)
+    filters = _lzma(len(joined))
+    packed = lzma.compress(joined, lzma.FORMAT_RAW, filters=filters)
     decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=filters)
-    ends, found, made = list(accumulate(map(len, texts))), [0], 0
+    ends = list(accumulate(map(len, texts)))
+    begins, made = [0], 0
     for end in range(1, len(packed) + 1):
         made += len(decoder.decompress(packed[end - 1:end]))
-        while len(found) < len(texts) and made >= ends[len(found) - 1]:
-            found.append(end)
-    return [end - start for start, end in pairwise([*found, len(packed)])]
+        while len(begins) < len(texts) and made >= ends[len(begins) - 1]:
+            begins.append(end)
+    return [end - start for start, end in pairwise([*begins, len(packed)])]
 
 
 def _lzma(size: int) -> list[dict[str, int]]:

@@ -186,11 +186,11 @@ def refuse_unexportable(config: ModelConfig, *, qwens: bool) -> None:
     config = config.with_vocabulary(_ANY_SIZE)
     try:
         content = config_to_json(config, torch.float32, qwens=qwens)
-        lost = config.differences(shape_of(content))
+        differing = config.differences(shape_of(content))
     except ValueError as error:
         raise UserError(str(error)) from None
-    if lost:
-        raise UserError(f"model.{', model.'.join(lost)} cannot be exported: no class of transformers has it.")
+    if differing:
+        raise UserError(f"model.{', model.'.join(differing)} cannot be exported: no class of transformers has it.")
     with quiet_imports():
         from transformers import AutoConfig
     kind = content.pop("model_type")

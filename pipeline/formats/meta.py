@@ -234,8 +234,8 @@ def meta_reads(config: ModelConfig, parts: int) -> ModelConfig:
 
 
 def _refuse_unsaid(config: ModelConfig, parts: int) -> None:
-    if lost := config.differences(meta_reads(config, parts), {"context_length"}):
-        assumed = "; ".join(f"{name} {there}, and here it is {here}" for name, (here, there) in lost.items())
+    if differing := config.differences(meta_reads(config, parts), {"context_length"}):
+        assumed = "; ".join(f"{name} {there}, and here it is {here}" for name, (here, there) in differing.items())
         raise UserError(f"Meta's {PARAMS} cannot state this network, and its readers would compute something else with "
                         f"these weights: they assume {assumed}. Give --format hf.")
 

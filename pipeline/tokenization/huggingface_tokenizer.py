@@ -126,12 +126,14 @@ def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
 def surrounding_problems(path: Path, tokenizer: HuggingFaceTokenizer) -> list[str]:
     """Why a tokenizer.json cannot be exported: it names BOS or EOS tokens that it does not have, or it puts other ids
     around a text than BOS and EOS, with which Drover trains."""
-    said, names = _settings_beside(path), tokenizer.tokenizer.get_vocab()
-    named = {role: name for role in ("bos_token", "eos_token") if (name := _name(said.get(role))) is not None}
+    settings = _settings_beside(path)
+    names = tokenizer.tokenizer.get_vocab()
+    named = {role: name for role in ("bos_token", "eos_token") if (name := _name(settings.get(role))) is not None}
     found = [f"{path.with_name(SETTINGS)} names the {role} {name}, which tokenizer.json does not have: transformers "
              f"would add it with an id of its own. Name a token that is there ({', '.join(tokenizer.bounds)}), or "
              f"remove the entry." for role, name in named.items() if name not in names]
-    (bos, eos), first, last = tokenizer.bounds, tokenizer.bos_id, tokenizer.eos_id
+    first, last = tokenizer.bos_id, tokenizer.eos_id
+    bos, eos = tokenizer.bounds
     before, after = surrounding(tokenizer)
     if before not in ([], [first]) or after not in ([], [last]):
         put = ", ".join(f"{token} ({tokenizer.tokenizer.id_to_token(token) or 'no token'})"
