@@ -50,7 +50,8 @@ def verdict(facts: Facts) -> str:
     given = filled(f" (of {{of_training_bytes:B}} of training text gzip was given {for_gzip}, xz {{training_bytes:B}})",
                    total)
     best = min(fair, key=fair.__getitem__, default=None)
-    wins = f" {best} compresses it better than the model." if best is not None and fair[best] < ours else ""
+    wins = (f" {f'Even {NAMES[best]}' if best in NAMES else best} compresses it better than the model."
+            if best is not None and fair[best] < ours else "")
     return (f"{made}, needs {ours:.3f} bits per byte of validation text{f': {compared}' if fair else ''}"
             f"{given if any(name.endswith(AFTER) for name in total['baselines']) else ''}.{wins}")
 
