@@ -56,7 +56,7 @@ GUESSED = 200
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """Settings of a source, where they are not the defaults; `text_field` is empty for text files."""
 
     text_field: str = ""
@@ -84,7 +84,7 @@ class Corpus:
     """
 
     folder: Path
-    sources: Mapping[Kind, list[str]]
+    sources: Mapping[FileKind, list[str]]
     files: int
     text_bytes: int
     prompts: list[str]
@@ -138,9 +138,9 @@ def look(folder: Path) -> Corpus:
                   remarks)
 
 
-def _distinct(by_kind: Mapping[Kind, _Files], left_out: dict[str, list[Path]]) -> dict[Kind, _Files]:
+def _distinct(by_kind: Mapping[FileKind, _Files], left_out: dict[str, list[Path]]) -> dict[FileKind, _Files]:
     """The kinds with text that those with more files do not have. The files of the others are left out."""
-    distinct = dict[Kind, _Files]()
+    distinct = dict[FileKind, _Files]()
     digests = set[bytes]()
     for kind, own in sorted(by_kind.items(), key=lambda item: (-len(item[1].paths), str(item[0]))):
         if own.digests <= digests:
@@ -159,9 +159,9 @@ def _reasons(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator[s
         yield f"left out for other reasons: {_shown(more, folder)}"
 
 
-def _by_kind(paths: Sequence[Path]) -> tuple[dict[Kind, _Files], dict[str, list[Path]], int]:
+def _by_kind(paths: Sequence[Path]) -> tuple[dict[FileKind, _Files], dict[str, list[Path]], int]:
     """The files of each kind, those without text by the reason, and how many were opened."""
-    kinds, left_out, opened = defaultdict[Kind, _Files](_Files), defaultdict[str, list[Path]](list), 0
+    kinds, left_out, opened = defaultdict[FileKind, _Files](_Files), defaultdict[str, list[Path]](list), 0
     of_ending = defaultdict[str, list[Path]](list)
     for path in paths:
         of_ending[_ending(path)].append(path)
@@ -181,7 +181,7 @@ def _by_kind(paths: Sequence[Path]) -> tuple[dict[Kind, _Files], dict[str, list[
     return kinds, left_out, opened
 
 
-def _kind(path: Path, guesses: _Guesses) -> tuple[Kind, list[str]]:
+def _kind(path: Path, guesses: _Guesses) -> tuple[FileKind, list[str]]:
     """What a file is read as, and some of its texts; NoTextError if it holds none."""
     form = file_format(path)
     if not path.is_file():
@@ -207,7 +207,7 @@ def _kind(path: Path, guesses: _Guesses) -> tuple[Kind, list[str]]:
         separator = None
         if _text_bytes(path) > LONG_BYTES:
             separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
-        return Kind("", encoding, None, separator), [_decoded(data, encoding)]
+        return FileKind("", encoding, None, separator), [_decoded(data, encoding)]
     except damage() as error:
         raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -223,7 +223,7 @@ def _delimiter(path: Path, header: str) -> str | None:
     return None if found not in header or found == ("\t" if ".tsv" in path.name.lower() else ",") else found
 
 
-def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[Kind, list[str]]:
+def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, list[str]]:
     """The kind of a file of records, and the texts of the first ones."""
     _refuse_mistaken(Input(Piece.of(path), encoding), form)
     records = _records(path, encoding, delimiter)
@@ -237,7 +237,7 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
             raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
         name = _text_field(lists[0])
     texts = [value_in(record, name) for record in _records(path, encoding, delimiter, name)]
-    return Kind(name, encoding, delimiter), texts
+    return FileKind(name, encoding, delimiter), texts
 
 
 def _records(path: Path, encoding: str, delimiter: str | None, text_field: str = "") -> list[Any]:
@@ -355,7 +355,8 @@ def _ending(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix.lower() in COMPRESSIONS else path.suffixes[-1:])
 
 
-def _patterns(folder: Path, paths: Sequence[Path], files: Mapping[Kind, Sequence[Path]]) -> dict[Kind, list[str]]:
+def _patterns(folder: Path, paths: Sequence[Path],
+              files: Mapping[FileKind, Sequence[Path]]) -> dict[FileKind, list[str]]:
     """The paths of each kind's files: globs, or the files where a glob would match others too."""
     kind_of = {path: kind for kind, own in files.items() for path in own}
     of_ending = defaultdict[str, list[Path]](list)
@@ -374,7 +375,7 @@ def _patterns(folder: Path, paths: Sequence[Path], files: Mapping[Kind, Sequence
 
 
 def _covering(folder: Path, paths: Sequence[Path], ending: str,
-              kind_of: Mapping[Path, Kind]) -> Iterator[tuple[Kind, str]]:
+              kind_of: Mapping[Path, FileKind]) -> Iterator[tuple[FileKind, str]]:
     """(kind, glob) that together match those of `paths`, all with this ending in this folder, that have a kind."""
     kinds = {kind_of.get(path) for path in paths}
     wildcard = f"*{glob.escape(ending)}"

@@ -50,7 +50,7 @@ class FileRead:
     more_records: str = ""
 
     def add(self, part: dict[str, Any]) -> None:
-        """Add what a unit recorded of the file or of a part of it (see `reading.Reading`)."""
+        """Add what a unit recorded of the file or of a part of it (see `reading.FileReading`)."""
         self.documents += part.get("documents", 0)
         self.rejected += part.get("rejected", 0)
         self.lost_bytes = min(self.bytes, self.lost_bytes + part.get("lost_bytes", 0))

@@ -28,7 +28,8 @@ def folder_files(source: HubSource, folder: Path) -> tuple[list[Path], list[str]
     Chosen is to leave out the other splits where the configuration names one, and the other configurations of the
     dataset where it names one.
     """
-    own, paths = f"source {source.name}:", files_below(folder)
+    own = f"source {source.name}:"
+    paths = files_below(folder)
     if not paths:
         return [], [f"{own} the folder {folder} holds no files. Put data files there, or correct `dataset`."]
     if any((folder / name).is_file() for name in SAVED):

@@ -166,7 +166,7 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
             if not isinstance(source, HubSource):  # whose own library knows which of them it read
                 records = python_records(file, limit) if isinstance(source, StdlibSource) else \
                     file_records(file, source, limit)
-                about = Reading(file)
+                about = FileReading(file)
                 yield from _file_documents(source, about, records, limit, fields)
                 seen(about.record())
             else:
@@ -188,7 +188,7 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
 
 
 @dataclass
-class Reading:
+class FileReading:
     """What was read of a file, or of a part of one.
 
     Attributes:
@@ -225,7 +225,7 @@ class Reading:
         return found
 
 
-def _file_documents(source: StdlibSource | FilesSource, about: Reading, records: Records, limit: Limit,
+def _file_documents(source: StdlibSource | FilesSource, about: FileReading, records: Records, limit: Limit,
                     fields: Counter[str]) -> Iterator[Item]:
     file, place = about.file, None
     name, record = file.piece.file, None
@@ -248,7 +248,7 @@ def _file_documents(source: StdlibSource | FilesSource, about: Reading, records:
 
 
 def _document(source: Source, file: str, place: Place, record: Any, limit: Limit, fields: Counter[str],
-              about: Reading | None = None) -> Item:
+              about: FileReading | None = None) -> Item:
     """A record as a document, of which `fields` counts the meta fields, or why it is none. about: what it was the last
     one of."""
     where = place_in(file, place)

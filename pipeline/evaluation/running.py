@@ -64,7 +64,7 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
             task = _load(task_file, Path(folder))
         except Exception as error:
             raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
-        with _apart(task) as (failed, of_texts):
+        with _guarded_metrics(task) as (failed, of_texts):
             found = evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=True,
                              bootstrap_iters=bootstrap_iters)
         failed |= of_texts
@@ -156,10 +156,11 @@ class _Guarded:
 
 
 @contextmanager
-def _apart(task: Any) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+def _guarded_metrics(task: Any) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
     """While the harness measures a task, a metric that fails does not end the task. Gives the reasons, by metric: of
     those that fail on all texts together, and of those that fail on one."""
     failed, of_texts = dict[str, str](), dict[str, str]()
+
     def guarded(functions: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
         return {name: _Guarded(function, name, reasons) for name, function in functions.items()}
 
