@@ -200,17 +200,7 @@ class _Stage:
                 return "running" if said else "waiting", ""
             if broken and not said and info.state in (UNKNOWN, "CANCELLED"):
                 return "to do", ""  # Slurm removes jobs that wait for a failed one
-            alike: dict[tuple[str, str], list[int]] = {}
-            for job, element, how in self.failed:
-                cause = files.causes.get(f"{job.id}_{element}", "")
-                alike.setdefault((job.phase, f"{how}{cause and f': {cause}'}"), []).append(element)
-            why = "; ".join(f"{'element' if len(elements) == 1 else 'elements'} {spelled(elements)} of {phase} ended "
-                            f"{how}" for (phase, how), elements in alike.items())
-            cause = files.causes.get(info.id, "")
-            why = why or f"job {info.id} " + (
-                "is no longer known to Slurm: it crashed or was cancelled" if info.state == UNKNOWN else
-                f"ended {info.state} ({info.reason or 'no reason given'})") + (cause and f": {cause}")
-            return "failed", f"{name} failed: {why}{self._logs()}"
+            return "failed", f"{name} failed: {self._failure(info)}{self._logs()}"
         if not files.begun:
             return "to do", ""
         if files.alive is None:
@@ -232,6 +222,21 @@ class _Stage:
             if done is not None and (job == self.job or (done and not self.files.progress)):
                 found = Progress(len(done), job.parts, "parts", job.phase)
         return None if found and found.phase and state in FINISHED else found
+
+    def _failure(self, info: JobInfo) -> str:
+        """Why elements of the stage's arrays failed, those that failed alike once, or its job."""
+        causes = self.files.causes
+        alike: dict[tuple[str, str], list[int]] = {}
+        for job, element, how in self.failed:
+            cause = causes.get(f"{job.id}_{element}", "")
+            alike.setdefault((job.phase, f"{how}{cause and f': {cause}'}"), []).append(element)
+        if alike:
+            return "; ".join(f"{'element' if len(elements) == 1 else 'elements'} {spelled(elements)} of {phase} ended "
+                             f"{how}" for (phase, how), elements in alike.items())
+        end = "is no longer known to Slurm: it crashed or was cancelled" if info.state == UNKNOWN else \
+            f"ended {info.state} ({info.reason or 'no reason given'})"
+        cause = causes.get(info.id, "")
+        return f"job {info.id} {end}{cause and f': {cause}'}"
 
     def _logs(self) -> str:
         """Paths of the stage's own log and of its job's log."""
