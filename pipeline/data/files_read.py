@@ -34,6 +34,7 @@ class FileRead:
         other_separator: another spelling of the separator that it holds.
         records_in: the field in which the file's records stand, where they are wrapped in one.
         more_records: a field of its first record that holds a list of such records.
+        quoted_tabs: in so many records a quoted value holds line ends, and tabs, which are the delimiter.
     """
 
     source: str
@@ -48,12 +49,14 @@ class FileRead:
     other_separator: str = ""
     records_in: str = ""
     more_records: str = ""
+    quoted_tabs: int = 0
 
     def add(self, part: dict[str, Any]) -> None:
         """Add what a unit recorded of the file or of a part of it (see `reading.FileReading`)."""
         self.documents += part.get("documents", 0)
         self.rejected += part.get("rejected", 0)
         self.lost_bytes = min(self.bytes, self.lost_bytes + part.get("lost_bytes", 0))
+        self.quoted_tabs += part.get("quoted_tabs", 0)
         self.lost = self.lost or part.get("lost", False)
         if "separated" in part:
             self.separated = bool(self.separated) or part["separated"]
@@ -119,6 +122,10 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
         yield (f"warning: source {source.name}: {len(single):,} files are one document each, although the field "
                f"{single[0].more_records} ({single[0].file}) holds more records, which are not read; if these are the "
                f"documents, take them out (jq -c '.FIELD[]' FILE.json > FILE.jsonl)")
+    if tabbed := [file for file in files if file.quoted_tabs]:
+        yield (f"warning: source {source.name}: in {sum(file.quoted_tabs for file in tabbed):,} records of "
+               f"{len(tabbed):,} files ({tabbed[0].file}) a quoted value holds tabs and line ends, as where several "
+               f"rows are read as one: if quotation marks are text, set the source's `quote: \"\"`")
     if empty := [file.file for file in files if file.became == "empty"]:
         yield f"source {source.name}: {len(empty):,} files hold no record ({first(empty)})"
     looked = [file for file in files if file.separated is not None]

@@ -246,7 +246,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield place, record
             continue
         end = file.piece.bytes if file.is_plain else file.content
-        alone = offset <= len(codecs.BOM_UTF8) and offset + len(line) + len(b"\r\n") >= end
+        alone = offset <= len(codecs.BOM_UTF8) and offset + len(line) + len(b'{"a":""}') >= end
         yield from _odd_line(file, place, line.decode("utf-8", "surrogateescape"), field, alone)
         file.current = current
 
@@ -293,7 +293,7 @@ def _is_other_json(head: bytes) -> bool:
 
 
 def _odd_line(file: Input, place: Place, line: str, field: str, alone: bool) -> Records:
-    """The records of a line that is not simply one of them. alone: the file has no other."""
+    """The records of a line that is not simply one of them. alone: the rest of the file has no room for another."""
     if not line.strip():
         return
     try:
@@ -503,6 +503,8 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             if (header := _csv_header(rows, file)) is None:
                 return
             check_columns(header, source)
+            is_tabbed = rows.dialect.delimiter == "\t"
+            line = rows.line_num
             size[0] = 0
             while (row := _csv_row(rows)) is not None:
                 if row:
@@ -512,10 +514,13 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                                                  f"source's `quote: \"\"`)", lost="unexpected end" in str(row),
                                          lost_bytes=file.current()[0])
                     elif len(row) == len(header):
+                        if is_tabbed and rows.line_num > line + 1 and any("\t" in own and "\n" in own for own in row):
+                            file.notes["quoted_tabs"] = file.notes.get("quoted_tabs", 0) + 1
                         yield number, dict(zip(header, row, strict=True))
                     else:
                         yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}",
                                          lost_bytes=file.current()[0])
+                line = rows.line_num
                 size[0] = 0
         except TooLongError:
             yield limit.exceeded(number + 1, file.give_up(max(0, file.content - file.current()[0])), lost=True)
@@ -542,7 +547,9 @@ def _csv_header(rows: Any, file: Input) -> list[str] | None:
     try:
         return next(filter(None, rows), None)
     except csv.Error:
-        return [file.head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").splitlines()[0]]
+        if not file.head:
+            raise
+        return [file.head.decode("utf-8-sig", "replace").split("\n")[0]]
 
 
 def _csv_lines(stream: io.TextIOWrapper, limit: Limit, size: list[int]) -> Iterator[str]:

@@ -78,6 +78,17 @@ def test_more_records_within_the_one_document_of_a_file_are_named(tmp_path, name
     assert len(said) == bool(named) and all(f"the field {named} ({name}) holds more" in line for line in said)
 
 
+@pytest.mark.parametrize(("name", "content", "records"), [
+    ("f.tsv", '1\t"Hello\n2\tbye"\n3\t"a\nb"\n4\t"c\td"\n', 1), ("f.csv", '1\ta\n2\t"Yes\n3\tno\n4\tno"\n5\t"a"\n', 1),
+    ("f.tsv.gz", '1\t"a\nb"\r\n2\tc "d\r\n3\t"e"\r\n', 0)])
+def test_rows_that_quotation_marks_may_have_joined_are_counted(tmp_path, name, content, records):
+    data = f"n\ttext\n{content}".encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    said = list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter="\t")]))
+    assert len(said) == records and all(f"in {records} records of 1 files ({name}) a quoted" in own for own in said)
+    assert not list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter="\t", quote="")]))
+
+
 def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(tmp_path, run):  # noqa: F811
     folder = tmp_path / "in"
     folder.mkdir()

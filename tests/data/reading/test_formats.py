@@ -96,7 +96,7 @@ JSON = [json.dumps(record) for record in LONG]
     ",\n".join(JSON) + ",", f"{JSON[0]}\n{JSON[1]}{JSON[2]}\n" + "\r".join(JSON[3:]),
     f"{JSON[0]}\n{json.dumps(LONG[1:])}\n", "\n".join(f"\ufeff{own}" for own in JSON),
     "".join(f"\x1e{own}\n" for own in JSON),
-    json.dumps({"version": 1, "data": LONG}), json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n"],
+    json.dumps({"version": 1, "data": LONG}), json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n\r\n\n"],
     ids=["cr", "nothing", "spaces", "commas", "array", "indented array", "indented values", "array of lines",
          "commas at ends", "mixed", "array in a line", "marks", "sequence", "wrapped", "wrapped twice"])
 def test_records_that_do_not_stand_on_lines_of_their_own_are_read(tmp_path, content, ending):
@@ -203,6 +203,8 @@ def test_values_without_quotes_and_a_hint_at_the_delimiter(tmp_path):
         [problem] = absent_columns(config_of(files_source(tmp_path / "f.csv")).shard, [("s/f", f"{tmp_path}/f.csv")])
         assert f"`delimiter: {json.dumps(own)}`" in problem
         assert texts(read(files_source(tmp_path / "f.csv", delimiter=own))[0]) == ["a"]
+    (tmp_path / "f.csv.gz").write_bytes(COMPRESS[".gz"](b'"n";"text"\n1;a\n')[:-8])
+    assert lost(read(tmp_path / "f.csv.gz")[1]) == [(None, True)]
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
