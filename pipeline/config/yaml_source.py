@@ -19,6 +19,8 @@ Path_ = tuple[str | int, ...]
 """The place of a value in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
 Tree = dict[str, Any]
 """A mapping of settings, in which each key is a `Key`."""
+HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Code points that no file can hold. Those between stand for bytes of names of files that are not UTF-8."""
 MOST_VALUES = 100_000
 """The most values of a file or an override with its aliases expanded. Aliases of aliases can double the count on every
 line."""
@@ -182,6 +184,13 @@ def read_yaml(path: Path, advice: str = "Give an existing file.", *, piped: bool
 
 def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
     """The value of a YAML text, with aliases expanded. place: of a node, as messages name it."""
+    def scalar(node: yaml.Node) -> Any:
+        made = loader.construct_object(node)
+        if isinstance(made, str) and HALF.search(made):
+            raise UserError(f"{place(node)}: {shortened(ascii(made))} has half of a surrogate pair, which is no "
+                            f"character. Write the character itself.")
+        return made
+
     def value(node: yaml.Node) -> Any:
         if node.tag not in PLAIN:
             raise UserError(f"{place(node)}: the tag {node.tag} does not make a plain value. Write the value without "
@@ -189,11 +198,11 @@ def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
         if isinstance(node, yaml.SequenceNode):
             return [value(item) for item in node.value]
         if not isinstance(node, yaml.MappingNode):
-            return loader.construct_object(node)
+            return scalar(node)
         loader.flatten_mapping(node)  # merged keys come before its own
         found: Tree = {}
         for key, inner in node.value:
-            put(found, Key.at(str(loader.construct_object(key)), place(key)), value(inner))
+            put(found, Key.at(str(scalar(key)), place(key)), value(inner))
         return found
 
     try:

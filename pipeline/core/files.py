@@ -101,7 +101,7 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
     """The content of a regular file of at most so many bytes; OSError if it cannot be read."""
     with opened(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes; at most {most:,} are read", str(path))
+            raise OSError(errno.EOVERFLOW, f"it has {size:,} bytes; at most {most:,} are read", str(path))
         return bytes(file.read(size))
 
 

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from drover.pipeline.core.files import Ledger, read_sealed, seal_of, write_sealed
+from drover.tools.verify.__main__ import verify
 from drover.tools.verify.checks import Check, Findings, check_ledger, check_source
 from tests.mutations import OTHERWISE
 
@@ -59,3 +60,13 @@ def test_an_input_that_cannot_be_what_was_read_is_not_hashed(tmp_path, make, siz
     record = {"name": "a/b", "bytes": size, "sha256": "0" * 64, "mtime_ns": 0}
     problem, = Check(check_source, (path, record, "shard"))().problems
     assert problem.file == str(path) and expected in problem.what
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("hole", "it has 4,398,046,511,104 bytes; at most"), ("endless", "it is not a regular file"),
+    ("folder", "it is not a regular file"), ("loop", "Too many levels"), ("missing", "No such file")])
+def test_a_configuration_that_is_not_read_is_one_of_the_problems(tmp_path, kind, expected):
+    OTHERWISE[kind](tmp_path / "config.yaml")
+    (tmp_path / "shard").mkdir()
+    report = verify(tmp_path, processes=1)
+    assert [expected in problem.what for problem in report.problems] == [True], report.problems
