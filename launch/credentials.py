@@ -48,9 +48,9 @@ TOKENS = PASSWORDS | {"TOKEN", "APIKEY", "PRIVATE"}
 AUTHORISED = TOKENS | {"AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "DSN", "KEY", "KEYS", "LOGIN", "PASS", "PAT", "PWD",
                        "SESSION", "SIGNATURE", "TOKENS"}
 """Those, and words in names whose values are secrets if they look random."""
-HASHES = frozenset(("CHECKSUM", "COMMIT", "DIGEST", "FINGERPRINT", "GIT", "HASH", "MD5", "REV", "REVISION", "SHA",
-                    "SHA1", "SHA256"))
-"""Words in names and texts whose hexadecimal values are public."""
+HASHES = frozenset(("CHECKSUM", "COMMIT", "DIGEST", "FINGERPRINT", "GIT", "HASH", "MD5", "MD5SUM", "REV", "REVISION",
+                    "SHA", "SHA1", "SHA1SUM", "SHA256", "SHA256SUM"))
+"""Words in names and commands whose hexadecimal values are public."""
 LEAST_DISTINCT = 8
 """A value with fewer different characters does not look random."""
 _ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
@@ -60,6 +60,8 @@ _HEX = re.compile(r"(?<![\w@/:=.-])(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?!
 _HARMLESS = re.compile(r"|[-+]?[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|~|"
                        r"[$`].*")
 """Nothing, numbers, switches, paths, and shell substitutions."""
+_NEXT = re.compile(r"&&|\|\||[;\n]")
+"""What is between two commands; not a pipe, by which a hash reaches `sha256sum -c`."""
 LEAST_SHARED = 8
 """Shorter values of the shell's secrets are not searched for in settings."""
 LARGEST = 1 << 20
@@ -96,8 +98,9 @@ def credential_problems(config: Config, environment: Environment) -> list[str]:
             if name not in launch.not_secrets and is_secret(name, given) and not known_form(f"{name}={given}"):
                 found.append(HOLDS.format(key=key, what=f", {name}", name=name.replace("-", "_"),
                                           rest=f"; if it is no secret, set launch.not_secrets=[{name}]"))
-        if _OF_JOBS.match(key) and not own and not words_of(text) & HASHES and (
-                _HEX.search(re.sub("|".join((_ASSIGNED.pattern, _GIVEN.pattern)), "", text))):
+        if _OF_JOBS.match(key) and not own and any(
+                _HEX.search(re.sub("|".join((_ASSIGNED.pattern, _GIVEN.pattern)), "", command))
+                and not words_of(command) & HASHES for command in _NEXT.split(text)):
             found.append(HOLDS.format(key=key, what=" (hexadecimal digits, as keys of many services have)", name="NAME",
                                       rest="; if it is a hash, name it as one: COMMIT=..."))
         found += [f"{key} contains the value of your shell's {name}, and would be written to files. Remove it and put "

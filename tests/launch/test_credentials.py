@@ -111,7 +111,9 @@ def test_names_and_values_together(name, value, secret):
     ({"extra": {"comment": WANDB}}, True),
     ({"setup": [f"git checkout {WANDB}"]}, False), ({"setup": [f"pip install git+https://host/x@{WANDB}"]}, False),
     ({"container": {"image": f"host/x@sha256:{drawn('<64 hex>')}"}}, False),
-    ({"setup": [f"cd /data/{WANDB}"]}, False)])
+    ({"setup": [f"cd /data/{WANDB}"]}, False),
+    ({"setup": [f"echo '{WANDB}  x.sif' | sha1sum -c && cd git"]}, False),
+    ({"setup": [f"cd git && wandb login {WANDB}"]}, True), ({"setup": [f"git pull\nwandb login {WANDB}"]}, True)])
 def test_a_key_of_hexadecimal_digits_without_a_name(settings, secret):
     problems = found(**settings)
     assert len(problems) == secret and not any(WANDB in problem for problem in problems)
