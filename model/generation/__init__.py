@@ -1,7 +1,6 @@
 """Text generation: several prompts at once, each with its own settings, streamed.
 
     sampling.py    Sampling, the settings of one text; how logits become a token
-    scores.py      TokenScore: the log-probabilities of a token, on request
     cache.py       RowCaches: keys and values of sequences of unequal length
     batch.py       Batch: one more token for each of several sequences, in one forward pass
     text.py        TextStream: tokens to text that never has to be changed afterwards

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,12 +11,9 @@ from torch import Tensor
 from drover.model.attention.module import KeyValueCache
 from drover.model.generation.cache import RowCaches
 from drover.model.generation.sampling import Sampling, draw, penalised
-from drover.model.generation.scores import TokenScore, token_scores
 from drover.model.llama import Llama
 
 End = Literal["stop", "length", "failed"]
-LOGITS_IN_MEMORY = 2**27
-"""The most logits of a prompt at once (0.5 GB in float32), if those of all its tokens are requested."""
 
 
 class Row:
@@ -27,8 +23,6 @@ class Row:
         prompt: its first ids.
         sampling: its settings.
         tokens: the new ids so far, without the one that stopped it.
-        scores: of the new tokens, including a stop id, if `sampling.logprobs` requests them.
-        prompt_scores: of the prompt's tokens except the first, if `sampling.prompt_logprobs` requests them.
         end: "stop" after one of its stop_ids, "length" after max_tokens, "failed" if its logits are NaN, None while it
             continues.
     """
@@ -36,8 +30,6 @@ class Row:
     def __init__(self, prompt: Sequence[int], sampling: Sampling) -> None:
         self.prompt, self.sampling = list(prompt), sampling
         self.tokens: list[int] = []
-        self.scores: list[TokenScore] = []
-        self.prompt_scores: list[TokenScore] = []
         self.end: End | None = None
         self._generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
 
@@ -139,25 +131,11 @@ class Batch:
 
     def _read(self, row: Row) -> int | None:
         """Read a prompt into the caches, as their last row; its first token."""
-        length = len(row.prompt)
-        caches = [KeyValueCache(length) for _ in self._caches.layers]
+        caches = [KeyValueCache(len(row.prompt)) for _ in self._caches.layers]
         tokens = torch.tensor([row.prompt], device=self._device)
-        if row.sampling.prompt_logprobs is None:
-            scores = self.model(tokens, caches=caches, last_only=True)[:, -1]
-        else:
-            scores = self._read_and_score(row, row.sampling.prompt_logprobs, tokens, caches)
+        scores = self.model(tokens, caches=caches, last_only=True)[:, -1]
         self._caches.append(caches)
         return _chosen([row], scores)[0]
-
-    def _read_and_score(self, row: Row, count: int, tokens: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
-        """Read a prompt, tokens (1, length), into caches and record the scores of its tokens. Returns the logits of the
-        next token, (1, vocabulary)."""
-        scores = tokens.new_empty(0)
-        for piece in tokens.split(max(1, LOGITS_IN_MEMORY // self.model.tok_embeddings.num_embeddings), dim=1):
-            following = row.prompt[caches[0].length + 1:][:piece.shape[1]]
-            scores = self.model(piece, caches=caches)[0]
-            row.prompt_scores += token_scores(scores[:len(following)], following, count)
-        return scores[-1:]
 
 
 def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int | None]:
@@ -165,15 +143,8 @@ def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int | None]:
     host only if a row needs sampling."""
     if all(row.sampling.plain for row in rows):
         best, tokens = scores.max(dim=-1)  # NaN counts as the largest
-        chosen = [None if isnan else token for token, isnan in zip(tokens.tolist(), best.isnan().tolist(), strict=True)]
-    else:
-        chosen = [row.choose(own) for row, own in zip(rows, scores.cpu(), strict=True)]
-    if places := [place for place, row in enumerate(rows) if row.sampling.logprobs is not None]:
-        counts = [rows[place].sampling.logprobs or 0 for place in places]
-        found = token_scores(scores[places], [chosen[place] or 0 for place in places], max(counts))
-        for place, count, score in zip(places, counts, found, strict=True):
-            rows[place].scores.append(replace(score, top=score.top[:count]))
-    return chosen
+        return [None if isnan else token for token, isnan in zip(tokens.tolist(), best.isnan().tolist(), strict=True)]
+    return [row.choose(own) for row, own in zip(rows, scores.cpu(), strict=True)]
 
 
 def prompt_problem(model: Llama, prompt: Sequence[int], max_new_tokens: int) -> str | None:

@@ -37,9 +37,6 @@ class Sampling:
         seed: of this prompt's random numbers.
         stop_ids: tokens that end the text and are not part of it.
         stop: strings that end the text. The text ends before the one that is complete first.
-        logprobs: return the log-probability of each new token, and so many of the highest at its position. They are the
-            model's own, before the settings above. None: return none.
-        prompt_logprobs: the same for the prompt's tokens except the first.
     """
 
     max_tokens: int = 256
@@ -51,8 +48,6 @@ class Sampling:
     seed: int = 0
     stop_ids: Collection[int] = frozenset()
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -70,8 +65,6 @@ class Sampling:
             (not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY,
              f"repetition_penalty must be from {1 / MOST_PENALTY} to {MOST_PENALTY}, not {self.repetition_penalty}."),
             (not 0 <= self.seed < 2**63, f"seed must be from 0 to 2^63 - 1, not {self.seed}."),
-            *((count is not None and count < 0, f"{name} must be at least 0, not {count}.") for name, count in
-              (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))),
             (isinstance(self.stop, str) or not all(self.stop), "stop must be strings of at least one character each."),
         ]
         return [sentence for is_wrong, sentence in wrong if is_wrong]

@@ -17,11 +17,10 @@ class TextStream:
 
     Attributes:
         stopped: whether a stop string was found.
-        given: characters that were returned.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        self.stopped, self.given = False, 0
+        self.stopped = False
         self._stop = tuple(stop)
         self._held = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -34,13 +33,7 @@ class TextStream:
         """Returns the text that was held back, after the last bytes. Bytes of a broken character become U+FFFD."""
         text = self._certain(self._decoder.decode(b"", final=True))
         rest, self._held = self._held, ""
-        self.given += len(rest)
         return text + rest
-
-    @property
-    def length(self) -> int:
-        """Complete characters so far, including those that are held back."""
-        return self.given + len(self._held)
 
     def _certain(self, new: str) -> str:
         if self.stopped:
@@ -55,7 +48,6 @@ class TextStream:
             open_end = max((_begun(self._held, stop) for stop in self._stop), default=0)
             keep = len(self._held) - open_end
             text, self._held = self._held[:keep], self._held[keep:]
-        self.given += len(text)
         return text
 
 

@@ -8,18 +8,8 @@ from typing import Any
 
 from drover.model.generation.batch import Batch, End, Row
 from drover.model.generation.sampling import Sampling
-from drover.model.generation.scores import TokenScore
 from drover.model.generation.text import TextStream
 from drover.model.llama import Llama
-
-
-@dataclass(frozen=True)
-class ScoredToken:
-    """A token's score, and the character of the text at which the token begins. A token that continues an incomplete
-    character begins at that character."""
-
-    score: TokenScore
-    start: int
 
 
 @dataclass(frozen=True)
@@ -32,17 +22,12 @@ class Piece:
         tokens: new tokens of the text so far, including those of a stop string.
         end: the reason if this is the last piece: "stop" (a stop string or a stop id), "length", "failed" (the model's
             logits are NaN); None otherwise.
-        scores: if `Sampling.logprobs` requests them, of the tokens that became certain since the last piece: those that
-            begin in the text, and the stop id after its end. Tokens of a stop string have none.
-        prompt_scores: with the first piece, `Row.prompt_scores`.
     """
 
     key: Any
     text: str
     tokens: int
     end: End | None
-    scores: tuple[ScoredToken, ...] = ()
-    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 class _Text:
@@ -50,14 +35,11 @@ class _Text:
 
     def __init__(self, row: Row) -> None:
         self.row, self.stream = row, TextStream(row.sampling.stop)
-        self._scored: list[ScoredToken] = []
-        self._begun = False
 
     def piece(self, key: Hashable, content: bytes | None) -> Piece:
         """The piece for the next token's UTF-8 bytes (None: it was a stop id). A piece without text and end can be
         skipped."""
         row, stream, new = self.row, self.stream, ""
-        start = stream.length
         if content is not None:
             new = stream.add(content)
         end: End | None = "stop" if stream.stopped else row.end
@@ -65,15 +47,7 @@ class _Text:
             new += stream.finish()
             if stream.stopped:  # by broken characters at the end
                 end = "stop"
-        if row.sampling.logprobs is not None and row.end != "failed":
-            self._scored.append(ScoredToken(row.scores[-1], stream.length if content is None else start))
-        if not (new or end):
-            return Piece(key, "", len(row.tokens), None)
-        whole = end is not None and not stream.stopped
-        certain = [token for token in self._scored if whole or token.start < stream.given]
-        self._scored = self._scored[len(certain):]
-        prompt, self._begun = () if self._begun else tuple(row.prompt_scores), True
-        return Piece(key, new, len(row.tokens), end, tuple(certain), prompt)
+        return Piece(key, new, len(row.tokens), end)
 
 
 class Writer:

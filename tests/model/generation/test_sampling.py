@@ -12,16 +12,14 @@ from tests.refusal import refused
 
 def test_everything_that_is_wrong_is_said_at_once():
     with pytest.raises(ValueError) as caught:
-        Sampling(max_tokens=0, temperature=-1, top_k=0, top_p=0, min_p=2, repetition_penalty=0, seed=-1, stop=("a", ""),
-                 logprobs=-1, prompt_logprobs=-2)
-    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop",
-                 "logprobs", "prompt_logprobs"):
+        Sampling(max_tokens=0, temperature=-1, top_k=0, top_p=0, min_p=2, repetition_penalty=0, seed=-1, stop=("a", ""))
+    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop"):
         assert f"{name} must be" in str(caught.value)
     for wrong in ({"temperature": float("nan")}, {"temperature": float("inf")}, {"top_p": float("nan")},
                   {"min_p": float("nan")}, {"repetition_penalty": float("nan")}, {"top_p": 1.01}, {"stop": "end"},
                   {"seed": 2**63}):
         refused(ValueError, next(iter(wrong)), Sampling, **wrong)
-    Sampling(max_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, seed=2**63 - 1, logprobs=0, prompt_logprobs=0)
+    Sampling(max_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, seed=2**63 - 1)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
