@@ -10,6 +10,7 @@ import glob
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from itertools import islice
@@ -251,7 +252,17 @@ def _records(path: Path, encoding: str, delimiter: str | None, text_field: str =
         records += item[1] if isinstance(item[1], list) else [item[1]]
     if not records:
         raise NoTextError("it has no record")
-    return records[:RECORDS]
+    return [_with_text(record) for record in records[:RECORDS]]
+
+
+def _with_text(record: Any) -> Any:
+    """The record with its bytes as text, where they are UTF-8: some Parquet files have columns of bytes for text."""
+    made = dict(record) if isinstance(record, dict) else record
+    for name, value in record.items() if isinstance(record, dict) else ():
+        if isinstance(value, bytes) and b"\0" not in value:
+            with suppress(UnicodeDecodeError):
+                made[name] = value.decode()
+    return made
 
 
 def _lists(value: Any, depth: int = 8) -> Iterator[list[Any]]:

@@ -59,6 +59,7 @@ def zoo(folder):
         else:
             path.write_bytes(text.encode(encoding))
     write_batches(folder / "table.parquet", batch(("text", [wide(97)]), ("stars", [1])))
+    write_batches(folder / "bytes.parquet", batch(("text", [wide(93).encode()]), ("image", [b"\x89PNG\0" * 99])))
     (folder / "semicolon.csv").write_text(f'id;text\n1;"{wide(98)}"\n')
     (folder / "array.jsonl").write_text(json.dumps([{"story": wide(95)}, {"story": wide(96)}]))
     (folder / "sep.csv").write_text(f'sep=|\nid|text\n1|"{wide(94)}"\n')
@@ -76,7 +77,7 @@ def zoo(folder):
     (folder / "gone.md").symlink_to("nowhere")
     (folder / "loop").symlink_to("..")
     os.mkfifo(folder / "pipe.txt")
-    return {*texts.values(), *map(wide, range(94, 100))}, {*others, "gone.md", "pipe.txt"}
+    return {*texts.values(), *map(wide, range(93, 100))}, {*others, "gone.md", "pipe.txt"}
 
 
 def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, monkeypatch, capsys):
