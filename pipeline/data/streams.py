@@ -19,6 +19,7 @@ import io
 import os
 import sys
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -274,14 +275,26 @@ class _Counted(io.BufferedIOBase):
         super().close()
 
 
-class Watched(io.RawIOBase):
-    """A file that stands at `position`; `seen` is given the bytes that are read, and their offset."""
+class _Wrapped(io.RawIOBase):
+    """A stream of what a file holds, which is closed with it."""
 
-    def __init__(self, file: Any, position: int, seen: Callable[[int, memoryview], None]) -> None:
-        self._file, self.position, self._seen = file, position, seen
+    def __init__(self, file: Any) -> None:
+        self._file = file
 
     def readable(self) -> bool:
         return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Watched(_Wrapped):
+    """A file that stands at `position`; `seen` is given the bytes that are read, and their offset."""
+
+    def __init__(self, file: Any, position: int, seen: Callable[[int, memoryview], None]) -> None:
+        super().__init__(file)
+        self.position, self._seen = position, seen
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._file.readinto(buffer)
@@ -289,31 +302,35 @@ class Watched(io.RawIOBase):
         self.position += count
         return count
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
+class _Converted(_Wrapped):
+    """Other bytes, made of those of a file: the next ones by `_more`, none at the end."""
 
-class _Recoded(io.RawIOBase):
-    """Text of another encoding as UTF-8 (see `recoder`)."""
-
-    def __init__(self, stream: Any, encoding: str) -> None:
-        self._stream, self._recode, self._held = stream, recoder(encoding), b""
-
-    def readable(self) -> bool:
-        return True
+    _ready = memoryview(b"")
 
     def readinto(self, buffer: Any) -> int:
-        while not self._held and (data := self._stream.read(CHUNK)):
-            self._held = self._recode(data, False)
-        self._held = self._held or self._recode(b"", True)
-        taken, self._held = self._held[:len(buffer)], self._held[len(buffer):]
-        buffer[:len(taken)] = taken
-        return len(taken)
+        self._ready = self._ready or memoryview(self._more())
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
 
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+    @abstractmethod
+    def _more(self) -> bytes: ...
+
+
+class _Recoded(_Converted):
+    """Text of another encoding as UTF-8 (see `recoder`)."""
+
+    def __init__(self, file: Any, encoding: str) -> None:
+        super().__init__(file)
+        self._recode = recoder(encoding)
+
+    def _more(self) -> bytes:
+        while data := self._file.read(CHUNK):
+            if recoded := self._recode(data, False):
+                return recoded
+        return self._recode(b"", True)
 
 
 def recoder(encoding: str) -> Callable[[bytes, bool], bytes]:
@@ -374,50 +391,40 @@ def unpacked(raw: Any, compression: str) -> Any:
     return gzip.GzipFile(fileobj=packed) if compression == "gzip" else io.BufferedReader(_Zstd(packed), UNPACKED)
 
 
-class _Zstd(io.RawIOBase):
+class _Zstd(_Converted):
     """zstd data unpacked, with windows of any size (`zstd --long`). zstandard's own reader ends without an error where
     the data breaks off."""
 
     def __init__(self, packed: io.BufferedReader) -> None:
         import zstandard
-        self._file, self._error = packed, zstandard.ZstdError
+        super().__init__(packed)
+        self._error = zstandard.ZstdError
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
         self._frame: Any = None
-        self._packed, self._ready = b"", memoryview(b"")
+        self._packed = b""
         self._amount = LEAST_PACKED
 
-    def readable(self) -> bool:
-        return True
+    def _more(self) -> bytes:
+        while packed := self._packed or self._file.read(self._amount):
+            if data := self._unpack(packed):
+                return data
+        if self._frame is not None:
+            raise EOFError("the zstd data breaks off")
+        return b""
 
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._packed = self._packed or self._file.read(self._amount)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("the zstd data breaks off")
-                return 0
-            self._unpack()
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _unpack(self) -> None:
+    def _unpack(self, packed: bytes) -> bytes:
+        """What some packed bytes give. Those behind a frame's end stay for the next call."""
         if self._frame is None:
             self._frame = self._decompressor.decompressobj()
         try:
-            self._ready = memoryview(self._frame.decompress(self._packed))
+            data: bytes = self._frame.decompress(packed)
         except self._error as error:
             raise (MemoryError if "memory" in str(error).lower() else OSError)(str(error)) from None
-        taken = len(self._packed)
-        self._amount = max(LEAST_PACKED, min(MOST_PACKED, 2 * taken, BUFFER * taken // max(1, len(self._ready))))
+        self._amount = max(LEAST_PACKED, min(MOST_PACKED, 2 * len(packed), BUFFER * len(packed) // max(1, len(data))))
         self._packed = self._frame.unused_data
         if self._frame.eof:
             self._frame = None
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        return data
 
 
 def map_file(path: str | Path) -> Any:
