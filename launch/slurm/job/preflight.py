@@ -119,15 +119,9 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
         if found and (kind == SPACE or 2 * len(found) > count):
             result.reason = f"{found[0]} ({share(found)}; {shared} is shared, so no node is to blame)"
             return result
-    of_ranks = Counter((report.node, report.own_gpu) for report in reports if report.own_gpu)
-    for (node, gpu), ranks in of_ranks.items():
-        if ranks > 1:
-            result.reason = (f"{ranks} ranks on {node} have one GPU ({gpu}). Each needs its own: look at gpu-bind and "
-                             f"gpus-per-task in launch.extra and launch.srun_args, launch.environment, launch.setup, "
-                             f"and the site's TaskProlog")
-            return result
     errors = {report.node: report.failed for report in reports if report.failed}
-    if errors.keys() == {*places} and (reason := _common([*errors.values()])):
+    on_all_nodes = errors.keys() == {*places}
+    if reason := _shared_gpu(reports) or (_common([*errors.values()]) if on_all_nodes else ""):
         result.reason = reason
         return result
     if errors:
@@ -173,6 +167,14 @@ def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], s
     times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
                       for what in reports[0].times)
     return [f"{counted(len({*places}), 'node')} passed in {seconds:.0f} s ({times})"]
+
+
+def _shared_gpu(reports: Sequence[Report]) -> str:
+    """Names a GPU that several ranks have, with advice; empty if there is none."""
+    ranks = Counter((report.node, report.own_gpu) for report in reports if report.own_gpu)
+    return next((f"{count} ranks on {node} have one GPU ({gpu}). Each needs its own: look at gpu-bind and "
+                 f"gpus-per-task in launch.extra and launch.srun_args, launch.environment, launch.setup, and the "
+                 f"site's TaskProlog" for (node, gpu), count in ranks.items() if count > 1), "")
 
 
 def _common(errors: Sequence[str]) -> str:
