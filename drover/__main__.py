@@ -21,7 +21,7 @@ COMMANDS = {
     "explain": ("launch.submit:explain", "show what a setting means, its type, default and value"),
     "chat": ("tools.chat:main", "generate text with a model: continue prompts, or chat"),
     "compare": ("tools.compare:main", "compare models on the same items"),
-    "weights": ("tools.weights:main", "convert weights between Drover's, Hugging Face's and Meta's form"),
+    "weights": ("tools.weights:main", "convert weights between Drover's and Hugging Face's form"),
     "trace": ("tools.where.__main__:main", "find the documents of a training step, or the steps that saw a document"),
     "verify": ("tools.verify.__main__:main", "check every file of a run against its recorded hash"),
     "audit": ("tools.audit:main", "check that every training sample was used exactly once"),

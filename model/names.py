@@ -28,29 +28,27 @@ class Module(NamedTuple):
         theirs: its name in Hugging Face's Llama.
         heads: the setting with the number of heads whose rows the rotary embedding rotates; "one": all heads share
         them.
-        axis: the axis along which Meta splits the matrix into parts; None: each part has the whole matrix.
     """
 
     theirs: str
     heads: str | None = None
-    axis: int | None = 0
 
 
 MODULES = {
     "tok_embeddings": Module("model.embed_tokens"),
-    "norm": Module("model.norm", axis=None),
+    "norm": Module("model.norm"),
     "output": Module("lm_head"),
     "attention.wq": Module("self_attn.q_proj", "heads"),
     "attention.wk": Module("self_attn.k_proj", "kv_heads"),
     "attention.wv": Module("self_attn.v_proj"),
-    "attention.wo": Module("self_attn.o_proj", axis=1),
-    "attention.q_norm": Module("self_attn.q_norm", "one", None),
-    "attention.k_norm": Module("self_attn.k_norm", "one", None),
+    "attention.wo": Module("self_attn.o_proj"),
+    "attention.q_norm": Module("self_attn.q_norm", "one"),
+    "attention.k_norm": Module("self_attn.k_norm", "one"),
     "feed_forward.w1": Module("mlp.gate_proj"),
-    "feed_forward.w2": Module("mlp.down_proj", axis=1),
+    "feed_forward.w2": Module("mlp.down_proj"),
     "feed_forward.w3": Module("mlp.up_proj"),
-    "attention_norm": Module("input_layernorm", axis=None),
-    "ffn_norm": Module("post_attention_layernorm", axis=None),
+    "attention_norm": Module("input_layernorm"),
+    "ffn_norm": Module("post_attention_layernorm"),
 }
 """By our name; for a module of a layer, its name inside the layer."""
 

@@ -48,7 +48,6 @@ from drover.tools.verify.__main__ import main as verify
 from drover.tools.where.__main__ import main as trace
 from tests.conftest import REPOSITORY
 from tests.evaluation.test_tasks import write_planted
-from tests.formats.test_meta import LLAMA2, as_meta
 from tests.formats.test_weights import as_pickled
 from tests.launch.run_folders import HandMade, ago
 from tests.mutations import FORBIDDEN, Reader, planted, put, tried
@@ -225,10 +224,6 @@ def _pickled(folder):
                                                          "layers": 1})))
 
 
-def _meta(folder):
-    as_meta(folder / "meta", opinionated(LLAMA2.model_copy(update={"layers": 1})), 2)
-
-
 def _vocabulary(path, folder):
     """A whole vocabulary, of the kind that its folder is named by."""
     shutil.copy(path, folder)
@@ -363,7 +358,6 @@ READERS = (
         hf/config.json -> vocab_size -> 1152921504606846976
         hf/*index.json -> weight_map -> {"x": "\\u0000"}""")]),
     Reader("pickled", _pickled, _read_hugging_face, ("hf/*.bin", "hf/config.json"), cost=2),
-    Reader("Meta", _meta, lambda folder: _read_weights(folder / "meta"), ("meta/*",), cost=3),
     Reader("tokenizer.json", "huggingface", _read_vocabulary("huggingface", "tokenizer.json"),
            ("tokenizer*.json",), cost=2, known=(
         ("tokenizer.json", put("model", "continuing_subword_prefix", value=".")),

@@ -1,11 +1,11 @@
 """Convert the weights of a Llama from one format to another.
 
     drover weights --from Llama-3.2-1B --to 1b --format drover
-    drover weights --from runs/demo --to demo-meta --format meta --parts 2 --dtype bf16
+    drover weights --from runs/demo --to demo-hf --format hf --dtype bf16
 
---from is a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, a folder in Meta's format, or
-weights alone as `--format drover` writes them; which one is detected. Output is written to <to>.partial, which is
-renamed when it is complete. An interrupted conversion continues with the same command.
+--from is a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, or weights alone as `--format
+drover` writes them; which one is detected. Output is written to <to>.partial, which is renamed when it is complete. An
+interrupted conversion continues with the same command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from drover.pipeline.core.command_line import Parser, Program, find_model
 from drover.pipeline.core.console import ProgressBar, say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sync
-from drover.pipeline.formats.meta_params import PARTS
 from drover.pipeline.formats.record import FORMAT, RECORD
 from drover.pipeline.records.weight_files import weights_folder
 from drover.tools.draft import Draft
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from drover.tools.weights_companions import Companions
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-FORMS = ("hf", "meta", "drover")
+FORMS = ("hf", "drover")
 SHARD_GB = 5.0
 
 
@@ -44,20 +43,15 @@ def add_options(parser: Parser) -> None:
                         help="a folder of weights, or a run's name")
     add_plugin_option(parser)
     parser.add_argument("--to", dest="target", required=True, type=Path, metavar="PATH", help="the folder to write")
-    parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's, Meta's, or Drover's: weights "
-                        "alone, to start a training from")
+    parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's, or Drover's: weights alone, "
+                        "to start a training from")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the source")
     parser.add_argument("--shard-gb", type=float, metavar="GB", help=f"largest file, but for a tensor that is larger "
-                        f"(default {SHARD_GB:g}); not for meta")
-    parser.add_argument("--parts", type=int, choices=PARTS, help="files of a model in Meta's format (default 1)")
+                        f"(default {SHARD_GB:g})")
 
 
 def work(options: argparse.Namespace) -> None:
     """Convert."""
-    if options.format == "meta" and options.shard_gb is not None:
-        raise UserError("--shard-gb does not go with --format meta, which has a file for each part: give --parts.")
-    if options.format != "meta" and options.parts is not None:
-        raise UserError(f"--parts goes with --format meta only; asked: {options.format}.")
     if options.shard_gb is not None and not 1e-9 <= options.shard_gb < float("inf"):
         raise UserError(f"--shard-gb must be above 0, not {options.shard_gb}.")
     weights_folder(options.source)  # refuses a missing model before torch is imported
@@ -65,10 +59,10 @@ def work(options: argparse.Namespace) -> None:
 
     convert(options.source, options.target, options.format,
             getattr(torch, DTYPES[options.dtype]) if options.dtype else None,
-            int((options.shard_gb or SHARD_GB) * 1e9), options.parts or 1)
+            int((options.shard_gb or SHARD_GB) * 1e9))
 
 
-def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, shard_bytes: int, parts: int) -> None:
+def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, shard_bytes: int) -> None:
     """Write the weights in `source` to the folder `target`. Continues an interrupted conversion.
 
     Raises:
@@ -79,7 +73,6 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
 
     from drover.pipeline.formats.base import reader
     from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable
-    from drover.pipeline.formats.meta import meta_files, meta_reads
     from drover.pipeline.formats.weights import drover_files, open_weights
     from drover.tools.weights_companions import carried_files, companions_of
 
@@ -92,12 +85,12 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
         say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_spelled(kept)}")
         progress = ProgressBar("weights", f"to {form} in {_spelled(dtype)}", 0, "pieces")
         made = Source(config, dtype, reader(weights, dtype, progress.advance))
-        files = meta_files(made, parts) if form == "meta" else drover_files(made, shard_bytes) if form == "drover" \
+        files = drover_files(made, shard_bytes) if form == "drover" \
             else huggingface_files(made, shard_bytes, found.token_ids, qwens=found.qwens)
         others, sentences = carried_files(found, form)
         files = [*{file.name: file for file in (*files, *others)}.values()]
         progress.total = sum(file.rectangles for file in files)
-        made_of = {"from": str(weights.path.resolve()), "format": form, "dtype": _spelled(dtype), "parts": parts,
+        made_of = {"from": str(weights.path.resolve()), "format": form, "dtype": _spelled(dtype),
                    "shard_bytes": shard_bytes, "source": _stamped(weights.path, found)}
         with Draft(target, RECORD, made_of) as draft:
             if draft.complete:
@@ -112,13 +105,10 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
                             "files": list(draft.done.values())})
             _prove(draft.folder, reader(weights, dtype))
             draft.publish()
-    count = f"{parts} part{'s' * (parts > 1)}" if form == "meta" else f"{sum(bool(f.rectangles) for f in files)} files"
+    count = f"{sum(bool(file.rectangles) for file in files)} files"
     size = sum(record["bytes"] for record in draft.done.values())
     say("weights", f"{target} ({form}): {_counted(weights)} in {_spelled(dtype)}, {count}, {size / 1e6:,.1f} MB, read "
         f"back and equal to the bit. {' '.join(sentences)}")
-    if form == "meta" and (context := meta_reads(config, parts).context_length) != config.context_length:
-        say("weights", f"Meta's params.json has no context length: its readers assume {context:,} tokens for this "
-            f"shape. Drover reads the {config.context_length:,} of this model from weights.json in the same folder.")
 
 
 def _prove(folder: Path, read: Read) -> None:

@@ -52,7 +52,7 @@ class Companions:
 
     Attributes:
         files: by their name in a Hugging Face folder.
-        vocabulary: a tokenizer.model, as Meta has it.
+        vocabulary: a tokenizer.model.
         tokenizer: the tokenizer of that file; None if there are files that transformers reads.
         token_ids: as config.json names them.
         context_length: of a run's model, which its tokenizer files do not have; None for other weights.
@@ -82,10 +82,8 @@ def companions_of(weights: Weights) -> Companions:
         ids = {name: settings[name] for name in IDS if settings.get(name) is not None}
     elif (record := weights_record(folder)) is not None:
         ids = record["token_ids"]
-    elif weights.form == "drover":
-        return _of_run(folder, weights.config.context_length)
     else:
-        ids = {}
+        return _of_run(folder, weights.config.context_length)
     found = _in_folder(folder)
     if found.vocabulary and not {*TOKENIZER} & found.files.keys():
         found.tokenizer = _tokenizer(found.vocabulary, weights.config.vocab_size or 0)
@@ -130,7 +128,7 @@ def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[
     """The files to copy with weights into a format, and sentences about what is copied and what is not."""
     files, sentences = dict[str, Callable[[Path], object]](), list[str]()
     prefix_space = found.trained_with.prefix_space if found.trained_with else None
-    for name, path in found.files.items() if form != "meta" else ():
+    for name, path in found.files.items():
         files[name] = partial(shutil.copyfile, path)
         if name == SETTINGS:
             files[name] = text_file(name, settings_text(path, found.context_length, prefix_space)).write
@@ -149,8 +147,6 @@ def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[
     elif form == "hf" and found.vocabulary and TOKENIZER[0] not in found.files:
         sentences.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
     sentences.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
-    if form == "meta" and found.files:
-        sentences.append(f"Not copied, since this format has no place for it: {', '.join(sorted(found.files))}.")
     return [OutputFile(name, 0, write) for name, write in files.items()], sentences
 
 

@@ -222,4 +222,16 @@ def shape_in(folder: Path) -> ModelConfig:
             return shape_from(read_yaml(run / "config.yaml").get("model", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"the shape of the weights in {folder} cannot be read ({error}).") from None
+    refuse_metas_format(folder)
     raise UserError(f"{folder} describes no shape: it is no run, no checkpoint of one, and has no config.json.")
+
+
+def refuse_metas_format(folder: Path) -> None:
+    """Raise UserError if a folder has weights in Meta's format alone, next to its other files or in `original`, as the
+    Hub has it."""
+    found = [path for pattern in ("consolidated.*.pth", "params.json", "original/consolidated.*.pth")
+             for path in sorted(folder.glob(pattern))]
+    if found and not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
+        raise UserError(f"{folder} has weights in Meta's format ({found[0].relative_to(folder)}), which Drover does "
+                        f"not read: download the safetensors of the same model from its Hugging Face repository (hf "
+                        f"download meta-llama/NAME --exclude 'original/*' --local-dir FOLDER), and give that folder.")

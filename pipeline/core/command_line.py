@@ -14,8 +14,8 @@ from drover.pipeline.core.errors import UserError, is_full_disk, meant, printabl
 
 RUNS = "runs"
 """The folder in which runs are found by name."""
-OF_WEIGHTS = ("config.json", "index.json", "params.json")
-"""A folder of weights contains one of these: Hugging Face's form, ours, Meta's."""
+OF_WEIGHTS = ("config.json", "index.json")
+"""A folder of weights contains one of these: Hugging Face's form, ours."""
 INTERRUPTED = 130
 
 

@@ -24,7 +24,7 @@ class Weights(ABC):
     """The weights of one Llama. Close it, or use it in a `with`.
 
     Attributes:
-        form: name of the format in FORMS.
+        form: name of the format.
         path: of the folder.
         config: the network's shape, `vocab_size` known.
         shapes: of all parameters by our names, in the network's order; a tied output matrix is the embedding and not

@@ -1,7 +1,7 @@
 """`weights.json`: Drover's description of a folder of weights that it wrote, in any format.
 
     format       of this file
-    model        the network's complete shape (Meta's params.json, for one, lacks the context length)
+    model        the network's complete shape
     token_ids    bos_token_id, eos_token_id and pad_token_id, if they are known
     made_of      the options of the command, and the source's files with size and modification time
     files        of the folder, each with bytes and sha256

@@ -4,13 +4,12 @@
     weights.config                              # the network's shape
     weights.read("layers.0.attention.wq.weight", (0, 0), (64, 288))
 
-Only requested rectangles are read and need memory: a rank that owns a part of a model reads that part. A new format is
-a new `Weights` (base.py) and a line in FORMS.
+Only requested rectangles are read and need memory: a rank that owns a part of a model reads that part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypedDict
@@ -33,8 +32,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Inside, read_record
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.huggingface import OutputFile, Source, tensor_files
-from drover.pipeline.formats.meta import MetaWeights
-from drover.pipeline.formats.meta_params import PARAMS
 from drover.pipeline.formats.record import RECORD, recorded_config
 from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
@@ -46,7 +43,7 @@ from drover.pipeline.formats.tensor_file import (
     TensorFile,
 )
 from drover.pipeline.records.checkpoints import read_marker
-from drover.pipeline.records.weight_files import weights_folder
+from drover.pipeline.records.weight_files import HUGGING_FACE, weights_folder
 
 MODEL = "model."
 """Prefix of the names of weights in a training checkpoint; optimizer states have other prefixes."""
@@ -212,22 +209,16 @@ class HuggingFaceWeights(Weights):
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 """Weights of a folder in Hugging Face's format, in one file of this name or with an index. The first found is used."""
 
-FORMS: dict[str, tuple[str, Callable[[Path], Weights], str]] = {
-    "drover": (INDEX, CheckpointWeights, f"a training checkpoint ({INDEX}), or weights alone ({INDEX} and {RECORD})"),
-    "hf": ("config.json", HuggingFaceWeights, "a Hugging Face folder (config.json)"),
-    "meta": (PARAMS, MetaWeights, f"a folder of Meta's ({PARAMS})"),
-}
-"""By name: the file that identifies a folder, the class that opens it, and a description."""
-
 
 def open_weights(path: Path) -> Weights:
     """Open the weights in a folder of any format, or the newest checkpoint of a run. UserError if there are none."""
     folder = weights_folder(path)
-    for known_by, opened, _ in FORMS.values():
-        if (folder / known_by).is_file():
-            return opened(folder)
-    raise UserError(f"{path} has no weights in a format that Drover knows: "
-                    f"{', '.join(words for _, _, words in FORMS.values())}, or a run's folder.")
+    if (folder / INDEX).is_file():
+        return CheckpointWeights(folder)
+    if (folder / HUGGING_FACE).is_file():
+        return HuggingFaceWeights(folder)
+    raise UserError(f"{path} has no weights in a format that Drover knows: a training checkpoint ({INDEX}), weights "
+                    f"alone ({INDEX} and {RECORD}), a Hugging Face folder ({HUGGING_FACE}), or a run's folder.")
 
 
 def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Llama:

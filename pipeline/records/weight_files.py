@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from drover.pipeline.config.shapes import refuse_metas_format
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
@@ -12,17 +13,17 @@ from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
 RUN = "config.yaml"
 """In the folder of a run."""
 HUGGING_FACE = "config.json"
-META = "params.json"
 INDEX = "index.json"
 """Next to weights alone, without optimizer state."""
 
 
 def weights_folder(path: Path) -> Path:
-    """The folder itself, or a run's newest complete checkpoint. UserError if there is none."""
+    """The folder itself, or a run's newest complete checkpoint. UserError if there is none, and for Meta's format."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder. Weights are read from a run, a training checkpoint, or a folder in "
                         f"Hugging Face's form (config.json).")
     if not (path / RUN).is_file():
+        refuse_metas_format(path)
         return path
     found = complete_checkpoints(path / "train")
     if not found:
@@ -37,11 +38,10 @@ def weight_files(path: Path) -> list[Path]:
         return [folder / MARKER]
     if (folder / INDEX).is_file():
         return [folder / INDEX, *sorted(folder.glob("*.safetensors"))]
-    patterns = (HUGGING_FACE, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", META,
-                "consolidated.*.pth")
+    patterns = (HUGGING_FACE, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
     found = sorted(file for pattern in patterns for file in folder.glob(pattern))
     if not found:
-        raise UserError(f"{folder} holds no weights: neither {MARKER}, nor {HUGGING_FACE}, nor {META}.")
+        raise UserError(f"{folder} holds no weights: neither {MARKER} nor {HUGGING_FACE}.")
     return found
 
 

@@ -1,7 +1,10 @@
 """Weights by our names from every form: whole and in rectangles, and what is no model refused in a sentence."""
 
 import json
+import os
+import pickle
 import random
+import struct
 from collections import OrderedDict
 
 import pytest
@@ -15,7 +18,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.weights import load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
-from tests.formats.test_meta import Hostile
 from tests.refusal import refused, table
 from tests.tiny_models import as_checkpoint, opinionated
 
@@ -122,6 +124,42 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
     assert not (tmp_path / "executed").exists()
     (folder / "config.json").write_text("{")
     refused(UserError, "does not describe a Llama", open_weights, folder)
+
+
+class Hostile:
+    """Unpickled by anything that executes what it is told, it makes a file."""
+
+    def __init__(self, path, call=os.mkdir, *more):
+        self.told = call, (str(path), *more)
+
+    def __reduce__(self):
+        return self.told
+
+
+def test_nothing_in_a_pickle_is_executed(tmp_path):
+    folder = as_pickled(tmp_path / "x", opinionated(SHAPES["untied"]))
+    file = folder / "pytorch_model.bin"
+    valid = torch.load(file, weights_only=True)
+    torch.save({**valid, "model.norm.weight": Hostile(tmp_path / "executed")}, file)
+    refused(UserError, "nothing of it was executed .*posix", open_weights, folder)
+    file.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
+    refused(UserError, "is not a zip file", open_weights, folder)
+    torch.save({**valid, "extra": [1, 2]}, file)
+    refused(UserError, "'extra', which is not a plain tensor", open_weights, folder)
+    torch.save([1], file)
+    refused(UserError, "contains a list", open_weights, folder)
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()  # it would have
+
+
+def test_a_forged_size_is_said(tmp_path):
+    """Files that are cut off anywhere are tried by tests/test_fuzz.py."""
+    file = as_pickled(tmp_path / "x", opinionated(SHAPES["untied"])) / "pytorch_model.bin"
+    valid, said = file.read_bytes(), b"M" + struct.pack("<H", 90 * 48)
+    assert valid.count(said) == 2  # how many values the pickle says that lie in embedding and output
+    file.write_bytes(valid.replace(said, b"M" + struct.pack("<H", 10)))
+    refused(UserError, "is truncated", open_weights, file.parent)
 
 
 @pytest.mark.parametrize(("changes", "said"), table(r"""

@@ -24,7 +24,7 @@ from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.rollbacks import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
-from tests.formats.test_meta import Hostile
+from tests.formats.test_weights import Hostile
 from tests.refusal import refused
 
 COUNTS = np.arange(6, dtype=np.int64)

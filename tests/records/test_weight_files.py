@@ -1,16 +1,21 @@
 """Which files decide the weights in a folder, by its form."""
 
+import re
+
 import pytest
 
+from drover.launch.checks import _refuse_absent_files
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.weight_files import input_files, weight_files, weights_folder
-from tests.refusal import refused, table
+from drover.tools.weights import main
+from tests.refusal import printed, refused, table
 
 
 def write(folder, names):
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     return folder
 
@@ -21,9 +26,10 @@ def write(folder, names):
     config.json model-00001-of-00002.safetensors model-00002-of-00002.safetensors model.safetensors.index.json -> \
 tokenizer.json README.md
     config.json pytorch_model.bin -> README.md
-    consolidated.00.pth consolidated.01.pth params.json -> tokenizer.model checklist.chk""", str.split, str.split))
+    config.json model.safetensors -> params.json original/consolidated.00.pth original/params.json""",
+                                                str.split, str.split))
 def test_what_decides_the_weights_is_named_and_nothing_else(decide, others, tmp_path):
-    """Of a checkpoint, of weights alone, in Hugging Face's form, pickled there, in Meta's form."""
+    """Of a checkpoint, of weights alone, in Hugging Face's form, pickled there, and with Meta's files next to it."""
     assert [path.name for path in weight_files(write(tmp_path / "x", decide + others))] == decide
 
 
@@ -42,3 +48,21 @@ def test_a_place_without_weights_is_named_with_the_setting(tmp_path, path):
     refused(UserError, f"train.init_from: .*{path}", input_files, load_config(tmp_path / "c.yaml", check=False))
     (tmp_path / "c.yaml").write_text("name: c\n")
     assert input_files(load_config(tmp_path / "c.yaml", check=False)) == []
+
+
+@pytest.mark.parametrize("names", ["consolidated.00.pth consolidated.01.pth params.json tokenizer.model",
+                                   "params.json", "consolidated.07.pth", "config.json consolidated.00.pth",
+                                   "README.md original/consolidated.00.pth original/params.json"], ids=str)
+def test_metas_format_is_refused_with_what_to_download_by_every_caller(names, tmp_path, capsys):
+    """Of a run, before the job queues."""
+    folder = write(tmp_path / "theirs", names.split())
+    said = rf"{folder} has weights in Meta's format .*download the safetensors of the same model .*hf download"
+    refused(UserError, said, weights_folder, folder)
+    (tmp_path / "c.yaml").write_text(f"train: {{init_from: {folder}}}\n")
+    refused(UserError, f"train: train.init_from: {said}", _refuse_absent_files,
+            load_config(tmp_path / "c.yaml", check=False), ["train"])
+    told = printed(capsys, main, "--from", folder, "--to", tmp_path / "x", "--format", "hf", expect=2)
+    assert re.search(said, told) and not (tmp_path / "x").exists()
+    if not (folder / "config.json").exists():
+        (tmp_path / "c.yaml").write_text(f"model: {{preset: {folder}}}\n")
+        refused(UserError, rf"c\.yaml:1: {said}", load_config, tmp_path / "c.yaml")

@@ -16,6 +16,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
+from drover.pipeline.formats import huggingface
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.tokenization.export import write_hugging_face
@@ -86,35 +87,38 @@ def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tm
     assert "Carried over: tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja" in said
 
 
-def test_metas_tokenizer_becomes_one_for_transformers(source, tmp_path, capsys):
-    said = carry(capsys, source, tmp_path / "meta", "meta", "--parts", "2")
-    assert "Not copied, since this format has no place for it: chat_template.jinja, generation_config.json" in said
-    assert "assume 8,192 tokens" in said and "the 128 of this model" in said
-    shutil.copy(tmp_path / "tokenizer.model", tmp_path / "meta/tokenizer.model")
-    (tmp_path / "meta/weights.json").unlink()  # as a folder of Meta's own
-    said = carry(capsys, tmp_path / "meta", tmp_path / "hf", "hf")
+def with_tokenizer_model_alone(folder, model):
+    """A Hugging Face folder whose tokenizer and special ids are those of a tokenizer.model."""
+    folder.mkdir()
+    write_model(folder, model, dtype=torch.float32, bos_id=None, eos_id=None)
+    (folder / "generation_config.json").unlink()
+    return folder
+
+
+def test_metas_tokenizer_becomes_one_for_transformers(source, model, tmp_path, capsys):
+    theirs = with_tokenizer_model_alone(tmp_path / "theirs", model)
+    shutil.copy(tmp_path / "tokenizer.model", theirs)
+    said = carry(capsys, theirs, tmp_path / "hf", "hf")
     assert "original/tokenizer.model, tokenizer.json (made of tokenizer.model)" in said
     assert not (tmp_path / "hf/tokenizer.model").exists()  # llama.cpp's converter would read it as sentencepiece's
     assert (tmp_path / "hf/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     config = read_json(tmp_path / "hf/config.json")
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
-    carry(capsys, tmp_path / "hf", tmp_path / "again", "meta")
+    carry(capsys, tmp_path / "hf", tmp_path / "again", "drover")
     assert (tmp_path / "again/tokenizer.model").read_bytes() == (tmp_path / "tokenizer.model").read_bytes()
 
 
 def test_so_does_that_of_llama_2(model, tmp_path, corpus, capsys):
     sentencepiece = pytest.importorskip("sentencepiece")
-    write_model(tmp_path / "hf", model, dtype=torch.float32, bos_id=None, eos_id=None)
-    carry(capsys, tmp_path / "hf", tmp_path / "meta", "meta")
-    (tmp_path / "meta/weights.json").unlink()
+    theirs = with_tokenizer_model_alone(tmp_path / "theirs", model)
     for name, settings, told in (
             ("without", {}, "No tokenizer.json with equal ids can be made of tokenizer.model."),  # since it normalises
             ("again", {"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
              "Carried over: tokenizer.model, tokenizer.json (made of tokenizer.model)")):
         sentencepiece.SentencePieceTrainer.train(
-            input=str(next(corpus.glob("*.txt"))), model_prefix=str(tmp_path / "meta/tokenizer"), model_type="bpe",
+            input=str(next(corpus.glob("*.txt"))), model_prefix=str(theirs / "tokenizer"), model_type="bpe",
             vocab_size=400, byte_fallback=True, **settings)
-        assert told in carry(capsys, tmp_path / "meta", tmp_path / name, "hf")
+        assert told in carry(capsys, theirs, tmp_path / name, "hf")
     assert read_json(tmp_path / "again/config.json")["bos_token_id"] == 1
 
 
@@ -128,8 +132,8 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
     assert read_json(tmp_path / "hf/config.json")["bos_token_id"] == 256
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (run / "tokenizer/hf" / name).read_bytes()
-    said = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "meta", "meta")
-    assert "Carried over: tokenizer.model." in said and "Not copied" in said
+    said = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "drover", "drover")
+    assert "Carried over: tokenizer.json, tokenizer_config.json, tokenizer.model." in said
 
 
 @pytest.mark.parametrize(("algorithm", "place"), [("bpe", "tokenizer.model"), ("unigram", "original/tokenizer.model")])
@@ -228,15 +232,13 @@ def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkey
         if target == new:  # where something comes while the conversion runs
             assert sorted(tmp_path.iterdir()) == before
             monkeypatch.setattr(Draft, "publish", lambda draft: (folder.rename(new), publish(draft)))
-        assert "There is something else at" in carry(capsys, source, target, "meta", expect=2)
+        assert "There is something else at" in carry(capsys, source, target, "drover", expect=2)
     assert [path.name for path in new.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(("more", "said"), table("""
-    --format meta --shard-gb 1 -> --shard-gb does not go with
-    --format hf --parts 2 -> --parts goes with --format meta only
     --format hf --shard-gb nan -> --shard-gb must be above 0
-    --format meta --parts 8 -> heads (4) cannot be divided. Give --parts 1 or 2 or 4.""", shlex.split))
+    --format drover --shard-gb 0 -> --shard-gb must be above 0""", shlex.split))
 def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
     assert said in printed(capsys, main, "--from", source, "--to", tmp_path / "x", *more, expect=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()
@@ -251,7 +253,7 @@ def test_values_that_are_no_numbers_or_none_of_fp16_are_refused_by_the_tensors_n
     name = "model.embed_tokens.weight"
     tensors[name][0, 0] = value
     save_file(tensors, file, {"format": "pt"})
-    said = carry(capsys, source, tmp_path / "to", "meta", "--dtype", "fp16", expect=2)
+    said = carry(capsys, source, tmp_path / "to", "drover", "--dtype", "fp16", expect=2)
     assert told in said and f"{name} in " in said
     assert not (tmp_path / "to").exists()
 
@@ -261,35 +263,29 @@ def test_values_that_are_no_numbers_or_none_of_fp16_are_refused_by_the_tensors_n
     (KeyboardInterrupt(), "x.partial keeps what is finished; the same command continues", 130)])
 def test_a_full_disk_and_an_interruption_are_said_and_the_rest_follows(error, said, status, source, tmp_path, capsys,
                                                                        monkeypatch):
-    monkeypatch.setattr(torch, "save", Mock(side_effect=error))
-    assert said in carry(capsys, source, tmp_path / "x", "meta", expect=status)
+    monkeypatch.setattr(huggingface, "write_tensors", Mock(side_effect=error))
+    assert said in carry(capsys, source, tmp_path / "x", "hf", expect=status)
     monkeypatch.undo()
-    carry(capsys, source, tmp_path / "x", "meta")
+    carry(capsys, source, tmp_path / "x", "hf")
 
 
 LARGE = ModelConfig(dim=512, layers=12, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=2048)
-"""210 MB in float32, its largest tensors 4.2 MB; in Meta's form, 8 parts of 26 MB."""
+"""210 MB in float32, its largest tensors 4.2 MB."""
 CARRY = """
 import resource, sys
 from pathlib import Path
 import torch
 from drover.pipeline.formats.weights import open_weights
-from drover.tools import weights
 from drover.tools.weights import convert
 source, target = map(Path, sys.argv[1:])
-for form, parts in (("hf", 1), ("meta", 2)):  # so that all libraries are loaded
-    convert(target / "small", target / f"small-{form}", form, None, 10**9, parts)
+for form in ("hf", "drover"):  # so that all libraries are loaded
+    convert(target / "small", target / f"small-{form}", form, None, 10**9)
 def limit(allowed):
     used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, resource.RLIM_INFINITY))
-prove, weights._prove = weights._prove, lambda *_: None
 limit(60_000_000)
-convert(source, target / "meta", "meta", None, 10**9, 8)
-weights._prove = prove
-mapped = sum(path.stat().st_size for path in (target / "meta").iterdir())
-limit(mapped + 60_000_000)
-convert(target / "meta", target / "hf", "hf", None, 50_000_000, 1)
-limit(60_000_000)
+convert(source, target / "hf", "hf", None, 50_000_000)
+convert(target / "hf", target / "again", "drover", None, 10**9)
 with open_weights(source) as large:
     try:
         whole = {name: large.read(name) for name in large.shapes}
@@ -300,11 +296,8 @@ with open_weights(source) as large:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's own memory works on Linux only")
-def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
-    """210 MB go through 60 MB, of which 26 are a part; read as a whole they do not.
-
-    Mapped files count as memory here, though their pages are the disk's: they are allowed for when they are read, and
-    the proof at the end, which maps all that was written, is left out where writing is measured."""
+def test_memory_is_needed_for_some_tensors_not_for_the_model(model, tmp_path):
+    """210 MB go through 60 MB; read as a whole they do not."""
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Llama(LARGE).named_parameters()}
     (tmp_path / "small").mkdir()
@@ -315,7 +308,7 @@ def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
     done = run_python("-c", CARRY, tmp_path / "large", tmp_path, check=False, **LARGE_TENSORS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the limit is felt" in done.stdout
-    with open_weights(tmp_path / "hf") as weights:
+    with open_weights(tmp_path / "again") as weights:
         assert all(bool((weights.read(name) == 1).all()) for name in weights.shapes)
 
 

@@ -219,7 +219,7 @@ def write_tokenizer_model(kind, folder, text):
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
 def test_a_tokenizer_model_is_compared_too(kind, tmp_path):
-    """Meta's folders have no other. The names of special tokens are not in the file."""
+    """Some folders have no other. The names of special tokens are not in the file."""
     weights = write_tokenizer_model(kind, tmp_path / "weights", "ab")
     for text, said in (("ab", None), ("xy", f"another tokenizer.*={kind} tokenizer.path={weights}/tokenizer.model")):
         ours = write_tokenizer_model(kind, tmp_path / text, text)
