@@ -19,6 +19,7 @@ anyone who can write there can replace the run. A sticky bit (as on /tmp) preven
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import grp
 import hashlib
@@ -40,6 +41,8 @@ from zipfile import ZipFile
 CACHE = "__pycache__"
 CODE = ("code", "code_sha256", "trusted_group", "check_owners", "contained")
 """Fields of a job's spec that say which code runs and who may own it."""
+LARGEST = 1 << 29
+"""The most bytes that a file of a job has."""
 SHOWN = 5
 UNUSED_S = 30 * 24 * 3600
 """A node's copy that was not used for so long (in seconds) is removed when a new one is made."""
@@ -58,7 +61,7 @@ def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
         spec: file of the job's spec, in `launch/jobs/` of the run. It has the hash `spec_sha256`.
     """
     try:
-        text = spec.read_bytes()
+        text = _content(spec)
         values = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         return spec, [f"{spec}, the job's spec, cannot be read ({error}). Submit the same command again."]
@@ -218,10 +221,20 @@ def _listed(names: Sequence[Path | str]) -> str:
     return ", ".join(map(str, names[:SHOWN])) + more
 
 
+def _content(path: Path) -> bytes:
+    """The bytes of a regular file; OSError for anything else, and for more than a job's files have: somebody else may
+    have put a pipe or an endless file there."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode) or state.st_size > LARGEST:
+            raise OSError(errno.EINVAL, f"it is no regular file of at most {LARGEST:,} bytes", str(path))
+        return file.read()
+
+
 def _sha256(path: Path) -> str:
     """Hash of a file; empty if it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(_content(path)).hexdigest()
     except OSError:
         return ""
 

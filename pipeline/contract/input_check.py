@@ -25,18 +25,21 @@ LEFT_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Expected:
-    """A file and its expected hash. origin, fix: the sentences of an error that follow the path, and say what to do."""
+    """A file and its expected hash. origin, fix: the sentences of an error that follow the path, and say what to do.
+    size: in bytes, if it is known."""
 
     path: Path
     sha256: str
     origin: str
     fix: str
+    size: int | None = None
 
 
 def output(folder: Path, record: Record, stage: str) -> Expected:
     """An output of `stage`, by its record in its manifest."""
     return Expected(folder / record["path"], record["sha256"], f"is not what the stage {stage} committed",
-                    f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files")
+                    f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files",
+                    record.get("bytes"))
 
 
 def outside(record: Record, stage: str) -> Expected:
@@ -51,9 +54,18 @@ def wrong(file: Expected, found: str) -> str:
             f"continues.")
 
 
+def refuse_longer(file: Expected) -> None:
+    """UserError if the file is there with more bytes than expected, so that nothing endless is hashed."""
+    found = file.path.stat().st_size
+    if file.size is not None and found > file.size:
+        raise UserError(f"{file.path} {file.origin}: {file.size:,} -> {found:,} bytes. {file.fix}; then the same "
+                        f"command continues.")
+
+
 def refuse_changed(file: Expected) -> None:
     """UserError if the file exists with other content. If it is missing, the code that reads it reports this."""
     with suppress(FileNotFoundError):
+        refuse_longer(file)
         if (found := sha256_file(file.path)) != file.sha256:
             raise UserError(wrong(file, found))
 

@@ -89,9 +89,9 @@ def opened(path: Path | str, buffering: int = -1) -> Any:
     return open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
-def refuse_irregular(path: Path) -> os.stat_result:
-    """The state of a regular file; OSError for anything else."""
-    state = path.stat()
+def refuse_irregular(path: Path | int) -> os.stat_result:
+    """The state of a regular file, by its path or its descriptor; OSError for anything else."""
+    state = os.stat(path)  # noqa: PTH116 - of a descriptor, too
     if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return state

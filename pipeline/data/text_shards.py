@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import orjson
 
-from drover.pipeline.contract.input_check import output, refuse_changed, wrong
+from drover.pipeline.contract.input_check import output, refuse_changed, refuse_longer, wrong
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file, opened
@@ -171,10 +171,12 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
     """
     from webdataset.tariterators import tar_file_iterator  # it reads a truncated or foreign tar as a shorter one
 
-    path, count, fault = folder / record["path"], 0, None
+    expected, count, fault = output(folder, record, "shard"), 0, None
+    path = expected.path
     batch, size = Texts([], [], []), 0
     digest = hashlib.sha256()
     with _open(path) as file, BufferedReader(Watched(file, 0, lambda at, data: digest.update(data)), _BUFFER) as hashed:
+        refuse_longer(expected)
         try:
             for member in tar_file_iterator(hashed):
                 text = orjson.loads(member["data"])["text"]
@@ -190,7 +192,6 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
             fault = error
         while hashed.read(_BUFFER):
             pass
-    expected = output(folder, record, "shard")
     if (found := digest.hexdigest()) != expected.sha256:
         raise UserError(wrong(expected, found)) from fault
     if fault is not None:

@@ -43,9 +43,8 @@ def open_sized(path: Path, size: int, name: str, fix: str) -> Descriptor:
     """A file opened for reading; UserError if that fails, or if it has another size. name: of the file in errors. fix:
     what they advise."""
     try:
-        refuse_irregular(path)
-        file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        found = os.fstat(file.number).st_size
+        file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        found = refuse_irregular(file.number).st_size
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise UserError(f"{name} cannot be opened: this process may have no more open files. Raise the hard limit "
