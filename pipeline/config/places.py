@@ -11,6 +11,8 @@ from drover.pipeline.storage.store import SCHEMES, Store, is_url
 
 OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
 """Names of settings with paths of files outside of the run. The content decides what is computed, not the path."""
+RECORDS = ("config.yaml", "launch", "logs", ".locks")
+"""A run's configuration, and folders that every command writes to."""
 _ADDRESS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/{1,2}(?=[^/])|^(file)://")
 _LOGIN = re.compile(r"(?!abfs)[^:]+://[^/]*@")
 """A URL with a name or password in it; abfs://container@account has none."""
@@ -76,6 +78,10 @@ def blocked(folder: Path, *, write: bool = False) -> str | None:
         if not here.is_dir():
             what = "a file" if here.exists() else "a broken link"
             return f"{made}, but {here} is {what}, not a folder: set another runs_dir, or move it away."
+        for name in RECORDS if here == folder.absolute() else ():
+            if _is_there(here / name) and (here / name).is_dir() != (name != "config.yaml"):
+                return (f"{here / name} is {'a' if (here / name).is_dir() else 'no'} folder, but a run's records are "
+                        f"written there: move it away, or set another name.")
     except OSError as error:  # a name that is too long, a link to itself
         return f"{made}, which cannot be: {error.strerror}. Set another runs_dir."
     if write and not os.access(here, os.W_OK | os.X_OK):

@@ -55,3 +55,14 @@ def test_a_folder_is_made_or_found_or_the_system_refuses_it(tmp_path):
     make_folder(place)
     assert place.is_dir()
     refused(UserError, "/proc/drover/a", make_folder, Path("/proc/drover/a"))
+
+
+@pytest.mark.parametrize(("name", "kind", "said"), [
+    ("launch", "touch", "is no folder"), ("logs", "touch", "is no folder"), (".locks", "mkfifo", "is no folder"),
+    ("config.yaml", "mkdir", "is a folder")])
+def test_something_else_in_the_place_of_a_record_is_named_before_anything_starts(tmp_path, name, kind, said):
+    (tmp_path / "launch").mkdir()
+    assert blocked(tmp_path) is None
+    (tmp_path / "launch").rmdir()
+    getattr(tmp_path / name, kind)() if kind != "mkfifo" else os.mkfifo(tmp_path / name)
+    assert f"{tmp_path / name} {said}, but a run's records are written there" in blocked(tmp_path)
