@@ -45,7 +45,7 @@ class Reader:
     make: writes whole ones into a folder, or names a kind of vocabulary. read: reads them; returns, or raises
     UserError. files: which of them are mutated. known: changes that once went wrong, each of one file, or what is in
     its place (OTHERWISE). cost: how many cases others have for each of its own. allowed: what it may do of what readers
-    must not.
+    must not. any_size: it rightly reads a hole to its end, so it is given none.
     """
 
     name: str
@@ -55,14 +55,15 @@ class Reader:
     known: Sequence[tuple[str, Callable[[bytes], bytes] | str]] = ()
     cost: int = 1
     allowed: tuple[str, ...] = ()
+    any_size: bool = False
 
 
-def mutate(path, chance):
+def mutate(path, chance, any_size=False):
     """Change a file; what was done, in a word."""
     draw, whole = chance.random(), path.read_bytes()
     if draw < 0.04:
         path.unlink()
-        return _put_otherwise(path, chance)
+        return _put_otherwise(path, chance, any_size)
     if path.suffix in STRUCTURED and draw < 0.8:
         try:
             data = _structured(whole, path.suffix, chance)
@@ -97,8 +98,9 @@ def planted(text):
             for name, keys, value in table(text, str, str, json.loads)]
 
 
-def _put_otherwise(path, chance):
+def _put_otherwise(path, chance, any_size):
     how = chance.choice(list(OTHERWISE))
+    how = "missing" if any_size and how == "hole" else how
     OTHERWISE[how](path)
     return how
 
@@ -294,4 +296,4 @@ def _change(reader, folder, seed, number):
     chance = Random(f"{reader.name} {seed} {number}")
     files = sorted(path for pattern in reader.files for path in folder.glob(pattern) if path.is_file())
     path = chance.choice(files)
-    return f"{path.relative_to(folder)}: {mutate(path, chance)}"
+    return f"{path.relative_to(folder)}: {mutate(path, chance, reader.any_size)}"

@@ -20,7 +20,7 @@ Path_ = tuple[str | int, ...]
 Tree = dict[str, Any]
 """A mapping of settings, in which each key is a `Key`."""
 HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Code points that no file can hold. Those between stand for bytes of names of files that are not UTF-8."""
+"""Code points that no file can hold. Those between are bytes of names of files that are not UTF-8."""
 MOST_VALUES = 100_000
 """The most values of a file or an override with its aliases expanded. Aliases of aliases can double the count on every
 line."""

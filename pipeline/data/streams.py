@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import changed_ns
+from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
 from drover.pipeline.storage.object_files import ObjectFile, content_number
 from drover.pipeline.storage.store import Changed, is_url
 
@@ -200,7 +200,7 @@ class Input:
         """The file's own bytes from `position` on, unhashed; of an object those before `until` are prefetched."""
         if self.reader is not None:
             return self.reader.open(position, until)
-        file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        file = opened(self.path, 0)
         file.seek(position)
         return file
 
@@ -430,6 +430,7 @@ class _Zstd(_Converted):
 def map_file(path: str | Path) -> Any:
     """The file in memory, as Arrow reads it at any place."""
     import pyarrow as pa
+    refuse_irregular(Path(path))
     # Given a text as name, Arrow takes it for UTF-8; bytes as they are.
     return pa.memory_map(os.fsencode(path))
 
