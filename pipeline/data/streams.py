@@ -200,7 +200,7 @@ class Input:
         """The file's own bytes from `position` on, unhashed; of an object those before `until` are prefetched."""
         if self.reader is not None:
             return self.reader.open(position, until)
-        file = opened(self.path, 0)
+        file = opened(str(self.path), 0)
         file.seek(position)
         return file
 
