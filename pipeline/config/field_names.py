@@ -101,6 +101,9 @@ MEANINGS = {
     "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
     "train.warmup_steps": "in steps",
 }
+DELETED_SETTINGS: dict[str, str] = {
+}
+"""Former setting or section, dotted: what to use instead, as a sentence."""
 BOUNDS = {"least": "min", "most": "max"}
 """First words of bounds, and those that settings have: by their letters alone, least_words is closer to max_words. By
 themselves they are former names."""
@@ -109,6 +112,8 @@ themselves they are former names."""
 def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     """A hint for the unknown setting `key`, whose section has the keys `known`; and the setting that was probably
     meant, dotted, or None."""
+    if key in DELETED_SETTINGS:
+        return f"it was removed: {DELETED_SETTINGS[key]}", None
     section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
     spelled, (first, _, rest) = name.lower().replace("-", "_"), name.partition("_")

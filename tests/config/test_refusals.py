@@ -4,6 +4,7 @@ import pytest
 
 from drover.model.attention import BACKENDS
 from drover.pipeline.config.checks import rank_problems
+from drover.pipeline.config.field_names import DELETED_SETTINGS
 from drover.pipeline.config.loading import load_config
 from tests.config.files import refusal
 from tests.refusal import table
@@ -168,6 +169,11 @@ convert.copy_to=s3://b/a; encode.copy_to=s3://b/a/x -> encode.copy_to s3://b/a/x
 @pytest.mark.parametrize(("overrides", "words"), table(REFUSED))
 def test_what_cannot_be_is_refused_in_words(written, overrides, words):
     assert words in refusal(written(BASE), *overrides.split("; "))
+
+
+@pytest.mark.parametrize("key", DELETED_SETTINGS)
+def test_deleted_setting_is_refused_with_what_replaces_it(written, key):
+    assert f"unknown key '{key}'; it was removed: {DELETED_SETTINGS[key]}" in refusal(written(BASE), f"{key}=1")
 
 
 @pytest.mark.parametrize("overrides", [
