@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drover.model.attention.module import KeyValueCache
-from drover.model.generation.batch import prompt_problem
 from drover.model.generation.sampling import Sampling, draw
+from drover.model.generation.stream import prompt_problem
 from drover.model.llama import Llama
 
 

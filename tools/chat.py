@@ -125,16 +125,16 @@ def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
              samplings: Sequence[Sampling]) -> Iterator[tuple[int, str]]:
     """Continue prompts together and yield (number, text): first the pieces of the first prompt as they come, then those
     of the second, and so on. Every prompt has at least one piece, and a line end separates two prompts."""
-    from drover.model.generation.writer import stream
+    from drover.model.generation.stream import stream
 
     waiting = dict.fromkeys(range(len(prompts)), "")
     ended: set[object] = set()
     first = 0
     with named_if_nan(opened):
         for piece in stream(opened.model, readable_bytes(opened.tokenizer), prompts, samplings):
-            waiting[piece.key] += piece.text
+            waiting[piece.number] += piece.text
             if piece.end:
-                ended.add(piece.key)
+                ended.add(piece.number)
             while first in waiting:
                 text, over = waiting[first], first in ended
                 waiting[first] = ""

@@ -2,9 +2,8 @@
 
     sampling.py    Sampling, the settings of one text; how logits become a token
     cache.py       RowCaches: keys and values of sequences of unequal length
-    batch.py       Batch: one more token for each of several sequences, in one forward pass
     text.py        TextStream: tokens to text that never has to be changed afterwards
-    writer.py      Writer and stream(): texts from prompts, piece by piece
+    stream.py      stream(): texts from prompts, piece by piece
 
 `drover.model.generate.generate` continues one prompt after the other, also on models that are split over ranks.
 """

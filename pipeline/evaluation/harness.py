@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drover.model.devices import exact
 from drover.model.generation.sampling import Sampling
-from drover.model.generation.writer import stream
+from drover.model.generation.stream import stream
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.prompts import readable_bytes
@@ -208,7 +208,7 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(prompts)
         for piece in stream(self.model, readable_bytes(self._tokenizer), [ids for ids, _ in prompts],
                             [sampling for _, sampling in prompts]):
-            texts[piece.key] += piece.text
+            texts[piece.number] += piece.text
         return texts
 
     def _dealt(self, work: list[Given], function: Callable[[Given], Result]) -> list[Result]:

@@ -112,7 +112,7 @@ SESSION = ("--interactive", "--temperature", "0", "--max-tokens", "25")
 
 def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys, monkeypatch):
     """Ctrl-C at the prompt asks again; in a reply, here the second one, it ends that alone."""
-    from drover.model.generation.writer import stream
+    from drover.model.generation.stream import stream
     replies = iter([None, 4, None])
 
     def interrupted(*arguments):
@@ -121,7 +121,7 @@ def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys, mon
             if number == last:
                 raise KeyboardInterrupt
             yield piece
-    monkeypatch.setattr("drover.model.generation.writer.stream", interrupted)
+    monkeypatch.setattr("drover.model.generation.stream.stream", interrupted)
     typed("one", "  ", KeyboardInterrupt, "x" * 256, "two", "three")
     assert main(["--model", str(places["run"]), *SESSION]) == 0
     found = capsys.readouterr()

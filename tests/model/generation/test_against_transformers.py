@@ -6,7 +6,7 @@ import torch
 from drover.model.generation.sampling import Sampling
 from drover.pipeline.formats.weights import load_model, open_weights
 from drover.pipeline.tokenization.simple import ByteTokenizer
-from tests.model.generation.test_batch import written
+from tests.model.generation.test_stream import written
 from tests.tiny_models import for_tokenizer, write_huggingface
 
 TOKENIZER = ByteTokenizer()
@@ -37,6 +37,7 @@ def test_greedy_tokens_are_equal(both, penalty):
     expected = [theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=eos,
                                 pad_token_id=eos, repetition_penalty=penalty)[0, len(prompt):].tolist()
                 for prompt in PROMPTS]
-    rows = written(ours, PROMPTS, [Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos})] * len(PROMPTS))
-    assert [row.tokens + [eos] * (row.end == "stop") for row in rows] == expected
+    sampling = Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos})
+    found = written(ours, PROMPTS, [sampling] * len(PROMPTS))
+    assert [tokens + [eos] * (end == "stop") for tokens, end in found] == expected
     assert len(set(map(tuple, expected))) == len(PROMPTS)
