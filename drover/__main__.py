@@ -30,12 +30,12 @@ COMMANDS = {
     "rehearse": ("tools.rehearse:main", "compute the memory and traffic of a training step, without GPUs"),
     "presets": ("tools.presets:main", "list model shapes: parameters, memory, cost of training"),
     "doctor": ("launch.doctor:main", "ask a Slurm site what Drover needs to know, and write a profile"),
-    "lab": ("tools.slurm_lab:main", "start a real Slurm cluster on this machine"),
 }
 """Command: `module:program`, and what it does."""
 REPLACED = {
     "serve": "serve a run's convert/hf with transformers serve, vLLM or llama.cpp (docs/tutorial-export.md).",
     "parity": "use drover compare, and the loss curves of both runs (docs/precision.md).",
+    "lab": "it is test equipment, started in a checkout with python -m tests.slurm_lab (docs/slurm.md).",
 }
 """Former command: what to use instead."""
 SHELLS = ("bash", "zsh")
@@ -98,10 +98,8 @@ def completion(shell: str) -> str:
     for command in COMMANDS:
         actions = program(command).parser()._actions
         options = [option for action in actions for option in action.option_strings]
-        words = [str(choice) for action in actions if not action.option_strings for choice in action.choices or ()]
-        cases += [f'    *\\ {command}\\ -*) words="{" ".join(options)}" ;;',
-                  *([f'    *\\ {command}\\ *) words="{" ".join(words)}" ;;'] if words else [])]
-        if not words and not any(action.metavar == "RUN" or action.type is find_model for action in actions):
+        cases.append(f'    *\\ {command}\\ -*) words="{" ".join(options)}" ;;')
+        if not any(action.metavar == "RUN" or action.type is find_model for action in actions):
             cases.append(f"    *\\ {command}\\ *) return ;;")  # the shell offers files
     cases.append(f'    *\\ completion\\ *) words="{" ".join(SHELLS)}" ;;')
     script = COMPLETION.format(commands=" ".join([*COMMANDS, "completion"]), cases="\n".join(cases), runs=RUNS)

@@ -97,7 +97,7 @@ def work(options: argparse.Namespace) -> int:
         raise UserError(f"{options.write} exists already. Give another name, or remove it.")
     if shutil.which("sbatch") is None:
         raise UserError("There is no sbatch on PATH, so this is not a login node of a Slurm cluster. Log in to one, "
-                        "load Slurm's module, or start a Slurm on this machine with `drover lab up 4`.")
+                        "load Slurm's module, or start a Slurm on this machine (docs/slurm.md).")
     chosen = [f"launch.cluster={options.cluster}"] if options.cluster else []
     launch = load_config(PACKAGE / "configs/demo.yaml", chosen, check=False).launch
     scheduler = Scheduler()

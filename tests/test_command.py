@@ -28,7 +28,7 @@ def test_help_names_every_command_and_imports_none_of_them(tmp_path):
 def test_every_command_has_help_and_refuses_a_wrong_option(name, capsys):
     refused(SystemExit, "^0$", main, [name, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: drover {name}")
-    refused(SystemExit, "^2$", main, [name, *(["up"] if name == "lab" else []), "--hlep"])
+    refused(SystemExit, "^2$", main, [name, "--hlep"])
     assert capsys.readouterr().err == "error: there is no option --hlep; did you mean '--help'?\n"
 
 
@@ -78,7 +78,6 @@ def test_a_plan_is_told_to_programs(tmp_path, capsys):
     tr -> trace
     audit --j -> --json
     audit '' -> demo trial
-    lab kill -> kill-node
     completion '' -> bash zsh
     status de -> demo
     chat '' -> demo trial

@@ -166,7 +166,6 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.lm_eval -> nope -> invalid choice: 'nope'
     drover.tools.presets -> nope -> There is no preset 'nope'
     drover.tools.rehearse -> --config {CONFIG} --ranks 3 -> cannot be rehearsed on 3 ranks
-    drover.tools.slurm_lab -> nope -> invalid choice: 'nope'
     drover.tools.verify -> nope -> {NO_RUN}
     drover.tools.weights -> --from nope --to x --format hf -> nope is no folder
     drover.tools.where -> nope --step 1 -> {NO_RUN}""")}

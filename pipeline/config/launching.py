@@ -189,8 +189,8 @@ class LaunchConfig(Resources):
     """Device of train and evaluate. `auto`: CUDA GPUs if there are any, else the CPU. `mps`: Apple's GPU, in one
     process and fp32. `auto` never takes mps, which has not been tried on a Mac."""
     cluster: str | None = None
-    """Profile of a Slurm cluster: `lab` for configs/clusters/lab.yaml, or a file. Settings of this section override it.
-    A run's saved configuration holds the profile's settings instead of its name."""
+    """Profile of a Slurm cluster: `mine` for configs/clusters/mine.yaml, or a file. Settings of this section override
+    it. A run's saved configuration holds the profile's settings instead of its name."""
     hosts: list[HostName] = []
     """Machines without Slurm on which `--cluster hosts` runs the stages over ssh: names, addresses or `user@name`. They
     share a folder. `train.nodes` is then their number, unless it is set. Hosts beyond it replace others that fail."""

@@ -115,4 +115,4 @@ def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, site, parti
 
 def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main([]) == 2 and "drover lab up 4" in capsys.readouterr().err
+    assert main([]) == 2 and "docs/slurm.md" in capsys.readouterr().err

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from drover.tools.slurm_lab import Lab, user_name
 from tests.conftest import REPOSITORY
+from tests.slurm_lab import Lab, user_name
 from tests.waiting import HANG_S
 
 
@@ -51,7 +51,7 @@ class Cluster(Lab):
 
 def guard(folder: Path) -> subprocess.Popen[bytes]:
     """A process that takes the lab in `folder` down when this process is gone, killed before it could do so itself."""
-    code = ("import os, sys, time\nfrom drover.tools.slurm_lab import Lab\n"
+    code = ("import os, sys, time\nfrom tests.slurm_lab import Lab\n"
             "while os.getppid() == int(sys.argv[2]):\n    time.sleep(0.5)\nLab(sys.argv[1]).down()")
     return subprocess.Popen([sys.executable, "-c", code, str(folder), str(os.getpid())], cwd=REPOSITORY,
                             start_new_session=True, stdin=subprocess.DEVNULL)

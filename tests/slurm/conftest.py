@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.tools.slurm_lab import missing_programs
 from tests.slurm.clusters import Cluster, guard
 from tests.slurm.faults import Training, clear, undisturbed_curve
+from tests.slurm_lab import missing_programs
 
 NODES = 5
 """One more than a job of these tests asks for: it goes on without one that it lost."""
@@ -20,7 +20,7 @@ NODES = 5
 def cluster():
     """Five nodes with accounting. The tests of a worker share it and leave it as they found it."""
     if missing_programs():
-        pytest.skip("Slurm is not installed: `drover lab install` installs it, as root")
+        pytest.skip("Slurm is not installed: `python -m tests.slurm_lab install` installs it, as root")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: Slurm's sockets live inside
     cluster, watch = Cluster(folder / "lab"), guard(folder / "lab")
     try:

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.tools import slurm_lab
-from drover.tools.slurm_lab import LONGEST_FOLDER, Lab, LabSettings, check_folder, free_ports, is_open, missing_programs
+from tests import slurm_lab
 from tests.conftest import run_python
 from tests.refusal import refused
+from tests.slurm_lab import SLURM_CONF, Lab, LabSettings, check_folder, free_ports, is_open, missing_programs
 from tests.waiting import wait_for
 
 needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}")
@@ -31,7 +31,7 @@ def short_folder():
 
 
 def command(*arguments):
-    return run_python("-m", "drover.tools.slurm_lab", *arguments, check=False)
+    return run_python("-m", "tests.slurm_lab", *arguments, check=False)
 
 
 def processes_of(folder):
@@ -52,15 +52,13 @@ def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
     assert started.stdout == f"export SLURM_CONF={first.folder}/slurm.conf\n", started.stderr
     again = command("up", "--folder", first.folder)
     assert again.stdout == started.stdout and "running already, with 2 nodes" in again.stderr
-    second.up(1, accounting=False, requeue=False, cpus=2)
+    second.up(1)
     assert second.node_states() == {"n1": "idle"} and first.node_states() == {"n1": "idle", "n2": "idle"}
     for lab in (first, second):
-        submitted = ask(lab, "sbatch", "--output=out",
-                        "--wrap=scontrol requeue $SLURM_JOB_ID; echo refused $?; sleep 300")
+        submitted = ask(lab, "sbatch", "--output=out", "--wrap=echo started; sleep 300")
         assert submitted.stdout == "Submitted batch job 1\n", submitted.stderr
     out = second.folder / "out"
-    wait_for(lambda: out.exists() and "refused 1" in out.read_text())
-    assert ask(second, "sacct").returncode == 1
+    wait_for(lambda: out.exists() and "started" in out.read_text())
     assert "n2             " in command("status", "--folder", first.folder).stdout
     assert len(processes_of(first.folder)) > 4 and command("down", "--folder", first.folder).returncode == 0
     assert processes_of(first.folder) == [] and not first.folder.exists()
@@ -73,14 +71,14 @@ def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
 
 def test_without_slurm_it_says_what_to_install(monkeypatch, short_folder):
     monkeypatch.setattr(slurm_lab, "_which", lambda program: None if program == "slurmd" else "/bin/true")
-    refused(UserError, r"no slurmd\. On Debian or Ubuntu .*drover lab install", Lab(short_folder / "a").up, 1)
+    refused(UserError, r"no slurmd\. On Debian or Ubuntu .*slurm_lab install", Lab(short_folder / "a").up, 1)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     refused(UserError, r"sudo apt-get install .*slurm-wlm slurmdbd munge mariadb-server", slurm_lab.install)
 
 
 def test_folders_that_do_not_do_are_refused(short_folder, monkeypatch):
-    check_folder(Path("/tmp") / ("x" * (LONGEST_FOLDER - 5)))
-    for path, why in ((f"/tmp/{'x' * (LONGEST_FOLDER - 4)}", "leave room for"),
+    check_folder(Path("/tmp") / ("x" * (slurm_lab.LONGEST_FOLDER - 5)))
+    for path, why in ((f"/tmp/{'x' * (slurm_lab.LONGEST_FOLDER - 4)}", "leave room for"),
                       ("/tmp/a b", r"slurm\.conf cannot hold the path")):
         refused(UserError, why, check_folder, Path(path))
     (short_folder / "letter.txt").write_text("dear")
@@ -94,10 +92,9 @@ def test_ports_are_given_once_and_written_for_one_node_and_for_many():
     with free_ports(10) as first, free_ports(10) as second:
         assert abs(first - second) >= 64 and not is_open(first)
         assert 10000 <= min(first, second) < max(first, second) + 10 < 20000
-    for nodes, line, accounting in ((1, "NodeName=n1 .* Port=12002 ", 0),
-                                    (3, r"NodeName=n\[1-3\] .* Port=\[12002-12004\] ", 1)):
-        text = LabSettings("/tmp/lab", nodes, 2, 1000, bool(accounting), True, 12000).slurm_conf()
-        assert re.search(line, text) and text.count("AccountingStoragePort=12001\n") == accounting
+    for nodes, line in ((1, "NodeName=n1 .* Port=12002 "), (3, r"NodeName=n\[1-3\] .* Port=\[12002-12004\] ")):
+        text = LabSettings("/tmp/lab", nodes, 12000).filled(SLURM_CONF)
+        assert re.search(line, text) and text.count("AccountingStoragePort=12001\n") == 1
 
 
 def test_a_stranger_with_an_old_process_id_is_left_alone(tmp_path):

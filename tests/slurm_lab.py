@@ -1,8 +1,8 @@
 """Start a real Slurm cluster on this machine, to try runs on: any number of nodes, and faults on request.
 
-    eval "$(drover lab up 4)"     start four nodes; sbatch, squeue ... then use them
-    drover lab kill-node n2       n2 loses power; start-node n2 brings it back
-    drover lab down               stop all of it and remove its folder
+    eval "$(python -m tests.slurm_lab up 4)"    start four nodes; sbatch, squeue ... then use them
+    python -m tests.slurm_lab kill-node n2      n2 loses power; start-node n2 brings it back
+    python -m tests.slurm_lab down              stop all of it and remove its folder
 
 Everything is inside one folder (--folder), so there may be several labs. Root is not needed: without it, the cluster
 runs jobs of the user who started it.
@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -36,8 +36,8 @@ from drover.pipeline.core.command_line import Parser, Program
 from drover.pipeline.core.errors import UserError
 
 PACKAGES = ["slurm-wlm", "slurmdbd", "munge", "mariadb-server"]
-PROGRAMS = ["slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "munged"]
-ACCOUNTING_PROGRAMS = ["slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"]
+PROGRAMS = ["slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "munged", "slurmdbd",
+            "sacctmgr", "mariadbd", "mariadb-install-db"]
 PATIENCE_S = 600.0
 """Time limit of every wait: an idle machine needs seconds, a busy one minutes."""
 TAIL = 8
@@ -88,10 +88,8 @@ InactiveLimit=0
 MinJobAge=600
 JobRequeue=1
 MaxJobCount=10000
-NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs={cpus} RealMemory={memory_mb} State=UNKNOWN
+NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs=4 RealMemory=6000 State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-ACCOUNTING_CONF = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={database_port}
@@ -112,17 +110,6 @@ StorageLoc=slurm_accounting
 LogFile={folder}/log/slurmdbd.log
 PidFile={folder}/slurmdbd.pid
 """
-NO_REQUEUE = """\
--- A site that forbids requeueing. JobRequeue in slurm.conf would only be a default.
-function slurm_job_submit(job, partitions, user)
-  job.requeue = 0
-  return slurm.SUCCESS
-end
-
-function slurm_job_modify(job, record, partitions, user)
-  return slurm.SUCCESS
-end
-"""
 STEP_DAEMON = """\
 #!/bin/sh
 # Becomes Slurm's step daemon as a sub-reaper (prctl 36): it then inherits, and can kill, the orphans of a dead task.
@@ -139,11 +126,7 @@ class LabSettings:
 
     folder: str
     nodes: int
-    cpus: int
-    memory_mb: int
-    accounting: bool
-    requeue: bool
-    port: int = 0
+    port: int
 
     def filled(self, template: str) -> str:
         """Fill in the template of a configuration file."""
@@ -153,15 +136,10 @@ class LabSettings:
                                database_port=self.port + 1, ports=f"[{first}-{last}]" if several else first,
                                names=f"n[1-{self.nodes}]" if several else "n1")
 
-    def slurm_conf(self) -> str:
-        """The text of slurm.conf."""
-        return self.filled(SLURM_CONF + ACCOUNTING_CONF * self.accounting
-                           + "JobSubmitPlugins=lua\n" * (not self.requeue))
 
-
-def missing_programs(accounting: bool = True) -> list[str]:
+def missing_programs() -> list[str]:
     """Programs that a lab needs and this machine does not have."""
-    return [name for name in PROGRAMS + ACCOUNTING_PROGRAMS * accounting if _which(name) is None]
+    return [name for name in PROGRAMS if _which(name) is None]
 
 
 class Lab:
@@ -177,7 +155,7 @@ class Lab:
         try:
             return LabSettings(**json.loads((self.folder / "lab.json").read_text()))
         except FileNotFoundError:
-            raise UserError(f"There is no Slurm lab in {self.folder}. Start one: drover lab up "
+            raise UserError(f"There is no Slurm lab in {self.folder}. Start one: python -m tests.slurm_lab up "
                             f"--folder {self.folder}") from None
 
     @property
@@ -194,41 +172,36 @@ class Lab:
         """Environment variables with which Slurm's programs use this lab."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def up(self, nodes: int = 4, *, accounting: bool = True, cpus: int = 4, memory_mb: int = 6000,
-           requeue: bool = True) -> None:
+    def up(self, nodes: int = 4) -> None:
         """Start the lab and return when every node is idle. If it fails, try once more.
-
-        requeue=False: a site that forbids requeueing.
 
         Raises:
             UserError: programs are missing, the folder cannot be used, or the lab did not start; with the ends of its
                 logs.
         """
-        if missing := missing_programs(accounting):
+        if missing := missing_programs():
             raise UserError(f"Programs of Slurm are missing: no {', '.join(missing)}. On Debian or Ubuntu "
-                            f"`drover lab install` installs them, as root.")
+                            f"`python -m tests.slurm_lab install` installs them, as root.")
         if self.is_up:
             raise UserError(f"The lab in {self.folder} is running already.")
         check_folder(self.folder)
         self.down()
         if self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(f"{self.folder} holds something that is not a Slurm lab; choose another with --folder.")
-        settings = LabSettings(str(self.folder), nodes, cpus, memory_mb, accounting, requeue)
         try:
-            self._bring_up(settings)
+            self._bring_up(nodes)
         except UserError as first:
             print(f"{str(first).partition(chr(10))[0]} Trying once more.", file=sys.stderr, flush=True)
             self.down()
-            self._bring_up(settings)
+            self._bring_up(nodes)
 
-    def _bring_up(self, settings: LabSettings) -> None:
-        with free_ports(settings.nodes + 2) as port:
+    def _bring_up(self, nodes: int) -> None:
+        with free_ports(nodes + 2) as port:
             try:
-                self._write(replace(settings, port=port))
+                self._write(LabSettings(str(self.folder), nodes, port))
                 self._start_munge()
-                if settings.accounting:
-                    self._make_database()
-                    self.start_accounting()
+                self._make_database()
+                self.start_accounting()
                 self._start_slurm("slurmctld")
                 for node in self.nodes:
                     self._start_slurmd(node)
@@ -307,16 +280,16 @@ class Lab:
         self.stop_daemon("mariadbd", PATIENCE_S)
 
     def start_accounting(self) -> None:
-        """Start the accounting, so that sacct works. Does nothing in a lab without accounting."""
-        data, settings = self.folder / "database", self.settings
-        if not settings.accounting or self.daemon("slurmdbd"):
+        """Start the accounting, so that sacct works."""
+        data = self.folder / "database"
+        if self.daemon("slurmdbd"):
             return
         self.start_daemon("mariadbd", "mariadbd", "--no-defaults", *_as_user(), f"--datadir={data}",
                           f"--socket={data}/socket", f"--pid-file={data}/pid", "--skip-networking",
                           "--innodb-flush-log-at-trx-commit=0")
         self._wait("mariadbd", lambda: is_open(data / "socket"))
         self.start_daemon("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=f"{data}/socket")
-        self._wait("slurmdbd listening", lambda: is_open(settings.port + 1))
+        self._wait("slurmdbd listening", lambda: is_open(self.settings.port + 1))
         ask = ["sacct"] if self.daemon("slurmctld") else ["sacctmgr", "--immediate", "add", "cluster", "lab"]
         self._wait("slurmdbd", lambda: self._run(*ask)[0] == 0)
 
@@ -399,14 +372,12 @@ class Lab:
         step_daemon = STEP_DAEMON.format(python=shlex.quote(sys.executable),
                                          program=shlex.quote(str(_which("slurmstepd"))))
         for name, text, mode in (
-                ("lab.json", json.dumps(asdict(settings)), 0o644), ("slurm.conf", settings.slurm_conf(), 0o644),
-                ("slurmdbd.conf", settings.filled(SLURMDBD_CONF) * settings.accounting, 0o600),
-                ("job_submit.lua", NO_REQUEUE * (not settings.requeue), 0o644), ("slurmstepd", step_daemon, 0o755),
+                ("lab.json", json.dumps(asdict(settings)), 0o644), ("slurm.conf", settings.filled(SLURM_CONF), 0o644),
+                ("slurmdbd.conf", settings.filled(SLURMDBD_CONF), 0o600), ("slurmstepd", step_daemon, 0o755),
                 ("munge.key", secrets.token_hex(64), 0o600)):
-            if text:
-                (self.folder / name).touch(mode)
-                (self.folder / name).chmod(mode)
-                (self.folder / name).write_text(text)
+            (self.folder / name).touch(mode)
+            (self.folder / name).chmod(mode)
+            (self.folder / name).write_text(text)
 
     def _start_munge(self) -> None:
         paths = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munge.seed",
@@ -476,12 +447,12 @@ class Lab:
 
     def status(self) -> None:
         """Print the daemons, nodes and jobs."""
-        settings, states = self.settings, self.node_states()
+        states = self.node_states()
         for name in self.daemons():
             process = self.daemon(name)
             print(f"{name:<14} {process.pid if process else 'dead'}")
         for node in self.nodes:
-            print(f"{node:<14} {states.get(node, 'no answer')}, {settings.cpus} CPUs")
+            print(f"{node:<14} {states.get(node, 'no answer')}")
         print(self._run("squeue")[1], end="")
 
 
@@ -554,63 +525,42 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-COMMANDS = {"kill_node": "simulate the power loss of a node", "start_node": "start a killed node again",
-            "status": "show daemons, nodes and jobs",
-            "stop_controller": "stop slurmctld: no command is answered",
-            "start_controller": "start slurmctld again", "restart_controller": "stop and start slurmctld",
-            "stop_accounting": "stop slurmdbd: sacct is not answered", "start_accounting": "start slurmdbd again"}
-"""Commands that call the method of Lab with this name, and their help."""
-
-
 def add_options(parser: Parser) -> None:
     """The commands and their options."""
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("install", help="install Slurm's Debian packages (as root)")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name.replace("_", "-"), help=text)
-        found.add_argument("--folder", type=Path, default=default_folder(), help="the lab's folder (%(default)s)")
-        return found
-    up = command("up", "start a lab; prints the line for eval")
-    up.add_argument("nodes", type=int, nargs="?", default=4)
-    up.add_argument("--no-accounting", action="store_true", help="no slurmdbd: sacct is not answered")
-    up.add_argument("--no-requeue", action="store_true", help="a site that forbids requeueing")
-    up.add_argument("--cpus", type=int, default=4, help="of each node; the machine may have fewer (%(default)s)")
-    up.add_argument("--mem", type=int, default=6000, help="MB of each node; not enforced (%(default)s)")
-    for name, text in COMMANDS.items():
-        one = command(name, text)
-        if name.endswith("_node"):
-            one.add_argument("node")
-    down = command("down", "stop everything that `up` started")
-    down.add_argument("--keep", action="store_true", help="leave the folder, for its logs")
+    parser.add_argument("command", choices=("install", "up", "status", "kill-node", "start-node", "down"),
+                        help="install: Slurm's Debian packages, as root; up: start it, and print the line for eval")
+    parser.add_argument("argument", nargs="?", help="of up: how many nodes (4); of kill-node and start-node: the node")
+    parser.add_argument("--folder", type=Path, default=default_folder(), help="the lab's folder (%(default)s)")
 
 
-def _up(lab: Lab, options: argparse.Namespace) -> None:
+def _up(lab: Lab, nodes: int) -> None:
     if lab.is_up:
         print(f"The lab in {lab.folder} is running already, with {len(lab.nodes)} nodes.", file=sys.stderr)
     else:
-        begun = time.monotonic()
-        lab.up(options.nodes, accounting=not options.no_accounting, cpus=options.cpus, memory_mb=options.mem,
-               requeue=not options.no_requeue)
-        print(f"{options.nodes} nodes in {time.monotonic() - begun:.1f} s; folder {lab.folder}", file=sys.stderr)
+        lab.up(nodes)
     for name, value in lab.environment().items():
         print(f"export {name}={shlex.quote(value)}")
 
 
 def work(options: argparse.Namespace) -> None:
     """Run a command."""
-    if options.command == "install":
-        install()
-    elif options.command == "up":
-        _up(Lab(options.folder), options)
-    elif options.command == "down":
-        Lab(options.folder).down(options.keep)
-    else:
-        method = getattr(Lab(options.folder), options.command.replace("-", "_"))
-        method(*([options.node] if "node" in options else []))
+    lab = Lab(options.folder)
+    match options.command:
+        case "install":
+            install()
+        case "up":
+            _up(lab, int(options.argument or 4))
+        case "status":
+            lab.status()
+        case "kill-node":
+            lab.kill_node(str(options.argument))
+        case "start-node":
+            lab.start_node(str(options.argument))
+        case "down":
+            lab.down()
 
 
-main = Program("python -m drover.tools.slurm_lab", __doc__, add_options, work)
+main = Program("python -m tests.slurm_lab", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())
