@@ -13,12 +13,12 @@ from pathlib import Path
 from drover.launch.credentials import credential_problems
 from drover.launch.devices import masks_in, visible_gpus
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
-from drover.launch.plan import Job, Options, asked_of, queued
+from drover.launch.plan import Job, Options, queued
 from drover.launch.processes import Environment
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.launch.slurm.submit.options import option_problems, options_of, setup_problems
 from drover.pipeline.config.checks import place_problems, problems, rank_problems
-from drover.pipeline.config.launching import LaunchConfig, SiteLimits, minutes
+from drover.pipeline.config.launching import SiteLimits, minutes
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
@@ -86,15 +86,12 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     """
     found = [*known, *credential_problems(run.config, environment)]  # the configuration will be in the run folder
     running = [job for job in jobs if job.to_run]
-    away = options.cluster != "local"
+    away = options.cluster == "slurm"
     if away or sys.platform != "darwin":
         found += device_problems(run.config)
     if away:
         found += environment_problems(run.config, environment)
-        found += [*loss_problems(run.config, running)]
-    if options.cluster == "hosts":
-        found += hosts_problems(run.config.launch, running)
-    if options.cluster == "slurm":
+        found += loss_problems(run.config, running)
         found += cluster_problems(run.config, running, [] if showing else Scheduler().node_kinds())
     if run.config.launch.check_fit and valid:
         elsewhere = showing and away
@@ -116,7 +113,7 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
     if train is None:
         return
     site, here = config.launch.limits.gpu_memory_gb, options.machine
-    if options.cluster != "local":
+    if options.cluster == "slurm":
         memory, has = (site or 0) * 1e9, f"a GPU here has {site:g} GB (launch.limits)" if site else ""
         advice = "use more nodes, a smaller parallel.dp_replicate, or parallel.engine=deepspeed with offload"
     else:
@@ -229,28 +226,6 @@ def loss_problems(config: Config, jobs: Sequence[Job]) -> Iterator[str]:
         found = rank_problems(config, (train.nodes - 1) * train.tasks_per_node)[0]
         yield (f"launch.train.min_nodes is {fewest}, but training cannot run on fewer than {train.nodes} nodes, for "
                f"example on {train.nodes - 1}: {found} Choose a min_nodes that fits, or use spare_nodes.")
-
-
-def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
-    """Settings that do not work on hosts without Slurm."""
-    if not launch.hosts:
-        yield "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."
-    if twice := sorted({host for host in launch.hosts if launch.hosts.count(host) > 1}):
-        yield f"launch.hosts names {', '.join(twice)} more than once. Name each host once."
-    near = [host for host in launch.hosts if f"{host.rpartition('@')[2]}.".startswith(("localhost.", "127."))]
-    if 0 < len(near) < len(launch.hosts):
-        yield (f"launch.hosts names {', '.join(near)}, which on every host means the host itself. Give the name by "
-               f"which the other hosts reach it.")
-    for job in jobs:
-        if job.nodes > len(launch.hosts) > 0:
-            yield (f"{job.key} requests {job.nodes} hosts, but launch.hosts names {len(launch.hosts)}. Name more, "
-                   f"or request fewer (launch.{job.stage}.nodes).")
-    if launch.train.spare_nodes:
-        yield "launch.train.spare_nodes is for Slurm. On hosts, name more hosts than launch.train.nodes."
-    if any(asked_of(launch, stage).links for stage in STAGES):
-        yield "Links are jobs of Slurm. On hosts the launcher itself starts stages again. Leave `links` out."
-    if launch.srun_args or launch.container.runtime == "pyxis":
-        yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."
 
 
 def environment_problems(config: Config, environment: Environment) -> Iterator[str]:

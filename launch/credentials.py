@@ -69,7 +69,7 @@ LARGEST = 1 << 20
 HOLDS = ("{key} contains what looks like a secret{what}, and would be written to files. Set {name} in the shell that "
          "submits (`export {name}=...`) and put only its name into launch.secrets; or write it into a file that only "
          "you can read (chmod 600) and source that file in launch.setup{rest}.")
-_OF_JOBS = re.compile(r"launch\.(environment|setup|wrap|ssh|srun_args|health_check|container\.options|(\w+\.)?extra)\b")
+_OF_JOBS = re.compile(r"launch\.(environment|setup|wrap|srun_args|health_check|container\.options|(\w+\.)?extra)\b")
 """Settings in which names of variables and options are judged too."""
 _VARIABLE = re.compile(r"launch\.(environment|(\w+\.)?extra)\.(?!export$)")
 """Settings whose key ends with such a name."""
@@ -84,7 +84,7 @@ def credential_problems(config: Config, environment: Environment) -> list[str]:
     shell = {name: secret for name, secret in environment.items() if len(secret) >= LEAST_SHARED and (
         name in launch.secrets or known_form(secret) or (words_of(name) & TOKENS and is_random(secret)))}
     settings = config.model_dump(mode="json")
-    for name in ("wrap", "ssh", "srun_args", "health_check"):
+    for name in ("wrap", "srun_args", "health_check"):
         settings["launch"][name] = " ".join(settings["launch"][name])  # `--token` and `abc` are two items there
     settings["launch"]["container"]["options"] = " ".join(launch.container.options)
     for key, value in flatten(settings).items():

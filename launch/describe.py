@@ -67,7 +67,7 @@ def work(job: Job) -> str:
 
 
 def row(job: Job, options: Options) -> tuple[str, ...]:
-    """A job's row of the table: its processes or hosts, and on Slurm also what it requests."""
+    """A job's row of the table: its processes, and on Slurm also what it requests."""
     slurm, state = options.cluster == "slurm", str(job.state)
     if job.forced:
         state = f"rebuild (now {job.state.kind})"
@@ -77,8 +77,7 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
         return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
     if not slurm:
         gpus = options.machine.gpus if options.cluster == "local" else job.gpus_per_node
-        hosts = f", {counted(job.nodes, 'host')}" * (options.cluster == "hosts")
-        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus) + hosts
+        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus)
     asked, nodes = job.asked, f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
     if job.elements:
         nodes = f"{len(job.elements)} of {job.parts} parts"

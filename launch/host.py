@@ -1,15 +1,13 @@
-"""Where a job runs. The runner needs no more than this of Slurm, of this machine, or of anything else that can start
-processes."""
+"""Where a job runs. The runner needs no more than this of Slurm or of this machine."""
 
 from __future__ import annotations
 
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.job.joblock import JobLock
@@ -24,7 +22,7 @@ class StepEnd:
     status: of the first that failed, or of the program that started them (128 + n for signal n). Do not rely on it.
     cause: what is known, in a few words; empty if nothing.
     rank: the first that failed. exit_code: its exit status if it exited by itself; then its last line says why.
-    lost: nodes that failed, according to Slurm, or hosts whose ssh ended.
+    lost: nodes that failed, according to Slurm.
     started: whether there were processes at all. abandoned: whether some may still run.
     """
 
@@ -65,20 +63,13 @@ class Host(ABC):
     scheduler: Scheduler
     asked: list[int] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
-    in_place: ClassVar[bool] = False
-    """Whether a job that is to be queued again begins again here, since the place itself waits for nodes."""
 
-    def ready(self, spec: JobSpec, each: Each) -> JobSpec | None:
-        """Called before each start: wait until there are nodes for it, if need be; the stage as it runs on them. None:
-        too few of the job's nodes are left."""
+    def ready(self, spec: JobSpec) -> JobSpec | None:
+        """Called before each start: the stage as it runs on the nodes that are left. None: they are too few."""
         return spec
 
     def has_others(self, spec: JobSpec) -> bool:
         """Whether the job has enough nodes besides those in `avoid`."""
-        return False
-
-    def does_without(self, nodes: Collection[str]) -> bool:
-        """Whether the next start leaves these nodes out."""
         return False
 
     @abstractmethod

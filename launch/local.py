@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -77,22 +77,18 @@ def find_machine(device: str = "auto") -> Machine:
     return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
 
 
-def this_machine(run: Run, spec: JobSpec, asked: list[int]) -> Host:
-    """This machine, for one stage."""
+def _this_machine(run: Run, asked: list[int]) -> LocalHost:
+    """This machine, for one stage. asked: receives the requests to stop."""
     return LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
                      (platform.node(),), None, NoScheduler(), asked, log=run.folder / WORDS)
 
 
-Place = Callable[[Run, JobSpec, list[int]], Host]
-"""Makes the host on which a stage runs. The list receives the requests to stop."""
-
-
-def run_jobs(config: Config, jobs: list[Job], options: Options, place: Place = this_machine) -> int:
+def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     """Run the jobs; 0 if all are done, else the status of the one that failed."""
     began, run, chain = time.monotonic(), Run(config), f"local-{now()}"
     with stop_requests() as asked:
         for job in jobs:
-            if status := _run_job(run, job, options, chain, asked, place):
+            if status := _run_job(run, job, options, chain, asked):
                 return status
     report = run.folder / "report.html"
     what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {run.folder}"
@@ -100,7 +96,7 @@ def run_jobs(config: Config, jobs: list[Job], options: Options, place: Place = t
     return 0
 
 
-def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int], place: Place) -> int:
+def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int]) -> int:
     again = f"the same command{' without --force' if job.forced else ''} continues"
     if asked:
         tell(sys.stderr, f"\nstopped before {job.stage}; {again}")
@@ -112,8 +108,8 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
         return 0
     refuse_stale(run, job, options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
-    spec = _spec(run, job, chain, local=options.cluster == "local")
-    runner = Runner(spec, place(run, spec, asked))
+    spec = _spec(run, job, chain)
+    runner = Runner(spec, _this_machine(run, asked))
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
@@ -124,7 +120,6 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
         return status
     folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" and runner.last else f": {decision.reason}"
-    # Without a start, the output is of a preflight that failed.
     output = rank_log(folder, end.rank, spec.tasks_per_node) if runner.last else run.folder / WORDS
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
@@ -132,15 +127,15 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
     return end.status or 1
 
 
-def _spec(run: Run, job: Job, chain: str, *, local: bool) -> JobSpec:
-    """On this machine the user's environment overrides the planned one. A forced stage starts from scratch once; after
-    a crash it continues."""
+def _spec(run: Run, job: Job, chain: str) -> JobSpec:
+    """The user's environment overrides the planned one. A forced stage starts from scratch once; after a crash it
+    continues."""
     path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
     # Children import this checkout, nothing from the folder they run in, and do not buffer output.
-    environment = {**job.environment, **(os.environ if local else {}), "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
+    environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
                    "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1"}
-    # On this machine the user is watching: without checkpoints, let them decide whether to start the stage again.
-    restarts = 0 if local and not STAGES[job.stage].checkpoints else run.config.launch.max_restarts
+    # The user is watching: without checkpoints, let them decide whether to start the stage again.
+    restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
     command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
     return replace(job, run=str(run.folder), chain=chain, command=command, environment=environment,
-                   requeue=not local, max_restarts=restarts)
+                   requeue=False, max_restarts=restarts)

@@ -46,7 +46,7 @@ class Options:
     exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
     """
 
-    cluster: Literal["local", "slurm", "hosts"]
+    cluster: Literal["local", "slurm"]
     config_path: str
     overrides: tuple[str, ...] = ()
     force: bool = False
@@ -204,7 +204,7 @@ def _linked(job: Job) -> list[Job]:
 def _job(config: Config, stage: str, options: Options) -> Job:
     """The whole work on a stage, as one job that is still to do."""
     launch, spec, asked = config.launch, STAGES[stage], asked_of(config.launch, stage)
-    away = options.cluster != "local"
+    away = options.cluster == "slurm"
     if exclude := ",".join(filter(None, (launch.exclude, *options.exclude))):
         asked = asked.model_copy(update={"extra": {**(asked.extra or {}), "exclude": exclude}})
     force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
@@ -237,7 +237,7 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         command=((away and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
                  *["--accept-drift"] * options.accept_drift, *given[1:]),
         ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
-        node_counts=(nodes, *fewer), spare_nodes=spare if options.cluster == "slurm" else 0,
+        node_counts=(nodes, *fewer), spare_nodes=spare,
         tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
         wrap=(*wrap, *launch.wrap) if away else (), srun_args=(*srun_args, *launch.srun_args) if away else (),
         contained=contained,
@@ -245,7 +245,7 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         requeue=launch.requeue, signal_s=launch.signal_s, max_restarts=launch.max_restarts,
         trusted_group=launch.trusted_group, check_owners=launch.check_owners, code=options.code,
         code_sha256=options.code_sha256, preflight=trains and launch.preflight,
-        every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains and options.cluster == "slurm" else 0)
+        every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains else 0)
 
 
 def in_container(container: Container, folders: list[Path], gpus: int, variables: Iterable[str] = ()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.console import Say as Say
@@ -29,7 +29,6 @@ from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 
 Environment = Mapping[str, str]
-Started = TypeVar("Started", bound="subprocess.Popen[bytes]")
 Each = Callable[[], bool]
 """Called again and again while something runs; returning False ends it."""
 POLL_S = 0.1
@@ -119,8 +118,7 @@ def free_port() -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rank sets it too, and can bind the same port
         return port
     raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on. Find "
-                    f"out what uses them (ss -ltn), or leave the node out (launch.exclude; on hosts, remove it from "
-                    f"launch.hosts).")
+                    f"out what uses them (ss -ltn), or leave the node out (launch.exclude).")
 
 
 def tell(target: IO[str], text: str) -> None:
@@ -153,15 +151,15 @@ def _last_drawing(line: bytes) -> bytes:
     return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
 
 
-def started(command: Sequence[str], environment: Environment, out: int | IO[bytes] | None, errors: int | IO[bytes],
-            given: int = subprocess.DEVNULL, kind: type[Started] = subprocess.Popen) -> Started:  # type: ignore[assignment]
-    """Start a process that ends with this one. given: its input.
+def started(command: Sequence[str], environment: Environment, out: int | IO[bytes], errors: int | IO[bytes]
+            ) -> subprocess.Popen[bytes]:
+    """Start a process that ends with this one.
 
     In a session of its own: a terminal's Ctrl-C does not reach it, but comes from here, once. No thread may run while
     this is called, so that the code between fork and exec is safe.
     """
-    return kind(command, env=environment, stdin=given, stdout=out, stderr=errors, start_new_session=True,
-                preexec_fn=partial(_prepare, os.getpid()))
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
+                            start_new_session=True, preexec_fn=partial(_prepare, os.getpid()))
 
 
 def meeting(ranks: int, address: str, port: int) -> dict[str, str]:
@@ -169,15 +167,12 @@ def meeting(ranks: int, address: str, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "DROVER_RANKS": str(ranks), SECRET: secrets.token_hex(32)}
 
 
-def variables_of(ranks: int, here: int, node: int = 0) -> list[dict[str, str]]:
-    """Variables of torch.distributed for each rank of a node, by rank; {} for the one process of a stage without ranks.
-
-    ranks: on all nodes. here: on each node. node: its number.
-    """
+def variables_of(ranks: int) -> list[dict[str, str]]:
+    """Variables of torch.distributed for each rank on this machine; {} for the one process of a stage without ranks."""
     if not ranks:
         return [{}]
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(here), "GROUP_RANK": str(node)}
-    return [{**common, "RANK": str(node * here + local), "LOCAL_RANK": str(local)} for local in range(here)]
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 class Group:
@@ -222,15 +217,15 @@ class Group:
                 del self._running[rank]
                 if status := ended[rank]:
                     self.failed.append((rank, status if status > 0 else 128 - status))
-                    self.end_within(BROKEN_S)
+                    self._end_within(BROKEN_S)
             if len(self.asked) > heard:
                 heard = len(self.asked)
                 if self.stage:
                     tell(sys.stderr, f"\nkilling {self.stage}" if heard > 1 else
                          f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
-                self.end_within(0 if heard > 1 else SHUTDOWN_S)
+                self._end_within(0 if heard > 1 else SHUTDOWN_S)
             if not each():
-                self.end_within(KILL_S)
+                self._end_within(KILL_S)
             if time.monotonic() > self._until:
                 self.killed = True
                 for process in self._running.values():
@@ -238,7 +233,7 @@ class Group:
         for reader in self._readers:
             reader.join(1)  # a grandchild that keeps the pipe open cannot hold us up
 
-    def end_within(self, seconds: float) -> None:
+    def _end_within(self, seconds: float) -> None:
         """Ask the processes to end within that time, unless they have less time already."""
         if time.monotonic() + seconds < self._until:
             self._until = time.monotonic() + seconds
@@ -260,7 +255,7 @@ def run_here(command: Sequence[str], environment: Environment, each: Each = lamb
     with open(log, "ab", buffering=0) as kept:
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, kept), daemon=True)
                    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
-        group = Group([started(command, {**environment, **own}, out, errors) for own in variables_of(ranks, ranks)],
+        group = Group([started(command, {**environment, **own}, out, errors) for own in variables_of(ranks)],
                       stage, asked, readers)
         group.run(each)
     return group

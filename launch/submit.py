@@ -1,10 +1,9 @@
-"""Start stages of a run, on this machine, on hosts over ssh, or through Slurm; stop them, cancel them, show their logs.
+"""Start stages of a run, on this machine or through Slurm; stop them, cancel them, show their logs.
 
     python launch/submit.py --stage all --config configs/demo.yaml --cluster local
     python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
     python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
     python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
-    python launch/submit.py --stage all --hosts a,b,c --cluster hosts --config configs/demo.yaml
     python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
     python launch/submit.py --why runs/demo
     python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
@@ -38,7 +37,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run, find_run
-from drover.pipeline.core.console import echo, first
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError, absent, refusals
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
 
 USUAL = Path("configs") / "demo.yaml"
-CLUSTERS = ("auto", "slurm", "local", "hosts")
+CLUSTERS = ("auto", "slurm", "local")
 """Values of --cluster that are no profiles."""
 
 
@@ -73,13 +72,10 @@ def _add_config(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value",
                         help="overrides a setting of the file")
     where = parser.add_argument_group("where")
-    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|hosts|PROFILE",
-                       help="auto (default): Slurm if sbatch is on PATH, else this machine; hosts: the machines of "
-                            "--hosts, over ssh; PROFILE: Slurm or hosts with the settings of "
-                            "configs/clusters/PROFILE.yaml, or of a file")
-    where.add_argument("--hosts", metavar="A,B,...", help="machines without Slurm that share a folder (launch.hosts)")
-    where.add_argument("--nodes", type=int, metavar="N", help="nodes or hosts for train (launch.train.nodes; default "
-                                                              "of --hosts: all)")
+    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
+                       help="auto (default): Slurm if sbatch is on PATH, else this machine; PROFILE: Slurm with the "
+                            "settings of configs/clusters/PROFILE.yaml, or of a file")
+    where.add_argument("--nodes", type=int, metavar="N", help="nodes for train (launch.train.nodes)")
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node (launch.gpus_per_node)")
 
 
@@ -100,7 +96,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """Plan, show the plan, refuse what cannot work, and hand the rest to this machine, hosts or Slurm."""
+    """Plan, show the plan, refuse what cannot work, and hand the rest to this machine or to Slurm."""
     if options.stage is None:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     config = _config(options)
@@ -125,7 +121,7 @@ def _launch(options: argparse.Namespace) -> int:
     from drover.pipeline.contract.run import Run
     from drover.pipeline.contract.state import STOP
 
-    cluster, where, misplaced = _cluster(options, config.launch.hosts)
+    cluster, where, misplaced = _cluster(options)
     here, showing, machine = cluster != "slurm", options.dry_run, find_machine(config.launch.device)
     request = Options(cluster, options.config, tuple(_overrides(options)), options.force,
                       options.accept_drift, machine)
@@ -137,9 +133,9 @@ def _launch(options: argparse.Namespace) -> int:
     if here and options.rehearse:
         raise UserError("--rehearse is for jobs on Slurm, but this is none. Leave it out, or look at a layout with "
                         "drover rehearse (--cpu for ranks without GPUs).")
-    if cluster == "local":
+    if here:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
-    if not here:
+    else:
         from drover.launch.slurm.submit.request import for_slurm, submit_chain
         from drover.launch.slurm.submit.sbatch import scripts
         request = for_slurm(run, request)
@@ -178,26 +174,18 @@ def _launch(options: argparse.Namespace) -> int:
         return 0
     for stage in {job.stage: None for job in jobs if not job.to_run}:
         note_done(run, stage, locked=False)
-    refuse_unusable_stores(config, jobs, environment, here=cluster == "local")
+    refuse_unusable_stores(config, jobs, environment, here=here)
     if not here:
         return submit_chain(run, jobs, request, rehearse=options.rehearse)
     if running:
         make_folder(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
-    if cluster == "local" or not running:
-        return run_jobs(config, jobs, request)
-    from drover.launch.hosts import run_on_hosts
-    return run_on_hosts(config, jobs, request)
+    return run_jobs(config, jobs, request)
 
 
-def _cluster(options: argparse.Namespace, hosts: Sequence[str]
-             ) -> tuple[Literal["local", "slurm", "hosts"], str, list[str]]:
-    """Where to run, why there, and why that cannot be. hosts: launch.hosts."""
+def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:
+    """Where to run, why there, and why that cannot be."""
     asked, explicit = options.cluster, options.nodes is not None or options.gpus_per_node is not None
-    if options.hosts and asked in ("slurm", "local"):
-        raise UserError(f"--hosts names machines without Slurm, but --cluster {asked} is given. Leave one of them out.")
-    if asked == "hosts" or (hosts and asked not in ("slurm", "local")):
-        return "hosts", first(hosts, 8), []
     has_sbatch = shutil.which("sbatch") is not None
     if asked not in ("auto", "local"):
         unusable = ["There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use "
@@ -210,7 +198,7 @@ def _cluster(options: argparse.Namespace, hosts: Sequence[str]
     if explicit and asked == "auto" and options.dry_run:
         return "slurm", "no sbatch here: only shown", []
     return "local", why, [
-        f"--nodes and --gpus-per-node are for Slurm and hosts, but this runs here ({why}). Leave them out "
+        f"--nodes and --gpus-per-node are for Slurm, but this runs here ({why}). Leave them out "
         f"(launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; `drover plan --cluster "
         f"slurm` shows what it would get."] * explicit
 
@@ -237,7 +225,7 @@ def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], re
     stages = list(dict.fromkeys(job.stage for job in jobs))
     better = argparse.Namespace(**vars(options))
     if misplaced:
-        better.cluster, better.nodes, better.gpus_per_node, better.hosts = "local", None, None, None
+        better.cluster, better.nodes, better.gpus_per_node = "local", None, None
         request = replace(request, cluster="local")
     elif request.cluster == "slurm":
         settings = fitting(config, [job for job in jobs if job.to_run], Scheduler().node_kinds())
@@ -255,7 +243,7 @@ def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], re
         return []
     program = ["python", sys.argv[0]] if Path(sys.argv[0]).name == "submit.py" else ["drover", "run"]
     words = ["--stage", "all" if {*stages} == {*STAGES} else ",".join(stages), "--config", better.config]
-    for name, usual in (("cluster", "auto"), ("nodes", None), ("gpus_per_node", None), ("hosts", None)):
+    for name, usual in (("cluster", "auto"), ("nodes", None), ("gpus_per_node", None)):
         if (value := getattr(better, name)) != usual:
             words += [f"--{name.replace('_', '-')}", str(value)]
     words += [word for word, given in (("--force", better.force), ("--accept-drift", better.accept_drift),
@@ -267,8 +255,8 @@ def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], re
 
 def _overrides(options: argparse.Namespace) -> list[str]:
     profile = None if options.cluster in CLUSTERS else options.cluster
-    given = {"launch.cluster": profile, "launch.hosts": options.hosts and json.dumps(options.hosts.split(",")),
-             "launch.train.nodes": options.nodes, "launch.gpus_per_node": options.gpus_per_node}
+    given = {"launch.cluster": profile, "launch.train.nodes": options.nodes,
+             "launch.gpus_per_node": options.gpus_per_node}
     return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
@@ -335,21 +323,7 @@ def _run_options(parser: Parser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """With --json and --as, notes for people go to stderr."""
-    if options.form:
-        if options.json or options.cluster in ("slurm", "local"):
-            raise UserError("--as prints a file for Kubernetes or SkyPilot. Leave out --json and --cluster slurm or "
-                            "local; the settings of a profile are used.")
-        from drover.launch.plan import Options
-        from drover.launch.pods import manifest
-        from drover.pipeline.contract.state import now
-        with redirect_stdout(sys.stderr):
-            config = _config(options)
-            request = Options("hosts", options.config, tuple(_overrides(options)), options.force, options.accept_drift,
-                              chain=now())
-            text = manifest(config, options.stage, request, options.form)
-        print(text, end="")
-        return 0
+    """With --json, notes for people go to stderr."""
     options.json = sys.stdout if options.json else None
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         return _launch(options)
@@ -357,13 +331,11 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plan_options(parser: Parser) -> None:
     _run_options(parser)
-    parser.add_argument("--as", dest="form", choices=("jobset", "skypilot"),
-                        help="print the chain as a Kubernetes JobSet or a pipeline of SkyPilot's managed jobs, as YAML")
     add_json(parser)
     parser.set_defaults(dry_run=True)
 
 
-RUN = """Run the stages, on this machine, on hosts over ssh, or through Slurm. Stages that are done are skipped.
+RUN = """Run the stages, on this machine or through Slurm. Stages that are done are skipped.
 
     drover run --config configs/demo.yaml
     drover run --config configs/demo.yaml train.steps=50
@@ -378,7 +350,7 @@ show_plan = Program("drover plan", "Show what `drover run` would do with these o
 show_logs = Program("drover logs", "Show the output of a stage's newest start.", _log_options, _logs, mixed=True)
 stop = Program("drover stop", "Let training save a checkpoint and end. The command that started it continues it.",
                add_run, _stop)
-cancel = Program("drover cancel", "Cancel a run's jobs in Slurm, or end its launcher on hosts.", add_run, _cancel)
+cancel = Program("drover cancel", "Cancel a run's jobs in Slurm.", add_run, _cancel)
 why = Program("drover why", "Show why a run stopped: the end of each start, with its last lines. Or show why a stage "
               "is up to date or out of date.", partial(_asking, name="why", metavar="RUN|STAGE"), _why, mixed=True)
 explain = Program("drover explain", "Show what a setting or section means, its type, default and value.",

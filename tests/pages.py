@@ -64,7 +64,12 @@ def _program(path, text):
 
 
 def typed(command, home):
-    """The result of a shell command in such a folder, with this Python's programs on PATH."""
-    path = f"{home}/.bin{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """The result of a shell command in such a folder."""
     return subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, timeout=HANG_S, check=False,
-                          env={**environment(), "PATH": path})
+                          env=with_programs(home))
+
+
+def with_programs(home):
+    """The environment of a command in such a folder, with this Python's programs on PATH."""
+    path = f"{home}/.bin{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**environment(), "PATH": path}

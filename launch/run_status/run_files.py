@@ -69,7 +69,6 @@ class RunFiles:
         evaluations: ids of the jobs of evaluations that are not done.
         stop: the reason in the stop file, if there is one.
         train_nodes: how many nodes the configuration requests for training.
-        cluster: where it runs if not on Slurm: `local`, or `hosts` if its configuration names some.
     """
 
     folder: Path
@@ -79,7 +78,6 @@ class RunFiles:
     evaluations: list[str]
     stop: str | None
     train_nodes: int
-    cluster: str = "local"
 
     def jobs(self, stage: str) -> list[ChainJob]:
         """The jobs of a stage in the newest submission, without evaluations of checkpoints."""
@@ -102,8 +100,7 @@ def read_run(folder: Path) -> RunFiles:
     told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), (list[str](), list[str]()))
     return RunFiles(
         folder, chain, stages, told + _quietly(lambda: _failed_nodes(folder, nodes), list[str]()), evaluations,
-        _quietly(lambda: read_bytes(folder / STOP).decode().strip(), None), nodes,
-        "hosts" if run and run.config.launch.hosts else "local")
+        _quietly(lambda: read_bytes(folder / STOP).decode().strip(), None), nodes)
 
 
 def when(text: str) -> float:

@@ -104,7 +104,7 @@ def go_on(run: RunFiles) -> str:
         program, *words = run.chain.command
         began = ["drover"] if Path(program).name == "drover" else ["python", program]
         return shlex.join([*began, *(word for word in words if word != "--force")])
-    return f"drover run --config {shlex.quote(str(run.folder / 'config.yaml'))} --cluster {run.cluster}"
+    return f"drover run --config {shlex.quote(str(run.folder / 'config.yaml'))} --cluster local"
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:

@@ -16,9 +16,8 @@ from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, output, rank_log
 from drover.launch.status import look, show
-from drover.pipeline.contract.locks import LOCKS, lock
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.state import CANCEL, LAUNCHER, STOP, read_attempts
+from drover.pipeline.contract.state import STOP, read_attempts
 from drover.pipeline.core.command_line import in_colour
 from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError, printable
@@ -37,13 +36,8 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     training would submit them again. Their records are read again for the same reason.
     """
     scheduler, files, cancelled = scheduler or Scheduler(), read_run(run_folder), 0
-    if _launcher_works(run_folder):
-        write_text(run_folder / CANCEL, "drover cancel\n")
-        echo("asked the launcher of the hosts to end: the stage saves what it can, and nothing after it starts\n"
-             f"to continue: {go_on(files)}")
-        return 0
     if files.chain is None:
-        echo(f"{run_folder} was never submitted to Slurm and does not run on hosts, so there is nothing to cancel")
+        echo(f"{run_folder} was never submitted to Slurm, so there is nothing to cancel")
         return 0
     for evaluations in (False, True):
         queued, mine = in_queue(run_folder, scheduler)
@@ -61,17 +55,6 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     echo(f"finished stages are kept; to continue: {go_on(files)}" if cancelled else
          f"no job of {run_folder} is in the queue")
     return 0
-
-
-def _launcher_works(run_folder: Path) -> bool:
-    """Whether a launcher runs stages on hosts without Slurm."""
-    if not (run_folder / LOCKS / LAUNCHER).exists():
-        return False
-    try:
-        lock(run_folder, LAUNCHER).close()
-    except UserError:
-        return True
-    return False
 
 
 def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:

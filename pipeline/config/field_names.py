@@ -9,7 +9,6 @@ from drover.pipeline.config.tree import Config
 
 ELSEWHERE = {
     "train": "training",
-    "launch.train.min_nodes": "min_hosts",
     "train.steps": "max_steps num_steps total_steps train_steps num_train_steps train_iters max_iters num_iterations "
                    "iterations epochs num_epochs num_train_epochs",
     "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size max_length context_length",
@@ -102,6 +101,8 @@ MEANINGS = {
     "train.warmup_steps": "in steps",
 }
 DELETED_SETTINGS: dict[str, str] = {
+    "launch.hosts": "start torchrun on each machine, as docs/machines.md shows.",
+    "launch.ssh": "start torchrun on each machine, as docs/machines.md shows.",
 }
 """Former setting or section, dotted: what to use instead, as a sentence."""
 BOUNDS = {"least": "min", "most": "max"}

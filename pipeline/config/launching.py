@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drover.pipeline.config.kinds import impossible
 from drover.pipeline.config.section import LocalPath, Section, nested
@@ -117,12 +117,11 @@ class TrainResources(GpuResources):
     nodes: PositiveInt = 1
     """Number of nodes."""
     min_nodes: PositiveInt | None = None
-    """Fewest hosts with which training starts, and continues after a loss, with the same global batch. A host that
-    answers again brings it back to `nodes`. On Slurm: fewest nodes if others fail the preflight or hang; a node that
-    goes down always ends the job, which is queued again. null: always `nodes`."""
+    """Fewest nodes with which training continues, with the same global batch, if others fail the preflight or hang. A
+    node that goes down always ends the job, which is queued again. null: always `nodes`."""
     spare_nodes: NonNegativeInt = 0
     """Nodes that the Slurm job requests beyond `nodes`. They replace nodes that fail the preflight or hang twice,
-    without the queue. On hosts, name more hosts than `nodes` instead."""
+    without the queue."""
 
 
 class EvaluateResources(GpuResources):
@@ -154,8 +153,7 @@ class Container(Section):
     runtime: Literal["apptainer", "podman", "pyxis"] = "apptainer"
     """Program that starts the container. pyxis is an option of srun."""
     mounts: list[LocalPath] = []
-    """Folders to mount, as FOLDER or FOLDER:INSIDE. The run folder and the working directory are always mounted. In
-    Kubernetes and SkyPilot: volumes, as CLAIM:/FOLDER."""
+    """Folders to mount, as FOLDER or FOLDER:INSIDE. The run folder and the working directory are always mounted."""
     options: list[str] = []
     """More options of `apptainer exec`, of `podman run` or, with pyxis, of srun."""
 
@@ -176,11 +174,8 @@ class SiteLimits(Section):
     """Memory of one GPU in GB. A rank's weights, gradients and optimizer state must fit into it (`check_fit`)."""
 
 
-HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@%-]*$")]
-
-
 class LaunchConfig(Resources):
-    """Processes on one machine or on hosts, and what all stages and each of them request from Slurm."""
+    """Processes on one machine, and what all stages and each of them request from Slurm."""
 
     processes: PositiveInt | None = None
     """Processes on one machine: ranks of train and evaluate, workers of shard, tokenizer and encode. On GPUs there are
@@ -191,13 +186,8 @@ class LaunchConfig(Resources):
     cluster: str | None = None
     """Profile of a Slurm cluster: `mine` for configs/clusters/mine.yaml, or a file. Settings of this section override
     it. A run's saved configuration holds the profile's settings instead of its name."""
-    hosts: list[HostName] = []
-    """Machines without Slurm on which `--cluster hosts` runs the stages over ssh: names, addresses or `user@name`. They
-    share a folder. `train.nodes` is then their number, unless it is set. Hosts beyond it replace others that fail."""
-    ssh: list[str] = Field(["ssh"], min_length=1)
-    """The ssh command and its options: `[ssh, -p, "2222"]`."""
     gpus_per_node: NonNegativeInt = 0
-    """GPUs per Slurm node or host, with one rank each; 0: CPU ranks, `processes` of them per node."""
+    """GPUs per Slurm node, with one rank each; 0: CPU ranks, `processes` of them per node."""
     request_gpus: bool = True
     """Request the GPUs of `gpus_per_node` from Slurm. false: for sites that give whole nodes and do not count GPUs
     (`sinfo -o %G` shows `(null)`)."""
@@ -278,15 +268,6 @@ class LaunchConfig(Resources):
     """Jobs of evaluate."""
     report: ReportResources = nested()
     """The job of report."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _on_all_hosts(cls, given: Any) -> Any:
-        """Training takes all hosts unless a number is given."""
-        hosts, train = (given.get(name) for name in ("hosts", "train")) if isinstance(given, dict) else (None, None)
-        if isinstance(hosts, list) and hosts and isinstance(train or {}, dict) and "nodes" not in (train or {}):
-            return {**given, "train": {**(train or {}), "nodes": len(hosts)}}
-        return given
 
     def of(self, stage: str) -> Resources:
         """What the jobs of a stage ask for; nothing of its own for one that a plugin adds."""

@@ -284,9 +284,9 @@ class Work:
 
 
 def processes(config: Config) -> int:
-    """How many workers to use on this machine, or in a Slurm job or pod on its part of the node."""
-    # The affinity of a pod is the whole node, as that of a job if Slurm does not bind processes.
-    allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or os.environ.get("DROVER_CPUS") or 0)
+    """How many workers to use on this machine, or in a Slurm job on its part of the node."""
+    # The affinity of a job is the whole node if Slurm does not bind processes.
+    allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
     return config.launch.processes or min(usable_cores(), allotted or sys.maxsize)
 
 

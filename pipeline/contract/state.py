@@ -23,10 +23,6 @@ from drover.pipeline.core.files import Count, Record, append_line, read_lines, r
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
 """In a run folder: while this file exists, training saves and exits. Its text is the reason."""
-CANCEL = Path("launch") / "cancel"
-"""In a run folder: asks the launcher of a run on hosts without Slurm to end."""
-LAUNCHER = "launcher"
-"""The lock that such a launcher holds."""
 ATTEMPTS = Path("launch") / "attempts"
 """In a run folder: the launcher's actions, a file per job, one JSON object a line (`log_attempt`). There is not one
 file for all jobs, since on network file systems, lines that several nodes append at once overwrite each other."""

@@ -79,9 +79,9 @@ from drover.pipeline.contract.stages import STAGES
 STAGES.update({name: replace(stage, own_module=f"fake_{name}", functions={}, unit_modules=())
                for name, stage in STAGES.items()})
 if __name__ == "__main__":
-    from drover.launch import hosts, processes
+    from drover.launch import processes
     from drover.launch.submit import main
-    hosts.BROKEN_S = processes.BROKEN_S = 2 * hosts.READ_S  # a played rank that sleeps on is killed sooner
+    processes.BROKEN_S = 2  # a played rank that sleeps on is killed sooner
     sys.exit(main())
 '''
 

@@ -223,8 +223,8 @@ def test_the_fewest_nodes_must_have_memory_for_training(lacking):
 
 
 @pytest.mark.parametrize("words, problem", table("""
-    --stage evaluate --nodes 4 -> --nodes and --gpus-per-node are for Slurm and hosts
-    --stage evaluate --gpus-per-node 2 --cluster local -> --nodes and --gpus-per-node are for Slurm and hosts
+    --stage evaluate --nodes 4 -> --nodes and --gpus-per-node are for Slurm
+    --stage evaluate --gpus-per-node 2 --cluster local -> --nodes and --gpus-per-node are for Slurm
     --stage evaluate --nodes 4 --cluster slurm -> There is no sbatch on PATH
     --stage evaluate --cluster local -> evaluate cannot start"""))
 def test_where_there_is_no_slurm_the_command_that_would_start_runs_here(launcher, words, problem):
@@ -248,7 +248,7 @@ def test_where_it_runs(launcher, monkeypatch):
     assert "local (no sbatch on PATH" in here and "-m drover.pipeline.shard --config config.yaml" in here
     shown = launcher.accepted(f"{asked} --nodes 1")
     assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
-    assert "--nodes and --gpus-per-node are for Slurm and hosts, but this runs here (no sbatch" in launcher.refused(
+    assert "--nodes and --gpus-per-node are for Slurm, but this runs here (no sbatch" in launcher.refused(
         "--stage shard --nodes 1")
     assert "--rehearse is for jobs on Slurm" in launcher.refused("--stage shard --rehearse")
     assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(asked)

@@ -142,8 +142,7 @@ def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool, others: bool
         return Decision("leave", "preempted", f"{reason}; the next job of the chain continues without it")
     if left_out or not spec.requeue:
         return Decision("stop", "failed", f"{reason}; submit the same command again: Slurm then leaves out a "
-                        f"node that failed twice within a day. On hosts, first remove it from launch.hosts", 1,
-                        final=True)
+                        f"node that failed twice within a day", 1, final=True)
     return Decision("requeue", "preempted", reason)
 
 

@@ -117,8 +117,7 @@ def _is_foreign(pid: str) -> bool:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError as error:
         return isinstance(error, PermissionError)
-    name = "SLURM_JOB_ID" if "SLURM_JOB_ID" in os.environ else "DROVER_CHAIN"  # without Slurm
-    return f"{name}={os.environ.get(name)}".encode() not in environment.split(b"\0")
+    return f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']}".encode() not in environment.split(b"\0")
 
 
 def failed(command: Sequence[str], limit_s: float) -> str:

@@ -128,8 +128,7 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
         result.lines.append(f"{share(errors)} failed: {named(errors)}, with {next(iter(errors.values()))}")
     if len(bad) > most:
         result.reason = (f"{next(iter(bad.values()))} ({share(bad)}; {named(bad)}; {common}. Look at these nodes. If "
-                         f"they are bad, exclude them (launch.exclude; on hosts, remove them from launch.hosts) "
-                         f"and submit the same command again)")
+                         f"they are bad, exclude them (launch.exclude) and submit the same command again)")
         return result
     silent = _silent(reports, places)
     if quiet_s >= max(QUIET_S, lasted_s):

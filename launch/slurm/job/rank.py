@@ -2,8 +2,8 @@
 
     python -m drover.launch.slurm.job.rank STAGE COMMAND...
 
-`srun` starts it once per rank, without Slurm `drover.launch.on_host`. A moment later the stage has replaced it, so that
-no signal has to pass through it, and the exit status is the stage's own. It imports nothing heavy.
+`srun` starts it once per rank. A moment later the stage has replaced it, so that no signal has to pass through it, and
+the exit status is the stage's own. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -34,35 +34,33 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 
 def rank_environment(given: Environment, stage: str = "") -> dict[str, str]:
     """Variables for torch.distributed, from those that Slurm sets in each task of a step; the runner sets the others.
-    On hosts without Slurm all of them are set already. {} for a stage without ranks. A task that Slurm or the site
-    gives one GPU of its node's has it as device 0, whatever its place on the node.
+    {} for a stage without ranks. A task that Slurm or the site gives one GPU of its node's has it as device 0, whatever
+    its place on the node.
 
     Raises:
         UserError: the step has other ranks than planned, or the task sees neither one GPU nor all.
     """
     if not (planned := int(given.get("DROVER_RANKS") or 0)):
         return {}
-    node, found = given.get("SLURMD_NODENAME", "this node"), dict[str, str]()
-    if "SLURM_PROCID" in given:
-        world = int(given["SLURM_NTASKS"])
-        nodes = int(given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_JOB_NUM_NODES") or 1)
-        if world != planned:
-            raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
-        found = {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: given[theirs] for name, theirs in NAMES.items()}}
+    node, world = given.get("SLURMD_NODENAME", "this node"), int(given["SLURM_NTASKS"])
+    nodes = int(given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_JOB_NUM_NODES") or 1)
+    if world != planned:
+        raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
+    variables = {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: given[theirs] for name, theirs in NAMES.items()}}
     gpus, masks = int(given.get("DROVER_GPUS") or 0), masks_in(given)
     seen = visible_gpus(given) if gpus else 0
-    if found and masks and seen == 1 < gpus:
-        return {**found, "LOCAL_RANK": "0", "DROVER_GPUS": "1"}
-    if masks and seen < gpus and (found or stage != PREFLIGHT):  # of hosts without Slurm, the preflight says it
+    if masks and seen == 1 < gpus:
+        return {**variables, "LOCAL_RANK": "0", "DROVER_GPUS": "1"}
+    if masks and seen < gpus:
         raise UserError(f"{node} shows {seen} of {gpus} GPUs to this task ({masks}). A task needs one GPU of its own, "
                         f"or all of its node's. Look at what divides or hides them: gpus-per-task and gpu-bind in "
                         f"launch.extra and launch.srun_args, variables in launch.environment and launch.setup, a "
                         f"TaskProlog of the site. Or request fewer (launch.gpus_per_node).")
     if seen < gpus and stage != PREFLIGHT:
         raise UserError(f"{node} shows {seen} GPUs to this job, but {gpus} per node were requested. Look at the node "
-                        f"(`nvidia-smi`; with Slurm `scontrol show node {node}`), exclude it (launch.exclude={node}; "
-                        f"on hosts, remove it from launch.hosts), or request fewer.")
-    return found
+                        f"(`nvidia-smi`, `scontrol show node {node}`), exclude it (launch.exclude={node}), or request "
+                        f"fewer.")
+    return variables
 
 
 def defaults(environment: Environment) -> dict[str, str]:

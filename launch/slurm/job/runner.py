@@ -127,12 +127,9 @@ class Runner:
                     decision = self._begin("job", nodes=here.nodes, host=platform.node()) or self._preflight()
                 if decision and decision.action == "restart":
                     self.say(decision.reason)
+                    self.number += 1
                 else:
-                    status = self._end(decision) if decision else self._starts()
-                    if not here.in_place or self.stopping or self.decision is None or \
-                            self.decision.action != "requeue":
-                        return status
-                self.number += 1
+                    return self._end(decision) if decision else self._starts()
         finally:
             if self.lock is not None:
                 self.lock.release()
@@ -184,7 +181,7 @@ class Runner:
 
     def _ready(self) -> Decision | None:
         """Find the nodes of the next start; a decision if too few are left."""
-        ready = self.here.ready(self.spec, self.tick)
+        ready = self.here.ready(self.spec)
         if ready is None:
             return too_few_nodes(self.spec)
         self.spec = ready
@@ -210,7 +207,7 @@ class Runner:
         counts = self._strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()})
         self._keep_off(counts)
         here.avoid.update(found.bad)
-        left_out = max(counts.values(), default=0) >= STRIKES and not here.does_without(counts)
+        left_out = max(counts.values(), default=0) >= STRIKES
         return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in found.bad.items()), spec,
                                  left_out=left_out, others=here.has_others(spec))
 
@@ -402,10 +399,6 @@ class Runner:
         if decision.action == "requeue":
             if self.stopping:
                 return TERMINATED
-            if self.here.in_place:
-                self._tell_last_words()
-                self.say(f"{decision.status}: {decision.reason}; starting again")
-                return 0
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
             refusal = self.scheduler.requeue(self.here.name, patience_s=CONTROLLER_S)
             if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer

@@ -67,7 +67,7 @@ class SlurmHost(Host):
         return JobLock(Path(spec.run), spec.stage, self.job, self.restart, self.scheduler, spec.chain) \
             if self.index is None else None
 
-    def ready(self, spec: JobSpec, each: Each) -> JobSpec | None:
+    def ready(self, spec: JobSpec) -> JobSpec | None:
         """The first nodes of the job, without those that failed."""
         if not spec.survives_nodes:
             return spec

@@ -1,0 +1,203 @@
+"""docs/machines.md: its commands as two nodes on this machine, and its files for Kubernetes and SkyPilot."""
+
+import os
+import shlex
+import subprocess
+from typing import Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
+
+from drover.launch.processes import free_port
+from tests.conftest import write_config
+from tests.faulty import GO, HOOKS
+from tests.pages import checkout, commands, files, typed, with_programs
+from tests.stages.training import assert_equal_to_the_bit, kill, proven, train_folder
+from tests.waiting import HANG_S, wait_for
+
+PREPARE, SECRET, EXPORT, TRAIN, FINISH = commands("machines")
+
+
+# ---- two nodes
+
+
+@pytest.fixture
+def home(tmp_path, corpus):
+    """A folder like the checkout, with a miniature under the page's name for the configuration."""
+    checkout(tmp_path)
+    write_config(tmp_path / "configs", corpus, train={"hooks": HOOKS}).rename(tmp_path / "configs/demo.yaml")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_killed_node_changes_nothing(home):
+    """Node 1 is killed while rank 0 waits at a step. Both start again, and end as if nothing had happened."""
+    config, port = home / "configs/demo.yaml", free_port()
+    for command in PREPARE, SECRET:
+        assert typed(command, home).returncode == 0
+
+    def start(node, *settings, **variables):
+        train = (TRAIN.replace("--node-rank 0", f"--node-rank {node}").replace("first:29500", f"127.0.0.1:{port}")
+                 .replace("--nproc-per-node 8", "--nproc-per-node 1"))
+        with open(home / f"node{node}.log", "ab") as log:
+            return subprocess.Popen(f"{EXPORT}\n{shlex.join([*shlex.split(train), *settings])}", shell=True, cwd=home,
+                                    env={**with_programs(home), **variables}, stdout=log, stderr=log)
+
+    def run(*settings):
+        nodes = [start(node, *settings) for node in (0, 1)]
+        assert [node.wait(HANG_S) for node in nodes] == [0, 0], (home / "node0.log").read_text()
+
+    run("name=whole", "reuse=configs/runs/mini")
+    first, second = (start(node, DROVER_FAULTS="wait:rank=0,step=7") for node in (0, 1))
+    waits = train_folder(config) / "faults/wait-rank0-step7"
+    wait_for(waits.exists, (home / "node0.log").read_text, of=first)
+    kill(second)
+    waits.with_name(f"{waits.name}{GO}").touch()
+    assert first.wait(HANG_S) != 0, "the other node ends by itself"
+    run()
+    assert proven(config)
+    assert_equal_to_the_bit(config)
+    assert typed(FINISH, home).returncode == 0
+
+
+# ---- files for Kubernetes and SkyPilot
+
+
+class Exact(BaseModel):
+    """Other keys are refused, and values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Camel(Exact):
+    """With Kubernetes' spelling of names."""
+
+    model_config = ConfigDict(alias_generator=to_camel)
+
+
+class Variable(Camel):
+    name: str
+    value: str
+
+
+class Named(Camel):
+    name: str
+
+
+class FromSecret(Camel):
+    secret_ref: Named
+
+
+class Mount(Camel):
+    name: str
+    mount_path: str
+
+
+class Container(Camel):
+    name: str
+    image: str
+    working_dir: str
+    command: list[str]
+    args: list[str]
+    env: list[Variable]
+    env_from: list[FromSecret]
+    resources: dict[Literal["limits", "requests"], dict[str, int]]
+    volume_mounts: list[Mount]
+
+
+class Volume(Camel):
+    name: str
+    persistent_volume_claim: dict[Literal["claimName"], str] | None = None
+    empty_dir: dict[Literal["medium"], Literal["Memory", ""]] | None = None
+
+
+class Pod(Camel):
+    restart_policy: Literal["Never", "OnFailure"]  # of pods of a Job
+    termination_grace_period_seconds: int
+    containers: list[Container]
+    volumes: list[Volume]
+
+
+class PodTemplate(Camel):
+    spec: Pod
+
+
+class KubernetesJob(Camel):
+    completion_mode: Literal["Indexed", "NonIndexed"]
+    completions: int
+    parallelism: int
+    backoff_limit: int
+    template: PodTemplate
+
+
+class JobTemplate(Camel):
+    spec: KubernetesJob
+
+
+class ReplicatedJob(Camel):
+    name: str
+    template: JobTemplate
+
+
+class JobSetSpec(Camel):
+    failure_policy: dict[Literal["maxRestarts"], int]
+    replicated_jobs: list[ReplicatedJob]
+
+
+class JobSet(Camel):
+    """What the page uses of jobset.x-k8s.io/v1alpha2 and of Kubernetes' Job."""
+
+    api_version: Literal["jobset.x-k8s.io/v1alpha2"]
+    kind: Literal["JobSet"]
+    metadata: Named
+    spec: JobSetSpec
+
+
+class SkyResources(Exact):
+    accelerators: str
+    image_id: str
+    job_recovery: dict[Literal["strategy", "max_restarts_on_errors"], int]
+
+
+class SkyTask(Exact):
+    """What the page uses of a task of SkyPilot 0.14."""
+
+    name: str
+    num_nodes: int
+    resources: SkyResources
+    volumes: dict[str, str]
+    secrets: dict[str, str | None]
+    run: str
+
+
+def started(script, folder, **variables):
+    """What such a script gives to torchrun; /shared is a folder."""
+    (folder / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / "torchrun").chmod(0o755)
+    return subprocess.run(["bash", "-c", script.replace("/shared", str(folder))], check=True, text=True,
+                          capture_output=True, env={"PATH": f"{folder}:{os.environ['PATH']}", **variables}
+                          ).stdout.splitlines()
+
+
+def on_page(address):
+    """What the page's command gives to torchrun on the second machine."""
+    return shlex.split(TRAIN.replace("--node-rank 0", "--node-rank 1").replace("first:", f"{address}:"))[1:]
+
+
+def test_the_jobset_fits_its_schema_and_starts_the_same(tmp_path):
+    jobset = JobSet.model_validate(yaml.safe_load(files("machines")["jobset.yaml"]))
+    [replicated] = jobset.spec.replicated_jobs
+    job = replicated.template.spec
+    [container] = job.template.spec.containers
+    assert job.completions == job.parallelism == 2 and container.command == ["bash", "-c"]
+    assert {mount.name for mount in container.volume_mounts} == {volume.name for volume in job.template.spec.volumes}
+    first = f"{jobset.metadata.name}-{replicated.name}-0-0.{jobset.metadata.name}"
+    assert started(*container.args, tmp_path, JOB_COMPLETION_INDEX="1") == on_page(first)
+
+
+def test_the_task_fits_its_schema_and_starts_the_same(tmp_path):
+    task = SkyTask.model_validate(yaml.safe_load(files("machines")["sky.yaml"]))
+    assert started(task.run, tmp_path, SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8") == on_page(
+        "10.0.0.7")
