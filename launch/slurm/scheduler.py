@@ -222,14 +222,6 @@ class Scheduler:
         limits = [most for _, most in own] + [most for name, most in all_qos if name in names]
         return min((int(most) for most in limits if most.isdecimal()), default=None)
 
-    def submit(self, script: str) -> tuple[str, str | None]:
-        """Queue a script; the job's id, and None or why that failed."""
-        try:
-            answer = _Answer(*answer_of(["sbatch", "--parsable"], self._environment, 60, script))
-        except (OSError, subprocess.TimeoutExpired) as error:
-            answer = _Answer(None, error=str(error))
-        return answer.out.strip().partition(";")[0], answer.problem
-
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`), without nodes that Slurm does not know."""
         return {row[0]: row[1] for row in self._rows(

@@ -70,8 +70,6 @@ REFUSALS = (
                                           "fewer stages at a time (--stage); or another launch.qos, launch.account"),
     ("qos spec|QOS|nvalid account", "set launch.account and launch.qos; `sacctmgr show associations user=$USER "
                                     "format=account,partition,qos` shows yours"),
-    (OUT_OF_MEMORY, "set launch.mem: without it a job gets what the site gives by default, which is too little"),
-    ("[Pp]rolog", "the site's own test of a node failed: ask the administrators (`sinfo -R` shows the node)"),
     ("Memory required", "set launch.mem, launch.train.mem and launch.evaluate.mem to what the partition allows "
                         "(`scontrol show partition`: MaxMemPerNode, MaxMemPerCPU)"),
     ("generic resource", "Slurm has no such GPUs: `sinfo --format='%P %N %c %m %G %f'` shows what it has "
@@ -83,8 +81,7 @@ REFUSALS = (
     (r"\bpartition\b", "set launch.partition; `sinfo` shows those that take jobs"),
     ("Unspecified error", "give what the site asks for: launch.account, qos, constraint, partition, time, mem; other "
                           "options of sbatch in launch.extra"))
-"""Parts of what Slurm says when it refuses or ends a job, special ones before general ones, and what the user can do.
-"""
+"""Parts of what Slurm says when it refuses a job, special ones before general ones, and what the user can do."""
 
 
 def meaning(reason: str, job: str = "", *, several: bool = False) -> str:
@@ -101,8 +98,7 @@ def meaning(reason: str, job: str = "", *, several: bool = False) -> str:
 
 
 def refusal(said: str, otherwise: str) -> tuple[str, str]:
-    """What Slurm said when it refused or ended a job, in one line, and what the user can do (`otherwise` if that is not
-    known)."""
+    """What Slurm said when it refused a job, in one line; what the user can do (`otherwise` if it is not known)."""
     return plain(said), next((advice for pattern, advice in REFUSALS if re.search(pattern, said)), otherwise)
 
 

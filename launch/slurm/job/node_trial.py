@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from drover.launch.devices import for_amd, gpu_of, smi, visible_gpus
 from drover.launch.processes import answer_of
@@ -224,12 +224,9 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
     dist.destroy_process_group()
 
 
-R = TypeVar("R", bound=Report)
-
-
-def read_reports(folder: Path, kind: type[R]) -> list[R]:
+def read_reports(folder: Path) -> list[Report]:
     """The newest report of each rank, from the nodes' logs. Other lines are skipped."""
-    texts, found = defaultdict[int, bytes](bytes), dict[int, R]()
+    texts, found = defaultdict[int, bytes](bytes), dict[int, Report]()
     for path in folder.glob("node*.log"):
         with suppress(OSError), open(path, "rb") as file:
             for rank, text in labelled(file):
@@ -237,7 +234,7 @@ def read_reports(folder: Path, kind: type[R]) -> list[R]:
     for rank, text in sorted(texts.items()):
         for line in text.splitlines():
             with suppress(ValueError, TypeError):
-                found[rank] = kind(**json.loads(line))
+                found[rank] = Report(**json.loads(line))
     return list(found.values())
 
 

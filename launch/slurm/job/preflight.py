@@ -67,7 +67,7 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
         nonlocal reports, last, look_at
         now = time.monotonic()
         if now >= look_at:
-            if (found := read_reports(folder, Report)) != reports:
+            if (found := read_reports(folder)) != reports:
                 reports, last = found, now
             look_at = now + 1 + len(reports) / 1000
         silent = _silent(reports, places)

@@ -78,7 +78,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     if all(job.own_python for job in jobs):
         refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
     else:
-        say("note", f"the packages of {jobs[0].command[0]} are not checked from here; `drover doctor` checks them")
+        say("note", f"the packages of {jobs[0].command[0]} are not checked from here")
     _refuse_untrusted(run)
     if foreign := of_another_job(os.environ):
         say("note", f"{named(foreign)} of your shell are not passed on to sbatch and the jobs. Set what jobs request "

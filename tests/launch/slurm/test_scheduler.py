@@ -112,12 +112,3 @@ def test_a_users_own_formats_and_options_are_left_out(programs):
     assert scheduler.jobs(["1"]) == {"1": JobInfo("1")}
     seen = (programs.folder / "environment").read_text()
     assert re.findall("SLURM.*|SBATCH.*|SQUEUE.*", seen) == ["SLURM_CONF=/etc/slurm.conf"]
-
-
-def test_all_that_sbatch_says_is_kept(programs):
-    programs.say("sbatch", error="sbatch: error: Name a project.\n"
-                                 "sbatch: error: Batch job submission failed: Unspecified error", status=1)
-    assert programs.scheduler().submit("#!/bin/sh\n") == (
-        "", "Name a project.; Batch job submission failed: Unspecified error")
-    programs.say("sbatch", "7;cluster")
-    assert programs.scheduler().submit("#!/bin/sh\n") == ("7", None)

@@ -215,7 +215,7 @@ def test_a_rank_that_cannot_measure_says_why(tmp_path, monkeypatch, capsys, erro
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     refused(type(error), "ib9", node_trial.try_node, tmp_path, 1.0)
     (tmp_path / "node0.log").write_text("".join(f"3: {line}\n" for line in capsys.readouterr().out.splitlines()))
-    report, = read_reports(tmp_path, Report)
+    report, = read_reports(tmp_path)
     assert report.failed == f"{type(error).__name__}: no ib9" and not report.times
 
 
@@ -255,7 +255,7 @@ def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_p
     (tmp_path / "node0.log").write_text(
         f"0: [NCCL] {{a: warning}}\n0: {early}\n0: 5\n0: []\n0: {{}}\n1: {texts[1]}\n0: {texts[0]}\n0: {early}")
     (tmp_path / "node12.log").write_text(f"97: {texts[2]}\n")
-    assert read_reports(tmp_path, Report) == reports
+    assert read_reports(tmp_path) == reports
 
 
 def test_gpus(programs, monkeypatch):
@@ -365,7 +365,7 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     here = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
-    assert [report.clock_at is not None for report in read_reports(folder, Report)] == [True, False] * 3
+    assert [report.clock_at is not None for report in read_reports(folder)] == [True, False] * 3
     assert programs.calls("python")[0].startswith("python -m drover.launch.slurm.job.node_trial")
 
 
