@@ -20,26 +20,27 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 
 import json
 import shutil
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.tasks import Unit
-from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
-from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.data_card import source_card
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.files_read import (
-    BECAME,
     MOST_NAMED,
+    TOGETHER,
     FileRead,
+    counts_of_dataset,
     counts_of_files,
+    dataset_remarks,
     files_read,
     incomplete,
     named,
-    remarks,
 )
+from drover.pipeline.data.files_read import remarks as file_remarks
 from drover.pipeline.data.filters.base import libraries, outside_code
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
@@ -48,7 +49,7 @@ from drover.pipeline.data.sources import reading_units
 from drover.pipeline.data.text_shards import SPLITS
 
 if TYPE_CHECKING:
-    from drover.pipeline.config.data import ShardConfig
+    from drover.pipeline.config.data import ShardConfig, Source
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.data.planning.passes import Decided
 
@@ -73,7 +74,10 @@ def shard(work: Work) -> None:
     files = work.listing()
     if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
-    _warn_of_datasets(work, {record["path"] for record in files})
+    for source in config.sources:
+        if source.kind == "hf" and source.revision is None and not Path(source.dataset).is_dir():
+            work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
+                     f"changes on the Hub")
 
     near = signature_settings(config.near_duplicates)
     filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
@@ -107,19 +111,6 @@ def shard(work: Work) -> None:
                 scratch=[folder / STAGING])
 
 
-def _warn_of_datasets(work: Work, read: set[str]) -> None:
-    for source in work.config.shard.sources:
-        if source.kind != "hf":
-            continue
-        if (folder := Path(source.dataset)).is_dir():
-            if left_out := sorted(path.name for path in files_below(folder) if str(path) not in read):
-                work.say(f"source {source.name}: {len(left_out):,} files of {source.dataset} are not read "
-                         f"({first(left_out)})")
-        elif source.revision is None:
-            work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
-                     f"changes on the Hub")
-
-
 def _filters(work: Work) -> dict[str, Any]:
     """The fields of a unit's payload about filters; empty without filters."""
     config = work.config.shard
@@ -138,9 +129,12 @@ def _filters(work: Work) -> dict[str, Any]:
 def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int], config: ShardConfig,
            inputs: list[FileRead]) -> dict[str, Any]:
     """How many documents were kept and dropped and why and how many files were read, for each source and in total; each
-    source's data card; and the files of which something was not read."""
+    source's data card; the files of which something was not read, those that were left out, and remarks on each
+    source."""
     of_source: dict[str, dict[str, Any]] = {}
     cards: dict[str, dict[str, Any]] = {}
+    remarks: dict[str, list[str]] = {}
+    left_out = list[dict[str, str]]()
     for number, source in enumerate(config.sources):
         units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
         records = [read[unit] for unit in units]
@@ -151,7 +145,11 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
         kept = {split: pieces[number] for split, pieces in zip(SPLITS, decided.pieces, strict=True)}
         duplicate, near = decided.summary.dropped[units].sum(axis=0).tolist()
         passed = few_reasons(total([no_counts(config.filters), *(record["filters"] for record in records)]))
-        of_source[source.name] = {
+        own = [file for file in inputs if file.source == source.name]
+        dataset = records[0]["dataset"] if source.kind == "hf" else {}
+        left_out += [{"source": source.name, "file": file, "reason": reason}
+                     for file, reason in dataset.get("left_out", {}).items()]
+        of_source[source.name] = counts = {
             "documents_in": sums["read"], "cut_in_two": int(number in decided.cut),
             **{split: pieces.total("documents") for split, pieces in kept.items()},
             "dropped": {"duplicate": duplicate, **({"near_duplicate": near} if config.near_duplicates else {}),
@@ -159,13 +157,27 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             **({"filters": passed} if passed else {}),
             "rejected": sums["rejected"],
             **({"documents_that_are_html": sums["html"]} if sums["html"] else {}),
-            **counts_of_files(source, [file for file in inputs if file.source == source.name]),
+            **(counts_of_dataset(dataset, sums["read"], sums["rejected"]) if dataset else counts_of_files(own)),
             "text_bytes": {split: pieces.total("text_bytes") for split, pieces in kept.items()},
             "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
             "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
         }
-    return {**total(of_source.values()), "sources": of_source, "cards": cards,
-            "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]]}
+        remarks[source.name] = [*(dataset_remarks(source, dataset, sums["read"]) if source.kind == "hf" else
+                                  file_remarks(source, own)), *_warnings(config, source, counts)]
+    return {**total(of_source.values()), "sources": of_source, "cards": cards, "remarks": remarks,
+            "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]],
+            "left_out_files": left_out[:MOST_NAMED]}
+
+
+def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> Iterator[str]:
+    for split in SPLITS:
+        if not counts[split]:
+            yield (f"warning: source {source.name} has no {split} document ({counts['train']} train, "
+                   f"{counts['validation']} validation); shard.validation_share is {config.validation_share:g}")
+    pages = counts.get("documents_that_are_html", 0)
+    if pages > MANY_PAGES * counts["documents_in"] and getattr(source, "html", "refuse") != "keep":
+        yield (f"warning: source {source.name}: {pages:,} of {counts['documents_in']:,} documents begin as HTML pages, "
+               f"so the model learns their markup; take their text out first, or set the source's html: keep")
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
@@ -191,7 +203,7 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
             problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
                             f"a field named {', '.join(absent)}. Correct the source's meta_fields, or remove the name "
                             f"there; the source is then read again.")
-    size = counts.get("bytes", {"in": 0, "rejected": 0})
+    size = counts["bytes"]
     lost = [file for file in inputs if file.lost]
     for count, of, what, which in (
             (counts["rejected"], counts["documents_in"], "documents cannot be read", _first(work.folder)),
@@ -236,7 +248,7 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: lis
     """AssertionError unless the documents in the shards (as read back) and the dropped ones are all that were read, and
     the files that units read are all that were listed, to their bytes."""
     for source, own in counts["sources"].items():
-        if "files" in own:
+        if TOGETHER not in own["files"]:
             sizes = [file["bytes"] for file in files if file["name"].startswith(f"{source}/")]
             if own["files"]["in"] != len(sizes) or own["bytes"]["in"] != sum(sizes):
                 raise AssertionError(f"{source}: {len(sizes)} files of {sum(sizes)} bytes were listed: {own}")
@@ -249,22 +261,12 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: lis
 
 
 def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inputs: list[FileRead]) -> None:
-    settings = {source.name: source for source in work.config.shard.sources}
-    for name, source in settings.items():
-        for remark in remarks(source, [file for file in inputs if file.source == name]):
-            work.say(remark)
+    for remark in chain.from_iterable(counts["remarks"].values()):
+        work.say(remark)
     if little := [file for file in incomplete(inputs) if file.is_little]:
         work.say(f"warning: little or nothing of {len(little):,} files was read: {named(little)}")
-    for source, own in counts["sources"].items():
-        for split in SPLITS:
-            if not own[split]:
-                work.say(f"warning: source {source} has no {split} document ({own['train']} train, {own['validation']} "
-                         f"validation); shard.validation_share is {work.config.shard.validation_share:g}")
-        pages = own.get("documents_that_are_html", 0)
-        if pages > MANY_PAGES * own["documents_in"] and getattr(settings[source], "html", "refuse") != "keep":
-            work.say(f"warning: source {source}: {pages:,} of {own['documents_in']:,} documents begin as HTML pages, "
-                     f"so the model learns their markup; take their text out first, or set the source's html: keep")
-        for field, found in counts["cards"][source].get("fields", {}).items():
+    for source, card in counts["cards"].items():
+        for field, found in card.get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {found['in']:,} of {found['of']:,} documents")
     if counts["rejected"]:
         work.say(f"warning: {counts['rejected']:,} documents could not be read; {work.folder / REJECTED} names them")
@@ -274,11 +276,9 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inp
                  f"{own['changed']:,} changed")
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
     shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
-    if "files" in counts:
-        became, size = counts["files"], counts["bytes"]
-        work.say(f"{became['in']:,} files in = "
-                 f"{_counted({name: became[name] for name in BECAME if became[name]}, ' + ')}; "
-                 f"{size['in']:,} bytes in, {size['rejected']:,} rejected")
+    became, size = {name: count for name, count in counts["files"].items() if count}, counts["bytes"]
+    work.say(f"{became.pop('in', 0):,} files in = {_counted(became, ' + ')}; {size['in']:,} bytes in, "
+             f"{size['rejected']:,} rejected")
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['validation']:,} "
              f"validation + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
              f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")

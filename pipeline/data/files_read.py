@@ -9,6 +9,7 @@ from typing import Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, Source
 from drover.pipeline.core.console import first, readable
+from drover.pipeline.data.documents import Rejection
 
 MOST_NAMED = 100
 """So many files of which something could not be read are in the manifest, those with the most such bytes first."""
@@ -17,6 +18,8 @@ MOST_REASON = 300
 FEW_NAMED = 5
 """So many are named in a message."""
 BECAME = ("whole", "partly", "unread", "empty")
+TOGETHER = "together"
+"""What became of files of which only together is known what was read."""
 LITTLE = 0.5
 """A file of which a smaller share was read is named where the stage is done."""
 
@@ -34,7 +37,7 @@ class FileRead:
         other_separator: another spelling of the separator that it holds.
         records_in: the field in which the file's records stand, where they are wrapped in one.
         more_records: a field of its first record that holds a list of such records.
-        quoted_tabs: in so many records a quoted value holds line ends, and tabs, which are the delimiter.
+        joined_rows: so many records of a CSV file have a value that holds what looks like rows.
     """
 
     source: str
@@ -49,19 +52,29 @@ class FileRead:
     other_separator: str = ""
     records_in: str = ""
     more_records: str = ""
-    quoted_tabs: int = 0
+    joined_rows: int = 0
+
+    def count(self, item: object) -> None:
+        """Count a document that was read of it, or a rejection."""
+        if isinstance(item, Rejection):
+            self.rejected += item.documents
+            self.lost_bytes += item.lost_bytes
+            self.lost = self.lost or item.lost
+            self.reason = self.reason or item.reason
+        else:
+            self.documents += 1
+
+    def record(self) -> dict[str, Any]:
+        """What is to be said of it."""
+        return {name: value for name, value in vars(self).items() if value != getattr(FileRead, name, None)}
 
     def add(self, part: dict[str, Any]) -> None:
-        """Add what a unit recorded of the file or of a part of it (see `reading.FileReading`)."""
-        self.documents += part.get("documents", 0)
-        self.rejected += part.get("rejected", 0)
-        self.lost_bytes = min(self.bytes, self.lost_bytes + part.get("lost_bytes", 0))
-        self.quoted_tabs += part.get("quoted_tabs", 0)
-        self.lost = self.lost or part.get("lost", False)
-        if "separated" in part:
-            self.separated = bool(self.separated) or part["separated"]
-        for name in ("reason", "other_separator", "records_in", "more_records"):
-            setattr(self, name, getattr(self, name) or part.get(name, ""))
+        """Add what was recorded of a part of it."""
+        for name in ("documents", "rejected", "lost_bytes", "joined_rows"):
+            setattr(self, name, getattr(self, name) + part.get(name, 0))
+        for name in ("lost", "separated", "reason", "other_separator", "records_in", "more_records"):
+            setattr(self, name, getattr(self, name) or part.get(name, getattr(self, name)))
+        self.lost_bytes = min(self.bytes, self.lost_bytes)
 
     @property
     def became(self) -> str:
@@ -77,28 +90,36 @@ class FileRead:
                                         self.lost_bytes > (1 - LITTLE) * self.bytes)
 
     def __str__(self) -> str:
-        return (f"{self.source}/{self.file} ({self.documents:,} documents read, {readable(self.lost_bytes)} of "
-                f"{readable(self.bytes)} not read: {self.reason[:MOST_REASON]})")
+        rest = f"all {readable(self.bytes)} read, but more is missing" if self.lost and not self.lost_bytes else \
+            f"{readable(self.lost_bytes)} of {readable(self.bytes)} not read"
+        return f"{self.source}/{self.file} ({self.documents:,} documents read, {rest}: {self.reason[:MOST_REASON]})"
 
 
 def files_read(inputs: Iterable[dict[str, Any]]) -> list[FileRead]:
-    """The files in the order of `inputs`, the units' records of files and of parts of them."""
+    """The files in the order of `inputs`, the units' records of files and of parts of them; without those that a
+    dataset's own library has read."""
     found: dict[str, FileRead] = {}
     for part in inputs:
-        source, _, file = part["name"].partition("/")
-        found.setdefault(part["name"], FileRead(source, file, part["bytes"])).add(part)
+        if "source" in part:
+            found.setdefault(part["name"], FileRead(part["source"], part["file"], part["bytes"])).add(part)
     return list(found.values())
 
 
-def counts_of_files(source: Source, files: Sequence[FileRead]) -> dict[str, Any]:
-    """How many files and bytes of a source were read, for the manifest; a dataset's own library reads its files."""
-    if isinstance(source, HubSource):
-        return {}
+def counts_of_files(files: Sequence[FileRead]) -> dict[str, Any]:
+    """How many files and bytes of a source were read, for the manifest."""
     became = dict.fromkeys(BECAME, 0)
     for file in files:
         became[file.became] += 1
     return {"files": {"in": len(files), **became},
             "bytes": {"in": sum(file.bytes for file in files), "rejected": sum(file.lost_bytes for file in files)}}
+
+
+def counts_of_dataset(dataset: dict[str, Any], documents: int, rejected: int) -> dict[str, Any]:
+    """The same of a dataset (see `hub.files_record`), whose library does not say what it took from which file: its
+    files are counted together, and of their bytes the share of rejected documents."""
+    size, files = dataset["bytes"], dataset["files"]
+    return {"files": {"in": files, **dict.fromkeys(BECAME, 0), TOGETHER: files},
+            "bytes": {"in": size, "rejected": size * rejected // max(1, documents)}}
 
 
 def incomplete(files: Iterable[FileRead]) -> list[FileRead]:
@@ -113,6 +134,15 @@ def named(files: Sequence[FileRead]) -> str:
     return "; ".join(map(str, files[:FEW_NAMED])) + more
 
 
+def dataset_remarks(source: HubSource, dataset: dict[str, Any], documents: int) -> Iterator[str]:
+    """What a person should know of what of a dataset was not read, as lines."""
+    for reason in dict.fromkeys(dataset["left_out"].values()):
+        names = [name for name, own in dataset["left_out"].items() if own == reason]
+        yield f"source {source.name}: {len(names):,} files of {source.dataset} are left out: {reason} ({first(names)})"
+    if documents == source.limit:
+        yield f"source {source.name}: what follows the first {documents:,} records is left out by its `limit`"
+
+
 def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
     """What a person should know of how a source's files were read, as lines."""
     if wrapped := [file for file in files if file.records_in]:
@@ -122,10 +152,10 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
         yield (f"warning: source {source.name}: {len(single):,} files are one document each, although the field "
                f"{single[0].more_records} ({single[0].file}) holds more records, which are not read; if these are the "
                f"documents, take them out (jq -c '.FIELD[]' FILE.json > FILE.jsonl)")
-    if tabbed := [file for file in files if file.quoted_tabs]:
-        yield (f"warning: source {source.name}: in {sum(file.quoted_tabs for file in tabbed):,} records of "
-               f"{len(tabbed):,} files ({tabbed[0].file}) a quoted value holds tabs and line ends, as where several "
-               f"rows are read as one: if quotation marks are text, set the source's `quote: \"\"`")
+    if joined := [file for file in files if file.joined_rows]:
+        yield (f"warning: source {source.name}: in {sum(file.joined_rows for file in joined):,} records of "
+               f"{len(joined):,} files ({joined[0].file}) a quoted value holds lines with as many delimiters as a row, "
+               f"as where several rows are read as one: if quotation marks are text, set the source's `quote: \"\"`")
     if empty := [file.file for file in files if file.became == "empty"]:
         yield f"source {source.name}: {len(empty):,} files hold no record ({first(empty)})"
     looked = [file for file in files if file.separated is not None]

@@ -10,7 +10,7 @@ from typing import Any
 
 from drover.pipeline.config.data import HubSource
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import UnusableInputError, UserError, install
+from drover.pipeline.core.errors import UnusableInputError, UserError, require
 from drover.pipeline.core.folders import files_below
 
 CARDS = {"README.md", "dataset_infos.json", ".huggingface.yaml"}
@@ -19,69 +19,107 @@ NO_DATA = re.compile(r"license|config\.json|dataset_info\.json", re.IGNORECASE)
 """How the names of files begin that are in a dataset's folder and hold no text of it."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that `save_to_disk` writes."""
+OTHER_SPLIT, OTHER_CONFIGURATION, NO_TEXT, NOT_TAKEN = (
+    "of another split", "of another configuration", "no text, by its name", "not taken by the library")
+"""Why a file of a dataset is left out."""
 
 
-def folder_files(source: HubSource, folder: Path) -> tuple[list[Path], list[str]]:
-    """The files of a local dataset that the library reads, and what is wrong with it as sentences: among that, files
-    that it would leave out although nobody chose so.
+def dataset_files(source: HubSource) -> tuple[list[str], dict[str, str]]:
+    """The data files that the library reads for the source's split, as paths in its folder or as URLs, and why it
+    leaves out others. Of a dataset on the Hub those others are the files of its other splits only.
+
+    Raises:
+        UserError: the library cannot tell.
+    """
+    require(f"source {source.name}: `kind: hf`", "datasets")
+    import datasets
+    folder = Path(source.dataset).absolute()
+    try:
+        builder = datasets.load_dataset_builder(source.dataset, source.config_name, revision=source.revision)
+        splits = _splits(builder, folder)
+        others = set[str]()
+        if source.config_name is not None and folder.is_dir():
+            for name in builder.builder_configs:
+                others.update(*_splits(datasets.load_dataset_builder(source.dataset, name), folder).values())
+    except Exception as error:
+        raise _failure(source, error) from error
+    names = {part.partition("[")[0].strip() for part in source.split.split("+")}
+    wanted = set(splits) if names == {"all"} else names
+    if splits and (absent := wanted - set(splits)):
+        raise UserError(f"source {source.name}: {_call(source)} failed: no split {', '.join(sorted(absent))} is there. "
+                        f"Set `split` to one of {', '.join(splits)}, or read the files with `kind: files`.")
+    read = [name for split, own in splits.items() if split in wanted for name in own]
+    if read and builder.__module__.endswith(".text"):
+        raise UserError(f"source {source.name}: of text files the library makes each line a document. Use `kind: "
+                        f"files` with paths: [{folder}/**/*{Path(read[-1]).suffix}]: each file is a document, or "
+                        f"`separator` divides it.")
+    left_out = {name: OTHER_SPLIT for own in splits.values() for name in own}
+    for path in files_below(folder):
+        if path.name not in CARDS or path.parent != folder:
+            left_out.setdefault(str(path), OTHER_CONFIGURATION if str(path) in others else
+                                NO_TEXT if NO_DATA.match(path.name) else NOT_TAKEN)
+    return read, {name: reason for name, reason in sorted(left_out.items()) if name not in read}
+
+
+def folder_files(source: HubSource, folder: Path) -> list[Path]:
+    """The files of a local dataset that the library reads.
 
     Chosen is to leave out the other splits where the configuration names one, and the other configurations of the
     dataset where it names one.
+
+    Raises:
+        UserError: it cannot be read, or files would be left out although nobody chose so.
     """
-    own = f"source {source.name}:"
     paths = files_below(folder)
     if not paths:
-        return [], [f"{own} the folder {folder} holds no files. Put data files there, or correct `dataset`."]
+        raise UserError(f"source {source.name}: the folder {folder} holds no files. Put data files there, or correct "
+                        f"`dataset`.")
     if any((folder / name).is_file() for name in SAVED):
-        return [], [f"{own} {folder} was written by save_to_disk, which load_dataset does not read. Use kind: files "
-                    f"with paths: [{folder}/**/data-*.arrow]."]
+        raise UserError(f"source {source.name}: {folder} was written by save_to_disk, which load_dataset does not "
+                        f"read. Use kind: files with paths: [{folder}/**/data-*.arrow].")
+    left_out = dataset_files(source)[1]
+    refused = {NOT_TAKEN} if "split" in source.model_fields_set else {NOT_TAKEN, OTHER_SPLIT}
+    if unread := [name for name, reason in left_out.items() if reason in refused]:
+        named = first([Path(name).relative_to(folder).as_posix() for name in unread])
+        choice = "" if any(left_out[name] == NOT_TAKEN for name in unread) else \
+            f", or leave the other splits out with `split: {source.split}`"
+        raise UserError(f"source {source.name}: the library does not read {len(unread):,} of the {len(paths):,} files "
+                        f"of {folder} ({named}): it takes splits from names, one format, and no folders that are "
+                        f"links. Read all with `kind: files`{choice}, or move these files elsewhere.")
+    return [path for path in paths if str(path) not in left_out]
+
+
+def files_record(source: HubSource) -> dict[str, Any]:
+    """How many files of a dataset are read and their bytes, and why others are left out (see `dataset_files`)."""
+    from fsspec.core import url_to_fs
+    read, left_out = dataset_files(source)
     try:
-        import datasets
-        builder = datasets.load_dataset_builder(source.dataset, source.config_name)
-        splits = _splits(builder, folder)
-        names = {part.partition("[")[0].strip() for part in source.split.split("+")}
-        wanted = set(splits) if names == {"all"} else names
-        if absent := wanted - set(splits):
-            return [], [f"{own} {_call(source)} failed: no split {', '.join(sorted(absent))} is there. Set `split` to "
-                        f"one of {', '.join(splits)}, or read the folder with `kind: files`."]
-        read = set[Path]().union(*(splits[name] for name in wanted))
-        unread = {path for path in paths if not NO_DATA.match(path.name)} - read - {folder / name for name in CARDS}
-        elsewhere = set[Path]().union(*splits.values()) & unread
-        if "split" in source.model_fields_set:
-            unread -= elsewhere
-        if unread and source.config_name is not None:
-            for name in builder.builder_configs:
-                unread -= set().union(*_splits(datasets.load_dataset_builder(source.dataset, name), folder).values())
-    except ModuleNotFoundError:
-        return [], [f"{own} `kind: hf` needs the package datasets: {install('datasets')}."]
-    except Exception as error:  # noqa: BLE001 - of the library: whatever it is, this dataset cannot be read
-        return [], [f"{own} {_call(source)} failed: {_shortly(error)}. Correct the folder or `config_name`, or read "
-                    f"its files with `kind: files`."]
-    if read and builder.__module__.endswith(".text"):
-        return [], [f"{own} of text files the library makes each line a document. Use `kind: files` with paths: "
-                    f"[{folder}/**/*{max(read).suffix}]: each file is a document, or `separator` divides it."]
-    if unread:
-        named = first(sorted(path.relative_to(folder).as_posix() for path in unread))
-        choice = f", or leave the other splits out with `split: {source.split}`" if unread <= elsewhere else ""
-        return [], [f"{own} the library does not read {len(unread):,} of the {len(paths):,} files of {folder} "
-                    f"({named}): it takes splits from names, one format, and no folders that are links. Read all with "
-                    f"`kind: files`{choice}, or move these files elsewhere."]
-    return [path for path in paths if path in read or (path.name in CARDS and path.parent == folder)], []
+        sizes = [system.size(path) for system, path in map(url_to_fs, read)]
+    except Exception as error:
+        raise _failure(source, error) from error
+    folder = f"{Path(source.dataset).absolute()}/"
+    return {"files": len(sizes), "bytes": sum(sizes),
+            "left_out": {name.removeprefix(folder): reason for name, reason in left_out.items()}}
 
 
-def _splits(builder: Any, folder: Path) -> dict[str, set[Path]]:
-    """The files in the folder that a builder reads, of each split."""
+def _splits(builder: Any, folder: Path) -> dict[str, list[str]]:
+    """The files that a builder reads for each split; those in the folder by its own path."""
     base = folder.resolve()
-    return {str(split): {folder / path.relative_to(base) for path in map(Path, files) if path.is_relative_to(base)}
-            for split, files in builder.config.data_files.items()}
+    return {str(split): [str(folder / Path(name).relative_to(base)) if Path(name).is_relative_to(base) else name
+                         for name in files] for split, files in (builder.config.data_files or {}).items()}
 
 
 def _call(source: HubSource) -> str:
     return f"load_dataset({source.dataset!r}, {source.config_name!r}, split={source.split!r})"
 
 
-def _shortly(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+def _failure(source: HubSource, error: Exception, done: int = 0) -> UserError:
+    """What a user reads about an error of the library, whatever it is, after so many records."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    return UserError(f"source {source.name}: {_call(source)} failed{f' after {done:,} records' if done else ''}: "
+                     f"{said}. Check the dataset's name, `config_name` and `split`, and the network (or HF_HUB_OFFLINE "
+                     f"with a filled cache), and run the stage again; local files are better read with `kind: files`, "
+                     f"which names broken records and keeps the others.")
 
 
 def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
@@ -94,7 +132,7 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     """
     import datasets
     datasets.disable_progress_bars()
-    number, rows = 0, None
+    number = 0
     try:
         rows = datasets.load_dataset(source.dataset, source.config_name, split=source.split,
                                      revision=source.revision, streaming=source.streaming)
@@ -106,10 +144,4 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     except UserError:
         raise
     except Exception as error:
-        what = f"reading broke off after {number} records of {_call(source)}" if rows is not None else \
-            f"{_call(source)} failed"
-        raise UserError(
-            f"source {source.name}: {what}: {_shortly(error)}. Check the dataset's name, "
-            f"`config_name` and `split`, and the network (or HF_HUB_OFFLINE with a filled cache), and run the stage "
-            f"again; damaged local files are better read with `kind: files`, which names the broken records and keeps "
-            f"the others.") from error
+        raise _failure(source, error, number) from error

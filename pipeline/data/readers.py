@@ -56,6 +56,8 @@ COLUMNAR = ("csv", "parquet", "arrow")
 """Formats that say once for a whole file which fields its records have."""
 _DELIMITER = re.compile(rb"(?:\xef\xbb\xbf)?sep=([\t,;:|^~#])\r?\n", re.I)
 """A first line that names the delimiter, for Excel."""
+JOINED_LINES = 3
+"""Lines of a quoted value that look like rows of a CSV file by their number of delimiters, so that it is named."""
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
@@ -183,14 +185,14 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield limit.exceeded(place, data)
             continue
         if number <= FIRST_RECORDS and (other := next((own for own in others if own.encode() in data), None)):
-            others, file.notes["other_separator"] = [], other
+            others, file.about.other_separator = [], other
         yield place, _plain_text(data)
     if number:
         occurs = number > 1 or offset > len(codecs.BOM_UTF8) or (
             file.piece.whole and offset + file.current()[0] < file.content)
-        file.notes["separated"] = occurs
-        if occurs and len(file.notes.get("other_separator", "")) == 1:
-            del file.notes["other_separator"]  # a line end within documents may be meant
+        file.about.separated = occurs
+        if occurs and len(file.about.other_separator) == 1:
+            file.about.other_separator = ""  # a line end within documents may be meant
 
 
 def _other_spellings(separator: str) -> list[str]:
@@ -336,7 +338,7 @@ def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list
     if alone and field and isinstance(values[0], dict) and value_in(values[0], field) is None:
         lists = list(lists_of_records(values[0], field, ""))
         if len(lists) == 1:
-            file.notes["records_in"], records = lists[0]
+            file.about.records_in, records = lists[0]
     if len(records) > 1:
         size, is_utf8 = file.current()
         file.current = lambda: (size // len(records), is_utf8)
@@ -503,7 +505,7 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             if (header := _csv_header(rows, file)) is None:
                 return
             check_columns(header, source)
-            is_tabbed = rows.dialect.delimiter == "\t"
+            delimiter = rows.dialect.delimiter
             line = rows.line_num
             size[0] = 0
             while (row := _csv_row(rows)) is not None:
@@ -514,8 +516,8 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                                                  f"source's `quote: \"\"`)", lost="unexpected end" in str(row),
                                          lost_bytes=file.current()[0])
                     elif len(row) == len(header):
-                        if is_tabbed and rows.line_num > line + 1 and any("\t" in own and "\n" in own for own in row):
-                            file.notes["quoted_tabs"] = file.notes.get("quoted_tabs", 0) + 1
+                        if rows.line_num > line + 1 and any(_holds_rows(own, delimiter, len(row)) for own in row):
+                            file.about.joined_rows += 1
                         yield number, dict(zip(header, row, strict=True))
                     else:
                         yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}",
@@ -524,6 +526,13 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 size[0] = 0
         except TooLongError:
             yield limit.exceeded(number + 1, file.give_up(max(0, file.content - file.current()[0])), lost=True)
+
+
+def _holds_rows(value: str, delimiter: str, columns: int) -> bool:
+    """Whether a quoted value goes on for some lines as rows of the file would. Text seldom holds tabs."""
+    least = 1 if delimiter == "\t" else JOINED_LINES
+    lines = value.split("\n", least + 1)[1:least + 1]
+    return columns > 1 and len(lines) == least and all(line.count(delimiter) == columns - 1 for line in lines)
 
 
 def _text(file: Input) -> io.TextIOWrapper:

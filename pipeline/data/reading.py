@@ -12,7 +12,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from drover.pipeline.data.documents import (
 )
 from drover.pipeline.data.file_kinds import PAGE
 from drover.pipeline.data.filters.chain import Chain, Dropped
-from drover.pipeline.data.hub import hub_rows
+from drover.pipeline.data.hub import files_record, hub_rows
 from drover.pipeline.data.planning.signatures import Signer
 from drover.pipeline.data.readers import file_records, lists_of_records, python_records
 from drover.pipeline.data.streams import UTF8, Input, Piece
@@ -77,7 +76,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     Returns the counts `read`, `documents` (staged), `empty`, `rejected`, `lost` (files that break off) and `html`, of
     documents that begin as a page (PAGE) after the filters; those of
     `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
-    whether it was read whole, the first byte, and the digests, see `drover.pipeline.contract.content_hash`), the files
+    whether it was read whole, the first byte, and the digests, see `drover.pipeline.contract.content_hash`; but for
+    `kind: hf` what became of it, see `FileRead`), of `kind: hf` its `dataset` (see `hub.files_record`), the files
     as `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta
     field is that the source names.
 
@@ -132,6 +132,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                                      text_bytes=sum(own["bytes"] for own in gone)))
     return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
             "fields": {name: fields[name] for name in source.get("meta_fields") or ()},
+            "dataset": files_record(HubSource(**source)) if source["kind"] == "hf" else {},
             "card": card.record(), "findings": chain.findings(), "outputs": outputs}
 
 
@@ -163,12 +164,12 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
     for piece in (Piece(**piece) for piece in payload["pieces"]):
         try:
             file = Input(piece, getattr(source, "encoding", UTF8))
-            if not isinstance(source, HubSource):  # whose own library knows which of them it read
+            if not isinstance(source, HubSource):  # whose own library has read them
                 records = python_records(file, limit) if isinstance(source, StdlibSource) else \
                     file_records(file, source, limit)
-                about = FileReading(file)
-                yield from _file_documents(source, about, records, limit, fields)
-                seen(about.record())
+                yield from _file_documents(source, file, records, limit, fields)
+                file.about.lost_bytes = file.on_disk(file.about.lost_bytes)
+                seen({**file.record(), **file.about.record()})
             else:
                 seen(file.record())
         except (Missing, Changed) as error:
@@ -187,71 +188,37 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
                             f"stage again.") from None
 
 
-@dataclass
-class FileReading:
-    """What was read of a file, or of a part of one.
-
-    Attributes:
-        records: how many it gave, and what it gave in their place.
-        rejections: how many of these are no document.
-        rejected, lost_bytes: how many documents they cost, and their bytes, unpacked.
-        lost: it was not read to its end.
-        reason: why the first of them is none.
-    """
-
-    file: Input
-    records: int = 0
-    rejections: int = 0
-    rejected: int = 0
-    lost_bytes: int = 0
-    lost: bool = False
-    reason: str = ""
-
-    def reject(self, rejection: Rejection) -> Rejection:
-        """Count it, and return it."""
-        self.rejections += 1
-        self.rejected += rejection.documents
-        self.lost_bytes += rejection.lost_bytes
-        self.lost = self.lost or rejection.lost
-        self.reason = self.reason or rejection.reason
-        return rejection
-
-    def record(self) -> dict[str, Any]:
-        """The file's record (see `Input.record`), with its documents, what they cost and what its reader has noted."""
-        found = {**self.file.record(), "documents": self.records - self.rejections, **self.file.notes}
-        if self.rejected:
-            found |= {"rejected": self.rejected, "lost_bytes": self.file.on_disk(self.lost_bytes), "lost": self.lost,
-                      "reason": self.reason}
-        return found
-
-
-def _file_documents(source: StdlibSource | FilesSource, about: FileReading, records: Records, limit: Limit,
+def _file_documents(source: StdlibSource | FilesSource, file: Input, records: Records, limit: Limit,
                     fields: Counter[str]) -> Iterator[Item]:
-    file, place = about.file, None
-    name, record = file.piece.file, None
+    """The documents of a file or a part of it, which `file.about` counts."""
+    name, place, record = file.piece.file, None, None
     try:
-        for about.records, record in enumerate(records, 1):
+        for record in records:
             if isinstance(record, Unreadable):
-                yield about.reject(Rejection(source.name, name, *record))
+                item: Item = Rejection(source.name, name, *record)
             else:
                 place = record[0]
-                yield _document(source, name, *record, limit, fields, about)
-        if about.records == 1 and isinstance(source, FilesSource) and record and isinstance(record[1], dict):
-            for field, _ in lists_of_records(record[1], source.text_field, ""):
-                file.notes["more_records"] = field
+                item = _document(source, name, *record, limit, fields, file)
+            file.about.count(item)
+            yield item
+        if (file.about.documents, file.about.rejected) == (1, 0) and isinstance(source, FilesSource) and \
+                record and isinstance(record[1], dict):
+            lists = [field for field, _ in lists_of_records(record[1], source.text_field, "")]
+            file.about.more_records = lists[-1] if lists else ""
     except damage() as error:
         raise_unless_damage(error)
-        about.records += 1
         after = place + 1 if isinstance(place, int) else place
-        yield about.reject(Rejection(source.name, name, after, f"the file cannot be read from here on: {error}",
-                                     lost=True, lost_bytes=file.give_up(0 if place is None else None)))
+        item = Rejection(source.name, name, after, f"the file cannot be read from here on: {error}", lost=True,
+                         lost_bytes=file.give_up(0 if place is None else None))
+        file.about.count(item)
+        yield item
 
 
-def _document(source: Source, file: str, place: Place, record: Any, limit: Limit, fields: Counter[str],
-              about: FileReading | None = None) -> Item:
-    """A record as a document, of which `fields` counts the meta fields, or why it is none. about: what it was the last
-    one of."""
-    where = place_in(file, place)
+def _document(source: Source, name: str, place: Place, record: Any, limit: Limit, fields: Counter[str],
+              file: Input | None = None) -> Item:
+    """A record as a document, of which `fields` counts the meta fields, or why it is none. file: of which it is the
+    last one that was read, by this name."""
+    where = place_in(name, place)
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):
             document = Document(str(record), source.name, where, {})
@@ -267,11 +234,11 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
         broken = _broken_field(document, getattr(source, "id_field", None))
         if isinstance(record, PlainText) and "\0" in record:
             reason = "binary data, not text: NUL bytes and broken UTF-8"
-        elif about is not None and about.file.current()[1]:
+        elif file is not None and file.current()[1]:
             reason = (f"{broken}half of a surrogate pair, as the escape \\ud83d without the other half: it is no "
                       f"character; write the record with whole characters, or remove the escape")
-        elif about is not None and about.file.encoding != UTF8:
-            reason = f"{broken}bytes that {about.file.encoding} has not; correct the source's `encoding`, or the file"
+        elif file is not None and file.encoding != UTF8:
+            reason = f"{broken}bytes that {file.encoding} has not; correct the source's `encoding`, or the file"
         else:
             reason = (f"{broken}broken UTF-8; set the source's `encoding` if that is another one, or convert the file "
                       f"(iconv -f latin1 -t utf-8, where it is Latin-1)")
@@ -279,9 +246,7 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
         reason = str(error)
     except RecursionError:
         reason = "a field that is kept as meta is nested too deeply"
-    if about is None:
-        return Rejection(source.name, file, place, reason)
-    return about.reject(Rejection(source.name, file, place, reason, lost_bytes=about.file.current()[0]))
+    return Rejection(source.name, name, place, reason, lost_bytes=0 if file is None else file.current()[0])
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:

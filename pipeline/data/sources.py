@@ -122,7 +122,10 @@ def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
         is_path = folder.exists() or source.dataset.startswith(("/", ".", "~"))
         return [], [f"source {source.name}: {source.dataset} is no folder. Give a folder of data files or the id of a "
                     f"dataset on the Hub; single files are read with `kind: files`."] if is_path else []
-    return folder_files(source, folder.absolute())
+    try:
+        return folder_files(source, folder.absolute()), []
+    except UserError as error:
+        return [], [str(error)]
 
 
 def _stdlib_paths(source: StdlibSource) -> list[Path]:

@@ -29,6 +29,7 @@ from typing import IO, Any
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
+from drover.pipeline.data.files_read import FileRead
 from drover.pipeline.storage.object_files import ObjectFile, content_number
 from drover.pipeline.storage.store import Changed, is_url
 
@@ -115,7 +116,7 @@ class Input:
         head: the file's first bytes, unpacked, where its reader asks for them.
         is_columnar: whether it is a file of columns; its reader says so.
         current: a function of its reader: how many of these bytes are the last record, and whether they are UTF-8.
-        notes: what its reader has to say of the file.
+        about: what becomes of it, for its readers to say.
 
     Raises:
         UserError: the file has changed since the unit was planned.
@@ -128,7 +129,7 @@ class Input:
         self.content = 0
         self.head = b""
         self.is_columnar = False
-        self.notes: dict[str, Any] = {}
+        self.about = FileRead(piece.name.partition("/")[0], piece.file, piece.bytes)
         self.current: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self._raw: Watched | None = None
         piece.refuse_changed()

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
+from drover.pipeline.config.data import HubSource
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.files_read import files_read, remarks
+from drover.pipeline.data.hub import files_record
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.reporting.chapters.data import _files
 from tests.data.source_files import batch, files_source, lines, payload_of, write_batches
@@ -109,9 +111,58 @@ def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(
     rejected = list(read_lines(folder_of(config) / "rejected.jsonl"))
     assert counts["bytes"] == {"in": size, "rejected": sum(own["lost_bytes"] for own in rejected)}
     assert [own["file"] for own in counts["incomplete_files"]] == ["b.json", "d.json"]
-    files, some = _files(counts, counts["sources"])
+    assert len(counts["remarks"]["s"]) == 2
+    files, some, _, *remarks = _files(counts, counts["sources"])
+    assert remarks[0].startswith("Source s: the records of 1 files are those of a list in the field page")
     assert files.rows[0][1][1:6] == ["5", "2", "1", "1", "1"] and [row[1][0] for row in some.rows] == [
         "s/b.json", "s/d.json"]
+
+
+@pytest.mark.parametrize(("files", "fields", "left_out", "said"), [
+    (["d/train.jsonl", "d/test.jsonl", "LICENSE"], {"split": "train"}, {
+        "LICENSE": "no text, by its name", "d/test.jsonl": "of another split"}, "1 files of"),
+    (["a/b.csv", "a/c.csv", "b.csv", "README.md"], {"config_name": "x", "limit": 12}, {
+        "b.csv": "of another configuration"}, "what follows the first 12 records is left out by its `limit`")])
+def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fields, left_out, said):  # noqa: F811
+    for name in files:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = [name if name == "README.md" else f"{name} {row}" for row in range(30)]
+        (tmp_path / "in" / name).write_text(
+            "".join(["text,n\n", *(f"{row},1\n" for row in rows), ",2\n"]) if name.endswith("csv") else
+            lines([*({"text": row} for row in rows), {"text": None}]).decode())
+    if "README.md" in files:
+        (tmp_path / "in/README.md").write_text("---\nconfigs:\n- {config_name: x, data_files: a/*}\n"
+                                               "- {config_name: y, data_files: b.csv}\n---\n")
+    source = {"kind": "hf", "name": "h", "dataset": str(tmp_path / "in"), **fields}
+    config = write_config(tmp_path, [source], validation_share=0.2, max_rejected_share=0.5)
+    printed = run("shard", config).out
+    read = [name for name in files if name not in left_out and name != "README.md"]
+    size = sum((tmp_path / "in" / name).stat().st_size for name in read)
+    counts = manifest_of(config, "shard", "a").counts
+    assert counts["files"] == {"in": len(read), "whole": 0, "partly": 0, "unread": 0, "empty": 0, "together": len(read)}
+    assert counts["bytes"] == {"in": size, "rejected": size * counts["rejected"] // counts["documents_in"]}
+    assert (counts["documents_in"], counts["rejected"]) == ((12, 0) if "limit" in fields else (31, 1))
+    assert counts["left_out_files"] == [{"source": "h", "file": file, "reason": left_out[file]} for file in left_out]
+    table, _, gone, *remarks = _files(counts, counts["sources"])
+    assert table.rows[0][1][1:7] == [str(len(read)), "0", "0", "0", "0", str(len(read))] and len(gone.rows) == len(
+        left_out)
+    assert any(said in own for own in remarks) and all(own in printed for own in counts["remarks"]["h"])
+    assert not any("hold no record" in own for own in remarks)
+
+
+@pytest.mark.parametrize(("split", "read", "left_out"), [
+    ("train", ["a", "bcd"], {"memory:///c.jsonl": "of another split"}), ("train+test", ["a", "bcd", "ef"], {})])
+def test_files_of_a_dataset_elsewhere_are_counted_by_what_the_library_resolved(monkeypatch, split, read, left_out):
+    import datasets
+    import fsspec
+    sizes = {"memory://a.jsonl": "a", "memory://b.jsonl": "bcd", "memory://c.jsonl": "ef"}
+    for name, content in sizes.items():
+        with fsspec.open(name, "w") as file:
+            file.write(content)
+    builder = datasets.load_dataset_builder("json", data_files={"train": list(sizes)[:2], "test": list(sizes)[2:]})
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    found = files_record(HubSource(kind="hf", name="h", dataset="someone/something", split=split))
+    assert found == {"files": len(read), "bytes": len("".join(read)), "left_out": left_out}
 
 
 @pytest.mark.parametrize(("separator", "content", "line"), [

@@ -190,7 +190,7 @@ def test_a_hugging_face_dataset_that_cannot_be_loaded_says_so(dataset_folder, tm
     refused(UserError, r"no column 'body'.*text, stars", read, hub_source(dataset_folder, text_field="body"))
     refused(UserError, r"(?s)split='nosplit'.*failed", read, hub_source(dataset_folder, split="nosplit"))
     (tmp_path / "f.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    refused(UserError, r"reading broke off.*kind: files", read, hub_source(tmp_path))
+    refused(UserError, r"JSON parse error.*kind: files", read, hub_source(tmp_path))
 
 
 def test_a_local_dataset_that_is_not_there_is_refused_first(tmp_path):

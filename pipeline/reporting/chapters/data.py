@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.files_read import BECAME
+from drover.pipeline.data.files_read import BECAME, TOGETHER
 from drover.pipeline.data.filters.chain import total
 from drover.pipeline.data.filters.decontamination import OUTPUT
 from drover.pipeline.reporting.chapters.consumption import consumption
@@ -62,11 +63,14 @@ def _documents(counts: Record, entries: Record) -> Table:
 
 def _files(counts: Record, entries: Record) -> Iterator[Block]:
     """What became of the input files, and those of which something was not read. Older runs do not have it."""
+    became = [name for name in (*BECAME, TOGETHER) if name in counts.get("files", {})]
     yield Table("Input files", {"source": "{source}", "files": "{files[in]:,}",
-                                **{name: f"{{files[{name}]:,}}" for name in BECAME},
+                                **{name: f"{{files[{name}]:,}}" for name in became},
                                 "bytes": "{bytes[in]:,}", "bytes rejected": "{bytes[rejected]:,}"},
                 [own for own in flat(entries, "source") if "files" in own],
-                f"Files = {' + '.join(BECAME)}. Partly: some records were rejected. Unread: all. Empty: has no record.")
+                f"Files = {' + '.join(became)}. Partly: some records were rejected. Unread: all. Empty: has no record."
+                + " Together: by the library of `kind: hf`, which does not say what it took from which file." *
+                (TOGETHER in became))
     some, rejected = counts.get("incomplete_files", []), counts.get("files", {})
     more = sum(rejected.get(name, 0) for name in ("partly", "unread")) - len(some)
     yield Table("Files that were not read whole", {
@@ -74,6 +78,10 @@ def _files(counts: Record, entries: Record) -> Iterator[Block]:
         "documents": "{documents:,}", "documents rejected": "{rejected:,}", "first reason": "{reason}"}, some,
         "All rejected records are in shard/rejected.jsonl." + (f" {more:,} more files have fewer rejected bytes."
                                                                if more > 0 else ""))
+    yield Table("Files that were left out", {"source": "{source}", "file": "{file}", "reason": "{reason}"},
+                counts.get("left_out_files", []))
+    for remark in chain.from_iterable(counts.get("remarks", {}).values()):
+        yield f"{remark[:1].upper()}{remark[1:]}."
 
 
 def _filters(counts: Record, entries: Record, kept: bool) -> Iterator[Block]:
