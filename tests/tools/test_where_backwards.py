@@ -7,8 +7,9 @@ from collections import defaultdict
 
 import pytest
 
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.data.text_shards import read_documents
+from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.tools.ledger import Ledger
 from drover.tools.where.__main__ import main
 from drover.tools.where.inverse import Tracer
@@ -120,8 +121,8 @@ def test_validation_dropped_and_rejected_documents_are_told_as_such(capsys, whol
     def told(*arguments):
         """What is told of documents to a person, and as objects."""
         return printed(capsys, main, "--run", whole.folder, *arguments), *asked(capsys, whole, *arguments)["documents"]
-    held = next(document for path in sorted((traced.parent / "runs/mini/shard/validation").iterdir())
-                for document in read_documents(path))
+    shard = traced.parent / "runs/mini/shard"
+    held = next(read_shard(shard, shard_records(read_manifest(shard), "validation")[0]))
     said, found = told("--document", held.key)
     assert "validation text: no step trains on it" in said
     assert (found["split"], found["readings"], found["id"]) == ("validation", [], held.id)

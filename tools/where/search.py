@@ -19,7 +19,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.documents import digest, document_key, place_in
 from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.data.text_shards import SPLITS, read_documents
+from drover.pipeline.data.text_shards import SPLITS, read_shard
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
 from drover.tools.processes import in_order
 
@@ -128,7 +128,7 @@ def _texts(folder: Path, record: Record) -> Iterator[tuple[Hit, str]]:
     """Each document of a file, and its text."""
     path = folder / record["path"]
     if record["split"] != DROPPED:
-        for number, document in enumerate(read_documents(path)):
+        for number, document in enumerate(read_shard(folder, record)):
             yield Hit(record["path"], number, document.source, document.id, place=document.place), document.text
         return
     if not path.is_file():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -23,7 +23,7 @@ from drover.pipeline.core.files import output_record
 from drover.pipeline.data.documents import document_key, from_json, key_fits, to_json
 from drover.pipeline.data.planning.runs import SUMS, TRAIN, Layout, Summary, equal_rows, read_document, sums
 from drover.pipeline.data.reading import INDEX, index_row, staged
-from drover.pipeline.data.text_shards import SPLITS, read_documents, write_members
+from drover.pipeline.data.text_shards import SPLITS, write_members
 
 _BYTES = SUMS.index("text_bytes")
 
@@ -122,11 +122,11 @@ def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | No
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write one shard and read it back: its record as `outputs`. If documents are larger than half a shard, no document
-    may begin in this one: then it is not written.
+    """Write one shard; its record as `outputs`. If documents are larger than half a shard, no document may begin in
+    this one: then it is not written.
 
     Raises:
-        UserError: what is read back is not what was picked.
+        UserError: a document is not what was staged, or the shard reads back as other bytes than were written.
     """
     pieces = []
     for unit, first, end, cut, (low, high) in payload["pieces"]:
@@ -137,17 +137,22 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for *_, index in pieces])
     if not len(picks):
         return {"outputs": []}
-    write_members(path, zip(_keys(picks), _members(folder, pieces), strict=True))
-    expected = _keys(picks)
-    for document in read_documents(path):
-        if document.key != next(expected, None) or not key_fits(document):
-            raise UserError(f"{path} does not read back as it was written, at the document {document.id}. Check the "
-                            f"disk, and run the stage again.")
-    if (missing := next(expected, None)) is not None:
-        raise UserError(f"{path} ends before the document {missing}. Check the disk, and run the stage again.")
+    written = write_members(path, _checked(path, zip(_keys(picks), _members(folder, pieces), strict=True)))
     record = output_record(folder, path, split=payload["split"], source=payload["source"], docs=len(picks),
                            text_bytes=int(picks["text_bytes"].sum()))
+    if record["sha256"] != written:
+        raise UserError(f"{path} does not read back as it was written. Check the disk, and run the stage again.")
     return {"outputs": [record]}
+
+
+def _checked(path: Path, members: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """The members, if the text of each has the hash that it had when it was staged."""
+    for key, member in members:
+        document = from_json(member, key)
+        if not key_fits(document):
+            raise UserError(f"{path} cannot be written: the document {document.id} is not what was staged. Check the "
+                            f"disk, and run the stage again.")
+        yield key, member
 
 
 def _keys(picks: np.ndarray) -> Iterator[str]:
