@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import problems
-from drover.pipeline.config.plugins import left_out, load_plugins
+from drover.pipeline.config.plugins import left_out, load_plugins, warn
 from drover.pipeline.config.section import local_path, sections_in, sentence, shortened
 from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
@@ -154,13 +154,28 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
 
 
 def _find_itself(tree: Tree, path: Path) -> None:
-    """If a run folder was moved or copied, let its configuration name its present folder."""
+    """If the file is a run's own configuration, let it name the run's present folder: it may have been moved or copied.
+    An earlier Drover may have written it, so settings that were removed since are dropped."""
     folder = path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
     if path.name != "config.yaml" or not any(next(folder.glob(f"*/{name}"), None) for name in OF_A_STAGE):
         return
+    _drop_deleted(tree, path)
     if Path(str(tree.get("runs_dir")), str(tree.get("name"))).resolve() != folder.resolve():
         for key, value in (("runs_dir", str(folder.parent)), ("name", folder.name)):
             put(tree, Key.at(key, f"the run folder {folder}"), value)
+
+
+def _drop_deleted(tree: Tree, path: Path) -> None:
+    """Drop the settings that were removed from Drover; those that had a value are named."""
+    from drover.pipeline.config.field_names import DELETED_SETTINGS
+
+    for key, instead in DELETED_SETTINGS.items():
+        *sections, last = key.split(".")
+        section: Any = tree
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.pop(last, None):
+            warn(f"{path}: the setting {key} was removed and is ignored: {instead}")
 
 
 def _profile(name: str, given: Tree, place: str, config: Path) -> Tree:
