@@ -42,7 +42,7 @@ class Options:
     machine: only a local run is fitted to it.
     frozen: the configuration that jobs on Slurm are given in place of the user's file and overrides.
     chain: id of a submission to Slurm; what is forced is forced once for it.
-    code, code_sha256: where the jobs' code is, and the hash that it must have.
+    code: where the jobs' code is.
     exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
     """
 
@@ -55,7 +55,6 @@ class Options:
     frozen: str = ""
     chain: str = ""
     code: str = str(IMPORTED_FROM)
-    code_sha256: str = ""
     exclude: tuple[str, ...] = ()
 
 
@@ -82,6 +81,7 @@ class Job(JobSpec):
     elements: of an array, those that are still to do.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     follows: key of the job of the same stage that must end before, well or not.
+    contained: a container starts the stage.
     """
 
     key: str
@@ -94,6 +94,7 @@ class Job(JobSpec):
     elements: tuple[int, ...] = ()
     dependencies: tuple[str, ...] = ()
     follows: str = ""
+    contained: bool = False
 
     @property
     def own_python(self) -> bool:
@@ -224,7 +225,7 @@ def _job(config: Config, stage: str, options: Options) -> Job:
     wrap, srun_args = in_container(launch.container, [config.folder.absolute(), Path.cwd()], gpus,
                                    ["PYTHONPATH", *environment])
     contained = away and bool(wrap or srun_args or launch.wrap)
-    if contained:  # else the job's script says where its node has the code
+    if contained:  # else the job's script sets it, and keeps what launch.setup adds
         environment["PYTHONPATH"] = code_path(options.code)
     workers = launch.processes or (threads if away else options.machine.cores)
     trains = away and stage == "train"
@@ -243,8 +244,7 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         contained=contained,
         health_check=tuple(launch.health_check),
         requeue=launch.requeue, signal_s=launch.signal_s, max_restarts=launch.max_restarts,
-        trusted_group=launch.trusted_group, check_owners=launch.check_owners, code=options.code,
-        code_sha256=options.code_sha256, preflight=trains and launch.preflight,
+        check_owners=launch.check_owners, code=options.code, preflight=trains and launch.preflight,
         every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains else 0)
 
 

@@ -71,9 +71,9 @@ DURABLE = re.compile(r"os\.(fsync|rename|replace)\(|fcntl\.flock\(|\.rename\(")
 
 
 def test_one_module_renames_locks_and_waits_for_the_disk():
-    """So what a power cut or a kill may leave is decided there. What runs before anything is trusted has its own."""
+    """So what a power cut or a kill may leave is decided there."""
     assert {str(path.relative_to(REPOSITORY)) for path in FILES if DURABLE.search(path.read_text())} == {
-        "pipeline/core/files.py", "launch/slurm/trust.py"}
+        "pipeline/core/files.py"}
 
 
 def room_of(file):

@@ -181,7 +181,7 @@ class Evaluations:
     def to_submit(self) -> list[Job]:
         """Jobs for pending evaluations, with the code and the configuration of the submission."""
         spec, chain = self.spec, read_chain(Path(self.spec.run))
-        options = Options("slurm", "", chain=spec.chain, code=spec.code, code_sha256=spec.code_sha256)
+        options = Options("slurm", "", chain=spec.chain, code=spec.code)
         jobs = pending(self.config, options, [job.name for job in chain.jobs]) if chain else []
         return [replace(job, command=(spec.command[0], *job.command[1:]), files=spec.files) for job in jobs]
 

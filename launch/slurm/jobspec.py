@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Self
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_record, write_text
+from drover.pipeline.core.files import read_record, write_json
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,15 @@ class JobSpec:
         parts: elements of an array, which share the units of the stage's `phase`; 0: no array.
         link, links: number of this job, from 1, and of all jobs that continue the same stage one after another.
         wrap: a command that starts the stage, such as a container's. srun_args: more options of srun.
-        contained: a container starts the stage, and may not see the folders of its node.
         health_check: a site's test of a node.
         requeue: whether the job may requeue itself.
         signal_s: seconds before the time limit at which Slurm signals the ranks to save and end.
         max_restarts: restarts in a row without a new checkpoint after which the stage fails.
         every_checkpoints: evaluate every so many checkpoints in separate jobs; 0: none.
-        code, code_sha256: folder of the copy of the code, and the hash that its archive must have; empty: unknown.
-        files: hashes of other files that decide what the job does: the frozen configuration first, then its plugins
-            and the modules in their folders.
-        trusted_group, check_owners: who may write what is executed from the run folder (`drover.launch.slurm.trust`).
+        code: folder of the copy of the code.
+        files: hashes of other files that decide what the job does: the frozen configuration, its plugins, and the
+            modules in their folders.
+        check_owners: whether others must not own or write what is executed (`drover.launch.slurm.trust`).
     """
 
     name: str
@@ -58,7 +55,6 @@ class JobSpec:
     links: int = 1
     wrap: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
-    contained: bool = False
     health_check: tuple[str, ...] = ()
     requeue: bool = True
     signal_s: int = 120
@@ -66,20 +62,13 @@ class JobSpec:
     preflight: bool = False
     every_checkpoints: int = 0
     code: str = ""
-    code_sha256: str = ""
     files: dict[str, str] = field(default_factory=dict)
-    trusted_group: str | None = None
     check_owners: bool = True
 
     @property
     def folder(self) -> Path:
         """The stage's folder."""
         return Path(self.run) / self.stage
-
-    @property
-    def text(self) -> str:
-        """The content of the file. Of a planned job, only the fields of this class."""
-        return json.dumps({field.name: getattr(self, field.name) for field in fields(JobSpec)}, indent=1)
 
     @property
     def later_links(self) -> bool:
@@ -96,24 +85,14 @@ class JobSpec:
         return next((replace(self, nodes=count, ranks=self.ranks and count * self.tasks_per_node)
                      for count in self.node_counts or (self.nodes,) if count <= there), None)
 
-    @property
-    def sha256(self) -> str:
-        """Hash of the file."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
     def save(self, path: Path) -> None:
-        """Write the file."""
-        write_text(path, self.text)
+        """Write the file. Of a planned job, only the fields of this class."""
+        write_json(path, {field.name: getattr(self, field.name) for field in fields(JobSpec)})
 
     @classmethod
-    def load(cls, path: Path, sha256: str = "") -> JobSpec:
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: it is missing or damaged, or its content does not have the hash `sha256`.
-        """
+    def load(cls, path: Path) -> JobSpec:
+        """Read what `save` wrote; UserError if it is missing or damaged."""
         spec = read_record(path, cls, "Submit the same command again.")
-        if spec is None or (sha256 and spec.sha256 != sha256):
-            raise UserError(f"{path}, the job's spec, {'changed after the submission' if spec else 'is missing'}. "
-                            f"Submit the same command again.")
+        if spec is None:
+            raise UserError(f"{path}, the job's spec, is missing. Submit the same command again.")
         return spec

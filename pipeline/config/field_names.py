@@ -103,6 +103,8 @@ MEANINGS = {
 DELETED_SETTINGS: dict[str, str] = {
     "launch.hosts": "start torchrun on each machine, as docs/machines.md shows.",
     "launch.ssh": "start torchrun on each machine, as docs/machines.md shows.",
+    "launch.trusted_group": "set launch.check_owners to false if you trust everyone who may write the run folder or a "
+                            "folder above it.",
 }
 """Former setting or section, dotted: what to use instead, as a sentence."""
 BOUNDS = {"least": "min", "most": "max"}

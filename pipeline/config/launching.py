@@ -237,12 +237,10 @@ class LaunchConfig(Resources):
     and a save. Slurm may send it a minute early."""
     max_restarts: NonNegativeInt = 3
     """Most restarts in a row without a new checkpoint. The stage then stops for good."""
-    trusted_group: str | None = None
-    """A group that may write to the run folder, from which jobs execute code. Its members may also own parts of that
-    folder, and folders above it. null: only you, and a group of your own name without other members."""
     check_owners: bool = True
-    """At every start, jobs check owners and modes of what they execute from the run folder. Set false if the file
-    system does not show true ones. The content is compared in any case."""
+    """Refuse to submit and to start a job if another user owns or may write what it executes (the run folder, plugins)
+    or a folder above. false: for a file system without true owners and modes, or if you trust all who may write there.
+    """
     preflight: bool = True
     """Test every node (devices, memory, disk, network, clock) before training. It takes at most 180 s, one more for
     every two nodes, and half an hour in all. A rank four times slower than the median makes its node a bad one."""

@@ -54,8 +54,8 @@ def commit(folder: Path) -> None:
 
 def snapshot_of(run: Path, checkout: Path) -> Path:
     """The copy of a checkout's code in a run folder."""
-    code, content = planned_snapshot(run, checkout)
-    take_snapshot(code, content, checkout)
+    code = planned_snapshot(run, checkout)
+    take_snapshot(code, checkout)
     return code
 
 

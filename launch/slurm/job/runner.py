@@ -1,7 +1,7 @@
 """What a job does: it starts the stage where it runs, judges each end, and starts it again, queues itself again, or
 leaves.
 
-    python -m drover.launch.slurm.job.runner SPEC.json [SHA256]
+    python -m drover.launch.slurm.job.runner SPEC.json
 
 is a job of Slurm: it runs once, in the batch step on the first node. `drover.launch.local` runs the same for stages on
 one machine. `drover.launch.host` is what it needs of either. It records its actions in `launch/attempts/`. Slurm's
@@ -47,7 +47,7 @@ from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lost, named
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
-from drover.launch.slurm.trust import usable_code
+from drover.launch.slurm.trust import refuse_foreign_files
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
@@ -64,7 +64,7 @@ from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.contract.telling import RANK_VARIABLES
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, renamed
+from drover.pipeline.core.files import Record, renamed, sha256_file
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
@@ -158,9 +158,9 @@ class Runner:
         return None
 
     def _account_for_the_last(self) -> Decision | None:
-        """Record a start of this job whose end no runner saw: the job lost its nodes, one of them died, or the runner
-        was killed. A decision if that happens again and again without a new checkpoint."""
-        spec, here, events = self.spec, self.here, self._events(own=True)
+        """Record a start of this job whose end no runner saw: the job lost its nodes. A decision if that happens again
+        and again without a new checkpoint."""
+        spec, events = self.spec, self._events(own=True)
         if not events or events[-1]["event"] not in ("job", "attempt"):
             return None
         nodes, restart, start = (events[-1][name] for name in ("nodes", "restart", "start"))
@@ -170,10 +170,8 @@ class Runner:
         state = self._last_word(start)
         # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
         committed = (state is not None or self.part is not None) and self._is_committed()
-        # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
-        killed = (self.run_folder / "launch" / f"killed.{here.job}.{restart}").exists()
         step = self._newest_step()
-        decision = unseen(state, committed, down, killed, step, self._events(), spec)
+        decision = unseen(state, committed, down, step, self._events(), spec)
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
         self._log("ended", restart=restart, start=start, status=decision.status, reason=decision.reason, step=step,
                   next=decision.action)
@@ -217,8 +215,6 @@ class Runner:
         here = self.here
         while not self.stopping:
             spec = self.spec
-            if spec.code_sha256 and (changed := usable_code(vars(spec))[1]):
-                return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
             self.begun_from = self._newest_step()
             try:
                 folder = self._make_folder()
@@ -498,6 +494,19 @@ class Runner:
             self.say(f"`{record['event']}` could not be logged: {error}")
 
 
+def trusted_spec(path: Path) -> JobSpec:
+    """The spec of the job; UserError if a file that decides what it does has changed since the submission, or if others
+    could change what it executes."""
+    spec = JobSpec.load(path)
+    if spec.check_owners:
+        refuse_foreign_files(Path(spec.run), [path, *map(Path, spec.files)])
+    for name, sha256 in spec.files.items():
+        if not Path(name).is_file() or sha256_file(Path(name)) != sha256:
+            raise UserError(f"{name} changed after the submission. Nothing was started. Submit the same command again "
+                            f"to run what there is now.")
+    return spec
+
+
 def main(arguments: list[str]) -> int:
     """Run the job of the spec in the file that is named."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -505,7 +514,7 @@ def main(arguments: list[str]) -> int:
     try:
         with stop_requests() as asked:
             here = SlurmHost.from_environment(os.environ, Scheduler(), asked)
-            return Runner(JobSpec.load(Path(arguments[0]), *arguments[1:]), here).run()
+            return Runner(trusted_spec(Path(arguments[0])), here).run()
     except (UserError, OSError) as error:
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
         return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Group, Say, free_port, meeting, started
-from drover.launch.slurm import trust
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
@@ -116,10 +114,6 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Seq
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
     `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
-    # Each node gets its copy of the code before anything of it is imported there. The program goes along as text, which
-    # this process has from a compared copy: the run folder's file may have been exchanged since.
-    copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node",
-               json.dumps({name: vars(spec)[name] for name in trust.CODE})]
     # With pyxis srun starts the task itself inside the container; elsewhere each rank becomes the container's program.
     inside = any(word.startswith("--container-image") for word in spec.srun_args)
     python = spec.command[0] if inside else sys.executable
@@ -129,8 +123,7 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Seq
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             *([f"--nodelist={','.join(nodes)}"] * spec.survives_nodes), "--distribution=block", "--overlap",
             "--label", f"--output={literal(folder)}/node%n.log",
-            *spec.srun_args, *(copying if spec.code_sha256 and not spec.contained else []),
-            python, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
+            *spec.srun_args, python, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
 
 
 def run_step(command: Sequence[str], environment: Environment, folder: Path, each: Each,

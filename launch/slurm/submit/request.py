@@ -19,7 +19,7 @@ from drover.launch.slurm.nodes import failing, few, named
 from drover.launch.slurm.scheduler import Scheduler, has_accounting, most_elements, of_another_job
 from drover.launch.slurm.submit.sbatch import LOGS, submit
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from drover.launch.slurm.trust import folders_of, group_exists, owner_problems
+from drover.launch.slurm.trust import refuse_foreign_files
 from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.outside import needed_modules
 from drover.pipeline.config.places import make_folder
@@ -30,7 +30,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
 from drover.pipeline.core.console import echo, say
-from drover.pipeline.core.errors import EXTRAS, UserError, listed
+from drover.pipeline.core.errors import EXTRAS, UserError
 
 
 def with_site_limits(config: Config) -> Config:
@@ -46,7 +46,6 @@ def with_site_limits(config: Config) -> Config:
 
 def for_slurm(run: Run, options: Options) -> Options:
     """Options with the paths of the jobs' copies of code and configuration. Writes nothing."""
-    code, content = planned_snapshot(run.folder)
     frozen = run.folder.absolute() / "launch" / f"config-{config_hash(run.config)[:12]}.yaml"
     wanted = run.config.launch.train.nodes
     bad, kept = failing(run.folder, wanted)
@@ -55,8 +54,8 @@ def for_slurm(run: Run, options: Options) -> Options:
     if kept:
         echo(f"not excluded  {named(kept)}: failed twice within a day too, but of {wanted} nodes at most "
              f"{few(wanted)} is excluded by itself (launch.exclude excludes others)\n")
-    return replace(options, frozen=str(frozen), chain=_new_id(), code=str(code), code_sha256=content,
-                   exclude=tuple(sorted(bad)))
+    return replace(options, frozen=str(frozen), chain=_new_id(),
+                   code=str(planned_snapshot(run.folder)), exclude=tuple(sorted(bad)))
 
 
 def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool | None) -> int:
@@ -79,7 +78,9 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
         refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
     else:
         say("note", f"the packages of {jobs[0].command[0]} are not checked from here")
-    _refuse_untrusted(run)
+    if config.launch.check_owners:
+        os.umask(os.umask(0o077) | 0o022)  # for all files written from here on; Slurm passes it on to the jobs
+        refuse_foreign_files(run.folder, plugin_files())
     if foreign := of_another_job(os.environ):
         say("note", f"{named(foreign)} of your shell are not passed on to sbatch and the jobs. Set what jobs request "
                     f"in the section `launch` (`drover explain launch`)")
@@ -89,7 +90,9 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     _refuse_queued(run)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
         rehearse_training(run, jobs, options)  # last, because it may take some minutes
-    take_snapshot(Path(options.code), options.code_sha256)
+    take_snapshot(Path(options.code))
+    if config.launch.check_owners:  # an access control list of the folder may override the umask
+        refuse_foreign_files(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was for earlier jobs
     submitted = submit(config, jobs, Chain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,
@@ -108,22 +111,6 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
 def _new_id() -> str:
     """The id of a submission; ids sort by time."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _refuse_untrusted(run: Run) -> None:
-    """Refuse a run folder from which jobs would execute files that others can write. Jobs check this at every start."""
-    launch = run.config.launch
-    if not launch.check_owners:
-        return
-    if launch.trusted_group is None:
-        os.umask(os.umask(0o077) | 0o022)  # for all files written from here on; Slurm passes it on to the jobs
-    elif not group_exists(launch.trusted_group):
-        raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group. Name one of "
-                        f"yours (`id` lists them).")
-    plugins = plugin_files()
-    if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json"), *plugins],
-                               launch.trusted_group, [run.folder, *plugins]):
-        raise UserError(f"Jobs execute files in the run folder, and others could change them:\n{listed(found)}")
 
 
 def _refuse_queued(run: Run) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from drover.launch.plan import Job
-from drover.launch.slurm import trust
 from drover.launch.slurm.chain import Chain, ChainJob, add_job, read_chain, token
 from drover.launch.slurm.scheduler import Scheduler, literal, of_another_job
 from drover.launch.slurm.submit.options import directives, gpus_asked, options_of, outer_python, preamble
@@ -25,7 +24,6 @@ from drover.pipeline.core.files import sha256_file, sha256_json
 
 LOGS = Path("logs") / "slurm"
 SPECS = Path("launch") / "jobs"
-KILLED = 128 + 9
 SBATCH_S = 60
 """Time limit of sbatch. It may have queued the job even so, which the token in the job's comment shows."""
 
@@ -131,7 +129,7 @@ def _spec_path(config: Config, job: Job) -> Path:
 
 def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
     """The job's script. It starts the runner once, on the first node; the runner starts the ranks with srun."""
-    launch, extra, trace = config.launch, options_of(job), shlex.quote(f"{job.run}/launch")
+    launch, extra = config.launch, options_of(job)
     waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
     waits += [f"afterany:{ids[job.follows]}"] if job.follows else []
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
@@ -154,33 +152,12 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         # The limits of the shell that submits are the login node's (CPU seconds, locked memory). Jobs get their node's.
         "propagate": extra.get("propagate", "NONE"),
         "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
-    # In an array SLURM_JOB_ID of one element equals the array's id, which means all of them.
-    itself = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.elements else "$SLURM_JOB_ID"
+    path = ":".join(shlex.quote(folder) for folder in (job.code, *plugin_folders()))
     python = outer_python(launch, job.contained)  # of the runner, and of the ranks until each becomes its stage
-    spec = f"{shlex.quote(str(_spec_path(config, job)))} {job.sha256}"
     return "\n".join([
         "#!/bin/bash", "",
         *directives(dict(sorted(options.items()))), "",
-        # On scancel bash must wait for the runner, which gets the signal too and cleans up.
-        "trap : TERM INT", *preamble(launch), *_checks(job, python, spec), "",
-        f"{python} -m drover.launch.slurm.job.runner {spec}",
-        # If the runner was killed (not the whole job), its ranks are gone too: requeue, if that is allowed. The file is
-        # for the next start, which counts such ends.
-        *[f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; "
-          f"scontrol requeue {itself}; }}; exit $code"] * launch.requeue, ""])
-
-
-def _checks(job: Job, python: str, spec: str) -> list[str]:
-    """Lines that end the job if the files that it would execute are not trustworthy, and that find its code.
-
-    Slurm keeps these lines, so that nobody can change them. They compare the program that checks everything else, and
-    run exactly the text that they compared.
-    """
-    program = f"{job.code}/drover/launch/slurm/trust.py"
-    refusal = f"refused: {program} changed after the submission or is missing; submit the same command again"
-    plugins = "".join(f":{shlex.quote(folder)}" for folder in plugin_folders())
-    return [f"check=$(cat {shlex.quote(program)})",
-            f'echo "$check" | sha256sum | grep -q "^{sha256_file(Path(trust.__file__))} " || '
-            f"{{ echo {shlex.quote(refusal)}; exit 1; }}",
-            f'code=$({python} -I -c "$check" check {spec}) || exit 1',
-            f"export PYTHONPATH=$code{plugins}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"]
+        *preamble(launch),
+        f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1", "",
+        # `exec`: on scancel the runner gets the signal, and cleans up.
+        f"exec {python} -m drover.launch.slurm.job.runner {shlex.quote(str(_spec_path(config, job)))}", ""])

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from io import BytesIO
 from pathlib import Path
-from zipfile import ZipFile, ZipInfo
 
 from drover.launch.credentials import files_with_secrets
-from drover.launch.slurm.trust import archive_of, changed_files, unpack
 from drover.pipeline.contract.stage_work import git
 from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import atomic_file
+from drover.pipeline.core.files import atomic_file, sha256_json
 
 CODE = Path("code")
 PACKAGE = "drover"
@@ -25,15 +22,13 @@ PARTS = (PACKAGE, "__init__.py", "launch", "model", "pipeline", "tools", "config
 """What jobs need of the checkout or of an installed package. Tests, docs and everything else are left out."""
 
 
-def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> tuple[Path, str]:
-    """Path of the copy of the code to make, `code/<commit>-<content>/` in the run folder, and the hash of its archive.
-    Writes nothing."""
-    content, commit = hashlib.sha256(_archive(repository)).hexdigest(), _commit(repository)
-    return run_folder.absolute() / CODE / f"{commit[:10] or 'unversioned'}-{content[:10]}", content
+def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
+    """Path of the copy of the code to make: `code/<commit>-<content>/` in the run folder. Writes nothing."""
+    return run_folder.absolute() / CODE / _name(_contents(repository))
 
 
-def take_snapshot(code: Path, content: str, repository: Path = REPOSITORY) -> None:
-    """Make the planned copy of the code: the archive `<code>.zip`, and the folder unpacked from it.
+def take_snapshot(code: Path, repository: Path = REPOSITORY) -> None:
+    """Make the planned copy of the code.
 
     `drover/` in it holds the files, as in an installed package; `snapshot.json` the commit, and whether the checkout
     had changes.
@@ -46,31 +41,27 @@ def take_snapshot(code: Path, content: str, repository: Path = REPOSITORY) -> No
         raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(found)}\nNothing was "
                         f"submitted. Move them out of {repository} or into a file that git ignores. To pass variables "
                         f"to the jobs, use launch.secrets.")
-    archive = _archive(repository)
-    if hashlib.sha256(archive).hexdigest() != content:
+    contents = _contents(repository)
+    if _name(contents) != code.name:
         raise UserError(f"Files in {repository} changed while they were being copied for the jobs. Nothing was "
                         f"submitted. Save your edits and submit again.")
-    with atomic_file(archive_of(code)) as file:
-        file.write(archive)
-    if changed_files(code):
-        unpack(code)
+    for name, content in contents.items():
+        with atomic_file(code / name, keep_equal=True, durable=False) as file:
+            file.write(content)
 
 
-def _archive(repository: Path) -> bytes:
-    """The files that jobs need, as a zip file. Equal files give equal bytes."""
-    commit, made = _commit(repository), BytesIO()
+def _contents(repository: Path) -> dict[str, bytes]:
+    """The content of each file of the copy, by its path there."""
+    commit = (git(repository, "rev-parse", "HEAD") or "").strip()
     changed = bool(commit) and git(repository, "status", "--porcelain", "--", *PARTS) != ""  # also if git fails
-    files = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
+    found = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
              for name in _files(repository)}
-    files[SNAPSHOT] = json.dumps({"commit": commit, "changed": changed}).encode()
-    with ZipFile(made, "w") as archive:
-        for name in sorted(files):
-            archive.writestr(ZipInfo(name), files[name])
-    return made.getvalue()
+    return {**found, SNAPSHOT: json.dumps({"commit": commit, "changed": changed}).encode()}
 
 
-def _commit(repository: Path) -> str:
-    return (git(repository, "rev-parse", "HEAD") or "").strip()
+def _name(contents: dict[str, bytes]) -> str:
+    commit = json.loads(contents[SNAPSHOT])["commit"][:10] or "unversioned"
+    return f"{commit}-{sha256_json({name: hashlib.sha256(text).hexdigest() for name, text in contents.items()})[:10]}"
 
 
 def _files(repository: Path) -> list[Path]:

@@ -248,15 +248,6 @@ def test_a_disk_that_is_full_for_a_moment_stops_nothing(job, monkeypatch):
     assert [event["start"] for event in job.events("attempt")] == [0, 1] and job.ends() == [RESTART, DONE]
 
 
-def test_other_code_is_not_started(job, monkeypatch):
-    """The copy is compared before each start, the second one too."""
-    said, asked = [["The code is not what was submitted."], []], []
-    monkeypatch.setattr(runner, "usable_code", lambda values: asked.append(values["code"]) or (0, said.pop()))
-    status, log = job.go("crash", code="/code", code_sha256="5e")
-    assert status == 1 and "is not what was submitted" in log and job.ends() == [RESTART]
-    assert job.state().status == "failed" and asked == ["/code"] * 2
-
-
 # ---- starts before this one
 
 
@@ -308,17 +299,16 @@ def test_the_start_that_nobody_saw_the_end_of(job):
     assert [strike["node"] for strike in read_lines(job.run / "launch/nodes.jsonl")] == ["n2", "n2"]
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_deaths_of_runners_without_progress_stop_the_stage_for_good(job, killed):
-    """A requeue from outside is no death."""
+@pytest.mark.parametrize("down", [True, False])
+def test_lost_nodes_without_progress_stop_the_stage_for_good(job, down):
+    """A requeue from outside is no crash."""
     job.crashed(0)
     job.unseen(1)
-    if killed:
-        (job.run / "launch/killed.12.1").touch()  # by the job's script
+    job.slurm.down = {"n2": "down*"} if down else {}
     status, log = job.go("work", max_restarts=1, restart=2)
-    assert job.ends()[1:] == (["crashed stop"] if killed else ["requeued requeue", DONE]), log
-    assert status == killed and (not killed or (job.state().status == "failed" and re.match(
-        "given up after 2 starts in a row without .*its runner was killed", job.state().reason)))
+    assert job.ends()[1:] == (["crashed stop"] if down else ["requeued requeue", DONE]), log
+    assert status == down and (not down or (job.state().status == "failed" and re.match(
+        "given up after 2 starts in a row without .*lost n2", job.state().reason)))
 
 
 def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
@@ -350,7 +340,7 @@ def test_elements_of_an_array(tmp_path):
     assert (job.run / "logs/shard/20_2.1").is_dir()
     assert job.go("refuse", element=1)[0] == 1
     job.unseen(3, "20_3")
-    (job.run / "launch/killed.24.3").touch()
+    job.slurm.down = {"n2": "down*"}
     status, log = job.go(element=3, job="24", restart=4)
     assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
 

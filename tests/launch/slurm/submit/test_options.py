@@ -77,7 +77,7 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
 def test_whose_python_runs_the_runner(script, launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage. What is in a
     container is called so there only."""
-    assert f"\n{python} -m drover.launch.slurm.job.runner " in script(**launch)
+    assert f"\nexec {python} -m drover.launch.slurm.job.runner " in script(**launch)
 
 
 def test_a_site_that_does_not_count_gpus(script, launcher):
@@ -181,5 +181,5 @@ def test_the_environment_holds_in_the_script_too_and_after_the_setup(script):
     """The script copies the code to TMPDIR before any rank starts."""
     text = script(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"})
     places = [text.index(part) for part in (
-        "\ntrap", "\nexport TMPDIR=/x\n", "\nin_setup=; set +e\nexport TMPDIR='/local/a b'\ncheck=")]
+        "\ntrap", "\nexport TMPDIR=/x\n", "\nin_setup=; set +e\nexport TMPDIR='/local/a b'\nexport PYTHONPATH=")]
     assert places == sorted(places)

@@ -35,13 +35,12 @@ def test_how_a_container_starts_a_stage(container, wrap, srun_args):
 @pytest.mark.parametrize("changes, python", [
     ({"srun_args": ("--container-image=i",)}, PYTHON), ({"wrap": ("apptainer", "exec", "i")}, sys.executable)])
 def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, python):
-    """The rank's own program runs with the Python that is there. Neither copies the code to the node."""
-    job = JobSpec("t", "train", (PYTHON, "-m", "x"), run="/runs/t", chain="c", code="/runs/t/code/c",
-                  code_sha256="0" * 64, contained=True, **changes)
+    """The rank's own program runs with the Python that is there."""
+    job = JobSpec("t", "train", (PYTHON, "-m", "x"), run="/runs/t", chain="c", **changes)
     command = srun_command(job, Path("/logs"), [*job.wrap, *job.command])
     at = command.index("drover.launch.slurm.job.rank")
     assert command[at - 2:] == [python, "-m", command[at], "train", *job.wrap, *job.command]
-    assert ("--container-image=i" in command[:at]) == (not job.wrap) and "-I" not in command
+    assert ("--container-image=i" in command[:at]) == (not job.wrap)
 
 
 def test_the_dry_run_shows_the_container(launcher):

@@ -27,7 +27,7 @@ def files(folder):
 
 
 def test_a_checkout_is_copied_once_and_again_with_what_was_changed(checkout, tmp_path):
-    planned, _ = planned_snapshot(tmp_path / "run", checkout)
+    planned = planned_snapshot(tmp_path / "run", checkout)
     assert not (tmp_path / "run").exists(), "planning writes nothing"
     copy = snapshot_of(tmp_path / "run", checkout)
     first = {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 1\n", "drover/pipeline/deep/b.py": "B = 1\n"}
@@ -59,7 +59,7 @@ def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path, ins
 
 
 def test_an_edit_after_the_plan_is_refused(checkout, tmp_path):
-    code, content = planned_snapshot(tmp_path / "run", checkout)
+    code = planned_snapshot(tmp_path / "run", checkout)
     (checkout / "launch/a.py").write_text("A = 9\n")
-    refused(UserError, "changed while they were being copied", take_snapshot, code, content, checkout)
+    refused(UserError, "changed while they were being copied", take_snapshot, code, checkout)
     assert not (tmp_path / "run").exists()
