@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.config.data import FilesSource, HubSource, Source
 from drover.pipeline.core.console import first, readable
 from drover.pipeline.data.documents import Rejection
+
+if TYPE_CHECKING:
+    from drover.pipeline.config.data import HubSource, Source
 
 MOST_NAMED = 100
 """So many files of which something could not be read are in the manifest, those with the most such bytes first."""
@@ -161,7 +163,7 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
     looked = [file for file in files if file.separated is not None]
     without = [file for file in looked if not file.separated]
     other = [file for file in looked if file.other_separator]
-    if isinstance(source, FilesSource) and (without or other):
+    if source.kind == "files" and (without or other):
         line = (f"source {source.name}: the separator {quoted(source.separator)} does not occur in {len(without):,} of "
                 f"{len(looked):,} files")
         if other:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import orjson
-from webdataset import TarWriter
-from webdataset.tariterators import tar_file_iterator
 
 from drover.pipeline.contract.input_check import output, refuse_changed, refuse_longer, wrong
 from drover.pipeline.contract.manifest import check_record
@@ -73,6 +71,8 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
     Returns:
         sha256 of what was written.
     """
+    from webdataset import TarWriter  # not above: it imports torch
+
     with atomic_file(path) as file:
         hashing = _HashingFile(file)
         with TarWriter(hashing, user="", group="", mode=0o644, mtime=0, compress=False, encoder=False) as tar:
@@ -111,6 +111,8 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
 
 def _members(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
     """The key and content of each member, as webdataset reads them."""
+    from webdataset.tariterators import tar_file_iterator
+
     place = "its beginning"
     try:
         for member in tar_file_iterator(file):
@@ -136,6 +138,8 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
         UserError: the file is missing, is not what was committed (also after batches were given: nothing that was made
             of them may be kept then), or holds another number of documents.
     """
+    from webdataset.tariterators import tar_file_iterator
+
     expected, count, fault = output(folder, record, "shard"), 0, None
     path = expected.path
     batch, size = Texts([], [], []), 0
