@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from drover.pipeline.core.console import markdown
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.core.files import write_json, write_text
-from drover.pipeline.reporting.facts import processor
 
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")
@@ -131,3 +130,12 @@ def machine() -> dict[str, Any]:
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": processor(), "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
             **{name: version for name in PACKAGES if (version := installed_version(name))}}
+
+
+def processor() -> str:
+    """The processor's name, as far as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

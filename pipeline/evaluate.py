@@ -17,7 +17,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
+from drover.pipeline.core.files import output_record, sha256_json, write_json
 from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ TRAINING_BYTES = 1_000_000_000
 
 
 def evaluate(work: Work) -> None:
-    """Measure everything that is configured and commit results.json and results.md."""
+    """Measure everything that is configured and commit results.json."""
     go_offline()  # before anything imports the libraries that look for it
     from drover.pipeline.contract.run import code_hashes
     from drover.pipeline.contract.stages import STAGES
@@ -232,15 +232,13 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict
 
 def _write(work: Work, ranks: Ranks, opened: OpenedModel, found: dict[str, Any], seconds: dict[str, float]) -> None:
     from drover.pipeline.evaluation.results import as_json, say_results
-    from drover.pipeline.reporting.render import markdown, of_results
 
     results = as_json(work.config, opened.config, window_length(work, opened), found)
     said = list(say_results(results))
     write_json(work.folder / "results.json", results)
-    write_text(work.folder / "results.md", markdown(of_results(work.config, results, said[0])))
     for line in said:
         work.say(line)
-    outputs = [output_record(work.folder, work.folder / name) for name in ("results.json", "results.md")]
+    outputs = [output_record(work.folder, work.folder / "results.json")]
     total = results["validation"]["overall"]
     work.commit(outputs, {"bits_per_byte": total["bits_per_byte"], "validation_tokens": total["targets"],
                           "validation_bytes": total["bytes"], "tasks": len(results["tasks"]), "ranks": ranks.world,

@@ -28,7 +28,7 @@ def report(work: Work) -> None:
         write_text(work.run.folder / name, text)
     work.say(document.verdict)
     work.commit([output_record(work.folder, work.folder / name) for name in pages],
-                {"notices": len(document.notices), "chapters": len(document.chapters)})
+                {"notices": len(document.notices)})
     work.say(f"open {(work.run.folder / 'report.html').absolute()}")
 
 

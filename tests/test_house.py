@@ -118,7 +118,7 @@ CALLED_FROM_OUTSIDE = {
     "loglikelihood_rolling", "generate_until",  # by lm_eval
     "_make_submission_file_text",  # by submitit
     "seekable",  # by io.BufferedReader
-    "format_field",  # by string.Formatter
+    "get_field", "format_field",  # by string.Formatter
 }
 
 

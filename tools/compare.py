@@ -30,7 +30,7 @@ from drover.pipeline.evaluation.comparing import Candidate, Conditions, differen
 from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
-from drover.pipeline.reporting.document import NONE, Lines, Series, Table
+from drover.pipeline.reporting.document import NONE, filled
 
 FORMAT = 1
 SCORES = {"model": "{model}", "tokens": "{tokens:,}", "task": "{task}", "version": "{version}", "metric": "{metric}",
@@ -60,7 +60,7 @@ def work(options: argparse.Namespace) -> None:
     try:
         results = compare(candidates, conditions, options, ranks)
         if ranks.leads:
-            _write(options.to, results, bool(options.checkpoints))
+            _write(options.to, results)
         ranks.barrier()
     finally:
         stop_ranks()
@@ -133,43 +133,20 @@ def compare(candidates: Sequence[Candidate], conditions: Conditions, options: ar
             "notes": [*NOTES, *(f"{name}: {doubt}." for name, parts in found.items() for doubt in doubts(parts))]}
 
 
-def _write(folder: Path, results: Record, over_tokens: bool) -> None:
+def _write(folder: Path, results: Record) -> None:
     scores, paired = _table(SCORES, results["scores"]), _table(PAIRED, results["differences"])
     write_json(folder / "comparison.json", results)
     text = ["# Comparison", "", *markdown(scores), ""]
     text += ["## Paired differences", "", *markdown(paired), ""] if paired[1:] else []
     write_text(folder / "comparison.md", "\n".join([*text, *results["notes"], ""]))
-    if over_tokens:
-        for name, svg in plots(results["scores"]).items():
-            write_text(folder / f"{name}.svg", svg)
     echo("\n".join([*aligned(scores), *(["", *aligned(paired)] if paired[1:] else []), "",
                     *results["notes"][len(NOTES):], str(folder / "comparison.md")]))
 
 
 def _table(columns: dict[str, str], rows: list[Record]) -> list[list[str]]:
     """Heading and cells, sorted by task and metric. What is missing is left empty."""
-    table = Table("", columns, sorted(rows, key=lambda row: (row["task"], row["metric"])))
-    return [[*columns], *(["" if cell == NONE else cell for cell in cells] for _, cells in table.rows)]
-
-
-def plots(scores: list[Record]) -> dict[str, str]:
-    """An SVG of each task's metrics over tokens, by `task.metric`; bars are one standard error up and down."""
-    from drover.pipeline.reporting.plots import standalone
-
-    found = {}
-    for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in scores):
-        points = sorted((row for row in scores if (row["task"], row["metric"]) == (task, metric)
-                         and None not in (row["tokens"], row["value"])), key=lambda row: row["tokens"])
-        if not points:
-            continue
-        name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{task}.{metric}")
-        tokens = [row["tokens"] for row in points]
-        lines = [Series(task, tokens, [row["value"] for row in points],
-                        errors=[row["stderr"] or 0.0 for row in points])]
-        if points[0]["chance"] is not None:
-            lines.append(Series("chance", tokens, [row["chance"] for row in points], faint=True))
-        found[name] = standalone(Lines(f"{metric} of {task}", "tokens", f"{metric} of {task}", lines))
-    return found
+    return [[*columns], *(["" if (text := filled(cell, row)) == NONE else text for cell in columns.values()]
+                          for row in sorted(rows, key=lambda row: (row["task"], row["metric"])))]
 
 
 main = Program("python -m drover.tools.compare", __doc__, add_options, work)

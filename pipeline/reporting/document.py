@@ -5,9 +5,9 @@ Blocks without content are false, and are omitted. A paragraph is a plain string
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from string import Formatter
 from typing import Any
 
@@ -25,11 +25,10 @@ def compact(value: float) -> str:
 
 
 ALL = "all"
-"""A row with this in its first or second cell is a sum and is highlighted."""
+"""A row with this in its first cell is a sum and is highlighted."""
 NONE = "–"
 FORMS: dict[str, Callable[[Any], str]] = {"B": readable, "s": duration, "k": compact}
 """Formats that Python's format strings lack: bytes, seconds, and short forms of large numbers."""
-DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -37,109 +36,87 @@ class Table:
     """A table of records.
 
     Attributes:
-        columns: by heading, the template of its cells for `filled`. Numbers, which have a format, are right-aligned.
-        records: one for each row; the key `strong` highlights the row.
+        cells: by heading, the template of a column's cells for `filled`. Numbers, which have a format, are
+            right-aligned. Columns without any value are omitted.
+        records: one for each row.
     """
 
     title: str
-    columns: Mapping[str, str]
+    cells: Mapping[str, str]
     records: Sequence[Record]
     note: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.records)
 
+    @cached_property
+    def columns(self) -> dict[str, list[str]]:
+        """The text of each cell, by heading."""
+        every = {heading: [filled(cell, record) for record in self.records] for heading, cell in self.cells.items()}
+        return {heading: texts for heading, texts in every.items() if set(texts) != {NONE}}
+
     @property
-    def rows(self) -> list[tuple[bool, list[str]]]:
+    def numbers(self) -> list[bool]:
+        """Which columns are right-aligned."""
+        return [":" in self.cells[heading] for heading in self.columns]
+
+    @property
+    def rows(self) -> list[tuple[bool, tuple[str, ...]]]:
         """Whether a row is highlighted, and its cells."""
-        rows = [[filled(column, record) for column in self.columns.values()] for record in self.records]
-        return [(ALL in row[:2] or "strong" in record, row) for row, record in zip(rows, self.records, strict=True)]
+        return [(row[0] == ALL, row) for row in zip(*self.columns.values(), strict=True)]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name and points. faint: drawn in the background. errors: the half length of each error bar."""
+    """A line: its name and points. faint: drawn in the background."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     faint: bool = False
-    errors: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart of lines. scale: `linear`, `from zero` or `log`; histogram: the points are shares of classes, each twice
-    as wide as the one before, and x is where a class ends, in bytes."""
+    """A chart of lines over steps. unit: of its values. from_zero: they begin at 0. A table has the values as text."""
 
     title: str
-    x_label: str
-    y_label: str
+    unit: str
     series: Sequence[Series]
     note: str = ""
-    scale: str = "linear"
-    percent: bool = False
-    histogram: bool = False
+    from_zero: bool = False
 
     def __bool__(self) -> bool:
         return any(line.x for line in self.series)
 
-    @property
-    def told(self) -> str:
-        """A histogram as text; empty for other charts, since tables have their values."""
-        return "; ".join(f"{line.name} " + ", ".join(
-            f"{share:.1%} up to {readable(end)}" for end, share in zip(line.x, line.y, strict=True) if share)
-            for line in self.series if self.histogram)
-
 
 @dataclass(frozen=True)
 class Bars:
-    """A chart of horizontal bars: a value for each label, and the values' format, as in a table's column. ours: the
-    label of the highlighted bar."""
+    """A chart of horizontal bars: a value for each label. ours: the label of the highlighted bar. A table next to it
+    has its values as text."""
 
     title: str
-    unit: str
     bars: Mapping[str, float]
-    ours: str = ""
-    form: str = ".3f"
-    note: str = ""
+    ours: str
 
     def __bool__(self) -> bool:
         return bool(self.bars)
 
-    @property
-    def told(self) -> str:
-        """The chart as text."""
-        return ", ".join(f"{label} {text}" for label, text, _ in self.rows)
-
-    @property
-    def rows(self) -> list[tuple[str, str, float]]:
-        """For each bar its label, its value, and its length in percent, at most 78, which leaves room for the value."""
-        most = max(self.bars.values()) or 1
-        return [(label, written(value, self.form), round(78 * value / most, 1)) for label, value in self.bars.items()]
-
 
 @dataclass(frozen=True)
-class Passage:
-    """A model's continuation of a prompt. Both are untrusted text."""
-
-    title: str
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Fold:
-    """A long text that is shown on demand, and in print."""
+class Text:
+    """Untrusted or long text: what a model wrote after a prompt, or, folded, what is shown on demand and in print."""
 
     title: str
     text: str
+    prompt: str = ""
+    folded: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.text)
+        return bool(self.text or self.prompt)
 
 
-Block = str | Table | Lines | Bars | Passage | Fold
+Block = str | Table | Lines | Bars | Text
 
 
 @dataclass(frozen=True)
@@ -148,7 +125,6 @@ class Notice:
 
     kind: str
     text: str
-    entries: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -185,17 +161,11 @@ class Document:
     chapters: Sequence[Chapter]
 
 
-def pairs(title: str, values: Mapping[str, str], record: Record, note: str = "") -> Table:
-    """A table of labels and values, which are templates for `filled`. Absent values are omitted."""
-    rows = [{"label": label, "value": filled(value, record)} for label, value in values.items()]
-    return Table(title, {"": "{label}", " ": "{value}"}, [row for row in rows if row["value"] not in ("", NONE)], note)
-
-
 class _Filled(Formatter):
     """Python's format strings over a record, with our formats, shares, and a dash for absent values."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-        part, *whole = (_found(name, kwargs) for name in field_name.split(" / "))
+        part, *whole = (value(name, kwargs) for name in field_name.split(" / "))
         for divisor in whole:
             part = part / divisor if divisor and part is not None else None
         return part, field_name
@@ -204,12 +174,12 @@ class _Filled(Formatter):
         return written(value, format_spec)
 
 
-def _found(name: str, value: Any) -> Any:
-    """The value of `key[inner][0]` in mappings and sequences. Sources' names may be numbers, too."""
+def value(name: str, record: Any) -> Any:
+    """The value of `key[inner][0]` in mappings and sequences, or None. Sources' names may be numbers, too."""
     for key in name.rstrip("]").replace("][", "[").split("["):
-        if value is not None:
-            value = value.get(key) if isinstance(value, Mapping) else value[int(key)]
-    return value
+        if record is not None:
+            record = record.get(key) if isinstance(record, Mapping) else record[int(key)]
+    return record
 
 
 def filled(template: str, record: Record) -> str:
@@ -221,29 +191,21 @@ def filled(template: str, record: Record) -> str:
     return _Filled().vformat(template, (), record)
 
 
-def value(name: str, record: Record) -> Any:
-    """The value of a field of a format string, such as `text_bytes[train]` or `changed / documents`, or None."""
-    return _Filled().get_field(name, (), record)[0]
-
-
 def written(value: Any, form: str = "") -> str:
-    """A value for readers: 12,345; 0.0321; text unchanged; a dash for None."""
+    """A value for readers: 12,345; 0.0321; text unchanged; a dash for None and what is empty."""
     if value is None:
         return NONE
-    if form not in ("", "n") and not isinstance(value, str):
+    if isinstance(value, int | float) and form not in ("", "n"):
         return FORMS[form](value) if form in FORMS else format(value, form)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.2e}" if 0 < abs(value) < 1e-4 else f"{value:,.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{words(key)} {written(item)}" for key, item in value.items())
+        return ", ".join(f"{words(key)} {written(item)}" for key, item in value.items()) or NONE
     if isinstance(value, list | tuple):
-        return ", ".join(map(written, value))
-    text = str(value)
-    return f"{text[:16]}…" if DIGEST.fullmatch(text) else text
+        return ", ".join(map(written, value)) or NONE
+    return str(value)
 
 
 def words(key: str) -> str:

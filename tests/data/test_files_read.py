@@ -6,12 +6,15 @@ import json
 import pytest
 
 from drover.pipeline.config.data import HubSource
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.files_read import files_read, remarks
 from drover.pipeline.data.hub import files_record
 from drover.pipeline.data.reading import unit_documents
-from drover.pipeline.reporting.chapters.data import _files
+from drover.pipeline.reporting.facts import collect
+from drover.pipeline.reporting.render import compose, html, markdown
 from tests.data.source_files import batch, files_source, lines, payload_of, write_batches
+from tests.reporting.made_up import write_run
 from tests.stages.conftest import run  # noqa: F401 - a fixture
 from tests.stages.test_shard import files_source as source_of
 from tests.stages.test_shard import folder_of, write_config
@@ -112,10 +115,22 @@ def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(
     assert counts["bytes"] == {"in": size, "rejected": sum(own["lost_bytes"] for own in rejected)}
     assert [own["file"] for own in counts["incomplete_files"]] == ["b.json", "d.json"]
     assert len(counts["remarks"]["s"]) == 2
-    files, some, _, *remarks = _files(counts, counts["sources"])
-    assert remarks[0].startswith("Source s: the records of 1 files are those of a list in the field page")
-    assert files.rows[0][1][1:6] == ["5", "2", "1", "1", "1"] and [row[1][0] for row in some.rows] == [
-        "s/b.json", "s/d.json"]
+    page, text = reports(tmp_path, counts)
+    assert "Source s: the records of 1 files are those of a list in the field page" in text
+    assert "| s | 5 | 2 | 1 | 1 | 1 | " in text and "could not be read: 2. See Data." in page
+    for own in counts["incomplete_files"]:
+        assert f"| s/{own['file']} | {own['bytes']:,} | {own['lost_bytes']:,} | " in text
+        assert f"s/{own['file']}</td>" in page and own["reason"].split("<")[0][:20] in page
+
+
+def reports(tmp_path, counts):
+    """The report of a run whose stage shard counted this: the page and its Markdown."""
+    made_up, _ = write_run(tmp_path / "report")
+    manifest = read_manifest(made_up.own_folder("shard"))
+    manifest.counts = counts
+    manifest.write(made_up.own_folder("shard"))
+    document = compose(collect(made_up))
+    return html(document), markdown(document)
 
 
 @pytest.mark.parametrize(("files", "fields", "left_out", "said"), [
@@ -143,11 +158,10 @@ def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fie
     assert counts["bytes"] == {"in": size, "rejected": size * counts["rejected"] // counts["documents_in"]}
     assert (counts["documents_in"], counts["rejected"]) == ((12, 0) if "limit" in fields else (31, 1))
     assert counts["left_out_files"] == [{"source": "h", "file": file, "reason": left_out[file]} for file in left_out]
-    table, _, gone, *remarks = _files(counts, counts["sources"])
-    assert table.rows[0][1][1:7] == [str(len(read)), "0", "0", "0", "0", str(len(read))] and len(gone.rows) == len(
-        left_out)
-    assert any(said in own for own in remarks) and all(own in printed for own in counts["remarks"]["h"])
-    assert not any("hold no record" in own for own in remarks)
+    _, text = reports(tmp_path, counts)
+    assert f"| h | {len(read)} | 0 | 0 | 0 | 0 | {len(read)} | " in text
+    assert all(f"| h | {file} | {reason} |" in text for file, reason in left_out.items())
+    assert said in text and all(own in printed for own in counts["remarks"]["h"]) and "hold no record" not in text
 
 
 @pytest.mark.parametrize(("split", "read", "left_out"), [

@@ -1,9 +1,10 @@
-"""A run that never ran, complete or sparse, to make reports of."""
+"""A run that never ran, to make reports of."""
 
 from pathlib import Path
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.loading import save_config
+from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import hashed_now
 from drover.pipeline.contract.manifest import Manifest
@@ -21,7 +22,8 @@ def config(folder):
     text = folder / "input.txt"
     text.write_text("some text\n")
     sources = [FilesSource(kind="files", name=name, paths=[str(text)]) for name in SOURCES]
-    return Config(name="made-up", runs_dir=str(folder / "runs"), shard=ShardConfig(sources=sources, keep_dropped=True))
+    return Config(name="made-up", runs_dir=str(folder / "runs"), shard=ShardConfig(sources=sources, keep_dropped=True),
+                  train=TrainConfig(mixture=dict.fromkeys(SOURCES, 1.0)))
 
 
 def recorded():
@@ -31,32 +33,24 @@ def recorded():
     cards = found["counts"]["shard"]["cards"].values()
     for example in (card["examples"]["length"]["fewer than 20 words"][0] for card in cards):
         example["text"] = f"too\nshort {EVIL}"
+    found["counts"]["shard"]["incomplete_files"][0]["reason"] = EVIL
+    found["results"]["continuations"][0]["text"] = EVIL
     found["results"]["definitions"] = DEFINITIONS
     return found
 
 
-def results():
-    return recorded()["results"]
-
-
-def metrics(steps=600):
+def metrics():
     found = [{
         "step": step, "loss": 2.9 + 6 / step, "lr": 3e-3 * min(1, step / 50), "grad_norm": 0.6 + 4 / step,
-        "samples": [step * 32 - 32, step * 32], "tokens": step * 8192, "tokens_per_s": 28000, "data_wait_s": 0.0004,
-        "step_s": 0.29, "memory_mb": 912.5, "mfu": None} for step in range(1, steps + 1)]
+        "tokens": step * 8192, "tokens_per_s": 28000, "data_wait_s": 0.0004,
+        "step_s": 0.29, "memory_mb": 912.5, "mfu": None} for step in range(1, 601)]
     for record in found[99::100]:
         record["validation_bpb"] = {"stdlib": 1.85 + 200 / record["step"], "prose": 2.02 + 200 / record["step"]}
     return found
 
 
-def block(document, title):
-    """The table or chart of a report that has this title."""
-    return next(block for chapter in document.chapters for block in chapter.blocks
-                if getattr(block, "title", "") == title)
-
-
-def write_run(folder, *, sparse=False, drift=False):
-    """Manifests of every stage before the report, and the files beside them; `sparse` has the manifests alone."""
+def write_run(folder):
+    """Manifests of every stage before the report, and the files beside them."""
     folder.mkdir(exist_ok=True)
     settings, made = config(folder), recorded()
     run = Run(settings)
@@ -66,27 +60,19 @@ def write_run(folder, *, sparse=False, drift=False):
         files = [*run.files(name), *hashed_now(run.listing(name))]
         identity = {key: value for key, value in run.fingerprint(name).items() if key != "listing"}
         manifest = Manifest(
-            name, identity | {"files": {file["name"]: file["sha256"] for file in files}}, [], {}, "0" * 64, files=files,
-            **{key: value for key, value in made["made_by"][name].items() if not sparse or key == "wall_s"},
-            started="2026-03-01T10:00:00+00:00", finished="2026-03-01T10:03:00+00:00",
-            drift=[{"stage": "encode", "differences": ["encode.dtype: \"uint16\" -> \"uint32\""]}] if drift else [])
-        if not sparse:
-            manifest.counts = made["counts"][name]
-        manifest.code = code_hashes(STAGES[name])
-        if name == "convert" and drift:
-            manifest.code["pipeline/convert.py"] = "another"
+            name, identity | {"files": {file["name"]: file["sha256"] for file in files}}, [], made["counts"][name],
+            "0" * 64, files=files, started="2026-03-01T10:00:00+00:00", finished="2026-03-01T10:03:00+00:00",
+            **made["made_by"][name])
+        manifest.code = {**code_hashes(STAGES[name]), **made["other_code"].get(name, {})}
         manifest.write(run.own_folder(name))
-    if not sparse:
-        train = run.stage_folder("train")
-        # Steps 1 to 9 were done twice: the first attempt's values must not be shown.
-        skipped = [{**metrics()[299], "step": step, "loss": loss, "grad_norm": "inf", "skipped": why}
-                   for step, loss, why in ((350, "nan", "nonfinite"), (420, 4e9, "spike"))]
-        write_jsonl(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics() + skipped)
-        write_jsonl(train / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {EVIL}"}
-                                              for step in (200, 400, 600) for prompt in ("class ", "import ")])
-        spikes = [{"event": "spike", "step": step, "time": "2026-03-01T10:02:30.000+00:00"} for step in range(500, 560)]
-        write_jsonl(train / "events.jsonl", made["events"][:-1] + spikes + made["events"][-1:])
-        made["results"]["continuations"][0]["text"] = EVIL
-        write_json(run.stage_folder("evaluate") / "results.json", made["results"])
-        write_json(run.stage_folder("tokenizer") / "report.json", made["tokenizer"])
+    train = run.stage_folder("train")
+    # Steps 1 to 9 were done twice: the first attempt's values must not be shown.
+    write_jsonl(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics()[:9]] + metrics()
+                + [{**metrics()[299], **skipped} for skipped in made["skipped"]])
+    write_jsonl(train / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {EVIL}"}
+                                          for step in (200, 400, 600, 800) for prompt in ("class ", "import ")])
+    spikes = [{"event": "spike", "step": step, "time": "2026-03-01T10:02:30.000+00:00"} for step in range(500, 560)]
+    write_jsonl(train / "events.jsonl", made["events"][:-1] + spikes + made["events"][-1:])
+    write_json(run.stage_folder("evaluate") / "results.json", made["results"])
+    write_json(run.stage_folder("tokenizer") / "report.json", made["tokenizer"])
     return Run(settings), settings

@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from drover.pipeline.reporting.document import Bars, Table, filled, pairs, written
+from drover.pipeline.reporting.document import Table, filled, written
 from tests.refusal import table
 
 RECORD = {"steps": 1200, "text": {"train": 11_828_804, "gzip -9": 2.05}, "part": 3, "whole": 8, "nothing": 0,
-          "kind": "bpe", "seconds": 172.4, "sha": "ab" * 32, "yes": True,
+          "kind": "bpe", "seconds": 172.4, "odd": "nan",
           "years": {"2024": 5, "of": [{"n": 7}, None]}, "list": [1, "a"], "deep": {"a_b": {"c": 0.5}}}
 FILLED = """
 {steps:,} steps -> 1,200 steps
@@ -19,10 +19,11 @@ FILLED = """
 {text[absent]:,} -> –
 {absent[more]} -> –
 {kind:,} -> bpe
+{odd:.4f} -> nan
+{text:,} -> train 11,828,804, gzip -9 2.05
+{list:,} -> 1, a
 {seconds:s} -> 2 m 52 s
 {steps:k} -> 1,200
-{sha} -> abababababababab…
-{yes} -> yes
 {list} -> 1, a
 {deep} -> a b c 0.5
 {whole / part:n} -> 2.667
@@ -55,6 +56,7 @@ def test_numbers_are_short_and_take_few_letters(number, text, compact):
     assert (written(number), written(number, "k")) == (text, compact)
 
 
-def test_bars_have_lengths_and_blocks_without_content_are_false():
-    assert Bars("", "s", {"a": 2.0, "b": 0.0}, form="s").rows == [("a", "2.0 s", 78.0), ("b", "0.0 s", 0.0)]
-    assert not Table("", {}, []) and not pairs("", {"b": "{b}", "c": "{c}"}, {"b": "", "c": None})
+def test_columns_without_values_are_omitted():
+    table = Table("", {"a": "{a}", "b": "{b:,}", "c": "{c:,}"}, [{"a": "all"}, {"c": 10 ** 9}])
+    assert table.columns == {"a": ["all", "–"], "c": ["–", "1,000,000,000"]} and table.numbers == [False, True]
+    assert table.rows == [(True, ("all", "–")), (False, ("–", "1,000,000,000"))]

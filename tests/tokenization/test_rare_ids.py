@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.reporting.chapters.data import rare_ids as told_of
+from drover.pipeline.reporting.chapters.data import data
+from drover.pipeline.reporting.facts import Facts
 from drover.pipeline.tokenization.kinds import load_tokenizer
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
@@ -45,8 +47,9 @@ def test_they_are_said_and_in_the_report():
     found = rare_ids([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
     told = warnings(found["outliers"])
     assert len(told) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in told[0] and "25 more" in told[-1]
-    table = told_of({"rare_ids": found})
-    assert table.rows[0][1][:3] == ["train/0.arrow", "byte-fallback ids", "20.0%"] and len(table.rows) == 20
+    encode = Manifest("encode", {}, [], {"rare_ids": found}, "")
+    assert [block for block in data(Facts(Config(), {"shard": Manifest("shard", {}, [], {}, ""), "encode": encode}))
+            if block] == told
     assert warnings([]) == []
 
 

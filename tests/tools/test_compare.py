@@ -1,6 +1,5 @@
 """Models and a run's checkpoints on the same items: the table, what differs, the plot, going on after a kill."""
 
-import re
 import shlex
 from itertools import combinations
 
@@ -76,14 +75,6 @@ def test_each_checkpoint_is_compared_with_the_one_before(over_time):
                          "difference": pytest.approx(second["value"] - first["value"], rel=1e-6)}
 
 
-def test_a_plot_of_each_score_over_tokens(over_time):
-    to, results = over_time
-    assert {path.stem for path in to.glob("*.svg")} == {
-        re.sub(r"[^\w-]", "-", f"{row['task']}.{row['metric']}") for row in results["scores"]}
-    text = (to / "capitals-acc.svg").read_text()
-    assert "tokens" in text and ">chance</text>" in text and "h6M" in text, "the bars of the errors"
-
-
 @pytest.mark.slow
 def test_again_nothing_is_measured_and_a_kill_costs_one_part(over_time, home, monkeypatch):
     to, results = over_time
@@ -120,7 +111,6 @@ def test_models_of_any_form_in_one_table(home, capsys):
     alike = row(results, "differences", first=models[0], second=models[2], metric="answer_bits_per_byte")
     assert alike["difference"] == pytest.approx(0, abs=1e-6)
     assert f"| {models[2]} |" in (to / "comparison.md").read_text() and models[2] in capsys.readouterr().out
-    assert not list(to.glob("*.svg"))
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("""

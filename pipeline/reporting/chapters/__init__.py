@@ -1,1 +1,1 @@
-"""The chapters of the report, one in a file: each reads the facts and yields its blocks."""
+"""The chapters of the report, a few in a file: each function reads the facts and yields its blocks."""

@@ -1,4 +1,4 @@
-"""Provenance: from the result back to its inputs, by digests, versions, commits and settings."""
+"""The stages: how long they ran, on which machines, and from which inputs, code and settings."""
 
 from __future__ import annotations
 
@@ -7,53 +7,32 @@ from collections.abc import Iterator
 
 from drover.pipeline.config.loading import dump_config
 from drover.pipeline.core.files import Record
-from drover.pipeline.reporting.document import Block, Fold, Table, pairs
+from drover.pipeline.reporting.document import NONE, Block, Table, Text, filled, written
 from drover.pipeline.reporting.facts import Facts, shareable
-
-SHOWN_FILES = 200
-"""Input files of a stage that are listed."""
 
 
 def provenance(facts: Facts) -> Iterator[Block]:
     """The chapter."""
-    lineage, inputs = [], []
-    versions: dict[str, dict[str, list[str]]] = {}
-    folds = {"Configuration, with all defaults and without folders": shareable(dump_config(facts.config))}
-    for stage, manifest in facts.manifests.items():
-        made_of = [f"{need} {digest[:8]}" for need, digest in manifest.fingerprint.get("inputs", {}).items()]
-        commit = str(manifest.git.get("commit") or "")[:10] + " + changes" * bool(manifest.git.get("changed"))
-        lineage.append({"stage": stage, "digest": manifest.digest[:16], "outputs": len(manifest.outputs),
-                        "commit": commit or None,
-                        "made of": ", ".join(made_of) or f"input files: {len(manifest.files):,}"})
-        groups: dict[str, list[Record]] = {}
-        for record in manifest.files:
-            groups.setdefault(record["name"].partition("/")[0], []).append(record)
-        inputs += [{"stage": stage, "source": source, "files": len(records),
-                    "bytes": sum(record["bytes"] for record in records),
-                    "folder": shareable(os.path.commonpath([record["path"] for record in records]))}
-                   for source, records in groups.items()]
-        listed = [f"{record['sha256'][:16]}  {record['name']}" for record in manifest.files]
-        left_out = [f"... and {len(listed) - SHOWN_FILES:,} more"] if len(listed) > SHOWN_FILES else []
-        folds[f"Input files of {stage} ({len(listed):,})"] = "\n".join([*listed[:SHOWN_FILES], *left_out])
-        for package, version in manifest.software.items():
-            versions.setdefault(package, {}).setdefault(version, []).append(stage)
-    yield ("Each stage's digest is a hash of the paths and contents of its outputs. Its inputs are the digests of the "
-           "stages whose outputs it read.")
-    yield Table("Lineage", {"stage": "{stage}", "digest of its outputs": "{digest}", "inputs": "{made of}",
-                            "commit": "{commit}", "files": "{outputs:,}"}, lineage)
-    yield Table("Input files", {"stage": "{stage}", "source": "{source}", "files": "{files:,}", "size": "{bytes:B}",
-                                "folder": "{folder}"}, inputs,
-                "As recorded by the stages, even if the configuration names other files now.")
-    yield pairs("Where the results are", {
-        "newest checkpoint": "train/{checkpoint}", "Hugging Face model": "convert/hf",
-        "metrics of each step": "train/metrics.jsonl", "evaluation": "evaluate/results.json",
-        "TensorBoard": "tensorboard" if any(sink.kind == "tensorboard" for sink in facts.config.train.log_to) else ""},
-        facts.counts("train"),
-        "Paths within the run's folder, or within the reused run's folder.")
-    yield Table("Software", {"package": "{package}", "version": "{versions}"}, [
-        {"package": package, "versions": "; ".join(
-            version if len(found) == 1 else f"{version} ({', '.join(stages)})" for version, stages in found.items())}
-        for package, found in versions.items()])
-    folds["Definitions of the metrics"] = "\n".join(
-        f"{name}: {meaning}" for name, meaning in facts.results.get("definitions", {}).items())
-    yield from (Fold(title, text) for title, text in folds.items())
+    rows = list[Record]()
+    for name, manifest in facts.manifests.items():
+        commit = str(manifest.git.get("commit") or NONE)[:10] + " + changes" * bool(manifest.git.get("changed"))
+        paths = [record["path"] for record in manifest.files]
+        rows.append({**vars(manifest), "run_s": facts.run_s(name), "time": manifest.finished.replace("T", " ")[:19],
+                     "size": sum(record["bytes"] for record in manifest.outputs), "commit": commit,
+                     "read": shareable(os.path.commonpath(paths)) if paths else None,
+                     "reused": facts.reused.get(name)})
+    yield Table("Stages", {
+        "stage": "{stage}", "run time": "{run_s:s}", "ranks": "{execution[world_size]:n}",
+        "processes": "{execution[processes]:n}", "cores": "{execution[cores]:n}", "host": "{execution[host]}",
+        "accelerator": "{counts[device_name]}", "finished (UTC)": "{time}", "output": "{size:B}", "commit": "{commit}",
+        "input files in": "{read}", "reused from the run": "{reused}"}, rows,
+        "Run time: of the start that finished the stage; of all starts of training. Each stage's manifest.json has the "
+        "hashes of its inputs and outputs.")
+    yield filled("The newest checkpoint is train/{checkpoint}, the Hugging Face model convert/hf. train/metrics.jsonl "
+                 "has every step, evaluate/results.json the evaluation.", facts.counts("train"))
+    yield Text("Configuration, with all defaults and without folders", shareable(dump_config(facts.config)),
+               folded=True)
+    yield Text("Definitions of the metrics", "\n".join(
+        f"{name}: {meaning}" for name, meaning in facts.results.get("definitions", {}).items()), folded=True)
+    yield Text("Versions of packages, by stage", "\n".join(
+        f"{name}: {written(manifest.software)}" for name, manifest in facts.manifests.items()), folded=True)

@@ -1,0 +1,93 @@
+"""What the finished model does: validation text, tasks, samples, and the proof of its export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drover.pipeline.evaluation.results import doubts, metric_text
+from drover.pipeline.reporting.document import ALL, Bars, Block, Table, Text, filled, flat, spread
+from drover.pipeline.reporting.facts import Facts
+
+MOST_SAMPLES = 4
+"""Steps of training whose texts are shown."""
+SPLIT = ("clean", "dirty")
+"""The items of a task without and with contamination."""
+SIDES = {"transformers, on the export": "transformers", "training model": "training",
+         "single precision itself": "single_precision"}
+"""What was compared with a float64 forward pass, and the prefix of its counts."""
+
+
+def validation(facts: Facts) -> Iterator[Block]:
+    """Bits per byte of each source and of all, next to those of compressors; empty without validation text."""
+    if not (found := facts.validation):
+        return
+    total = found["overall"]
+    yield filled("{overall[documents]:,} documents that training did not see, {overall[bytes]:,} bytes, "
+                 "{overall[targets]:,} tokens, in windows of {window:,} tokens. Bits per byte do not depend on the "
+                 "tokenizer; lower is better.", found)
+    bars = {**total["baselines"], facts.config.name: total["bits_per_byte"]}
+    known = sorted((value, name) for name, value in bars.items() if value is not None)
+    yield Bars("Bits per byte of validation text", {name: value for value, name in known}, facts.config.name)
+    entries = {**found["sources"], **({ALL: total} if len(found["sources"]) > 1 else {})}
+    yield Table("Bits per byte by source", {
+        "source": "{name}", "model": "{bits_per_byte:.4f}",
+        **{name: f"{{baselines[{name}]:.4f}}" for name in total["baselines"]}, "byte entropy": "{entropy:.4f}",
+        "perplexity": "{perplexity:.3f}", "documents": "{documents:,}",
+        "of documents": "{of_documents:,}", "bytes": "{bytes:,}", "tokens": "{targets:,}",
+        "training text for xz": "{training_bytes:B} of {of_training_bytes:B}"},
+        flat(entries, "name"), " ".join(f"{name}: {meaning}." for name, meaning in facts.results.get(
+            "definitions", {}).items() if name in total["baselines"]))
+
+
+def tasks(facts: Facts) -> Iterator[Block]:
+    """Scores of lm-evaluation-harness, and those without contaminated items; empty if no task was run."""
+    found = facts.results.get("tasks", {})
+    yield Table("Task results", {
+        "task": "{name}", "version": "{version}", "metric": "{metric}", "value": "{value:.3f}",
+        "std. error": "{stderr:.3f}", "chance": "{guessing:.3f}", "items": "{items:,}",
+        "items in the file": "{items_in_file:,}", "few-shot": "{few_shot:n}",
+        "answer bits per byte": "{answer_bits_per_byte:.3f}"}, [
+        # Chance is the share of right choices in blind guessing: a baseline of accuracies, not of other metrics.
+        {**task, **entry, "name": name, "metric": metric,
+         "guessing": task.get("chance") if metric.startswith("acc") else None}
+        for name, task in found.items() for metric, entry in task["metrics"].items()],
+        filled("Metrics are those of lm_eval {versions[lm_eval]}. Answer bits per byte: the model's bits per byte of "
+               "the right answers, smoother than accuracy.", facts.results))
+    yield Table("Contamination", {"task": "{task}", "items": "{which}", "number": "{items:,}", "scores": "{scores}"}, [
+        {"task": name, "which": which, **part, "scores": {
+            metric: metric_text(entry) for metric, entry in part["metrics"].items()}}
+        for name, task in found.items() for which, part in task.get("contamination", {}).items() if which in SPLIT],
+        filled("Scores ± standard error; {definitions[contamination]}.", facts.results))
+    yield from (f"{doubt}." for doubt in doubts(found))
+
+
+def samples(facts: Facts) -> Iterator[Block]:
+    """Every continuation by the finished model, then the first prompt's at a few steps of training."""
+    if sampling := facts.results.get("sampling"):
+        yield filled("Each text continues the prompt in bold, sampled at temperature {temperature}, top-p {top_p}. "
+                     "Nothing was selected.", sampling)
+    for number, entry in enumerate(facts.results.get("continuations", []), start=1):
+        ended = "ended its document" if entry.get("ended") else filled("cut after {tokens} tokens", entry)
+        yield Text(f"Finished model, prompt {number}: {ended}", entry["text"], entry["prompt"])
+    # A step that was repeated has several; the last one counts.
+    by_step = {sample["step"]: sample for sample in facts.samples if sample["prompt"] == facts.samples[0]["prompt"]}
+    for step in spread(sorted(by_step), MOST_SAMPLES):
+        yield Text(f"Sample during training, step {step:,}", by_step[step]["text"], by_step[step]["prompt"])
+
+
+def export(facts: Facts) -> Iterator[Block]:
+    """The exported model, compared with the checkpoint; empty if nothing was compared."""
+    counts = facts.counts("convert")
+    if "transformers_logit_error" not in counts:
+        return
+    yield filled(
+        "{tensors_compared:,} tensors of the export equal the checkpoint's, bit for bit. On {tokens_compared:,} "
+        "validation tokens, the exported model in transformers and the training model were each compared with a "
+        "float64 forward pass of the checkpoint ({layers_compared:,} of {layers:,} layers). The most likely next token "
+        "was the same for {argmax_equal:,} tokens.", {**counts, "layers": facts.config.model.layers})
+    yield Table("Largest difference from float64", {
+        "float32 arithmetic of": "{title}", "logits": "{logits:n}", "token losses (nats)": "{losses:n}"},
+        [{"title": title, "logits": counts[f"{key}_logit_error"], "losses": counts[f"{key}_loss_error"]}
+         for title, key in SIDES.items()],
+        filled("The limit for either model is {factor:n} times the difference of single precision itself. The largest "
+               "logit is {largest_logit:n}.", counts))
