@@ -168,7 +168,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.rehearse -> --config {CONFIG} --ranks 3 -> cannot be rehearsed on 3 ranks
     drover.tools.verify -> nope -> {NO_RUN}
     drover.tools.weights -> --from nope --to x --format hf -> nope is no folder
-    drover.tools.where -> nope --step 1 -> {NO_RUN}""")}
+    drover.tools.trace -> nope --step 1 -> {NO_RUN}""")}
 """Of each program, wrong arguments and what is said of them."""
 REFUSED |= {f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES}
 NEEDED = {"drover.tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "drover.pipeline.tokenizer": {"numpy"},
@@ -224,10 +224,10 @@ def all_of(*rooms):
      "[stage.input_files(load_config('configs/demo.yaml')) for stage in STAGES.values()]", set()),
     ("from drover.tools.presets import main; main(['llama3_8b'])", set()),
     ("import drover.launch.slurm.job.rank", set()),
-    ("import drover.tools.verify.__main__, drover.tools.where.__main__", set()),
+    ("import drover.tools.verify.__main__, drover.tools.trace.__main__", set()),
     (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
-    ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.where.forward, "
-     "drover.tools.where.inverse", {"numpy"}),
+    ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.trace.forward, "
+     "drover.tools.trace.documents", {"numpy"}),
     ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
     ("import drover.pipeline.training.loop", {"torch", "numpy"}),
     (all_of("pipeline/reporting"), {"numpy", "jinja2"}),

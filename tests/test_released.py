@@ -12,9 +12,9 @@ from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import main as audit
 from drover.tools.chat import main as chat
 from drover.tools.export_tokens.__main__ import main as export_tokens
+from drover.tools.trace.__main__ import main as trace
 from drover.tools.verify.__main__ import main as verify
 from drover.tools.weights import main as weights
-from drover.tools.where.__main__ import main as where
 from tests.conftest import run_stage
 from tests.refusal import printed
 from tests.released.make import STEPS
@@ -40,7 +40,7 @@ def test_it_is_in_order_and_up_to_date(run, capsys):
 
 
 def test_its_documents_and_weights_are_read(run, capsys, tmp_path):
-    told = printed(capsys, where, "--run", run, "--step", "1", "--text")
+    told = printed(capsys, trace, "--run", run, "--step", "1", "--text")
     assert "document " in told and "sample 3" in told
     printed(capsys, export_tokens, "--run", run, "--out", tmp_path / "tokens", "--format", "megatron",
             "--processes", "1")

@@ -1,6 +1,7 @@
 """Token shards made of documents that a test has in hand, and training data over them."""
 
 from itertools import chain, groupby
+from unittest.mock import patch
 
 import numpy as np
 
@@ -103,21 +104,25 @@ def assert_batch(batch, own, packed, again):
         length - labels.count(IGNORED), (tuple(sizes),), (padding,))
 
 
+def found_pieces(data, row, document, below):
+    """The pieces of a document, looked for in 50 samples at a time."""
+    from drover.pipeline.data import provenance
+    with patch.object(provenance, "AT_ONCE", 50):
+        return list(provenance.pieces_of(data, [(row, document)], below, lambda count: None))
+
+
 def assert_readings(data, below):
-    """Batches are made of the pieces of their samples, and a document's readings are the pieces that name it."""
-    from drover.pipeline.data.provenance import pieces, readings
-    from drover.pipeline.data.sampling.order import PHASE_EPOCHS, lengths_of
+    """Batches are made of the pieces of their samples, and `pieces_of` finds those of each document."""
+    from drover.pipeline.data.provenance import pieces
+    from drover.pipeline.data.sampling.order import lengths_of
     seen, packed, located = {}, bool(data.packings), data.order.locate(np.arange(below))
     for sample, group in groupby(pieces(data, np.arange(below)), key=lambda piece: piece.sample):
         own, again = list(group), located.space[sample] >= len(lengths_of(data.order.plan))
         assert_batch(data.batch_of(np.array([sample])), own, packed, packed and again)
         for piece in own:
-            seen.setdefault((piece.shard.path, piece.document), []).append(
-                (sample, int(located.epoch[sample]), piece.start, piece.stop))
-    for pool, shards in enumerate(data.shards):
-        for index, shard in enumerate(shards):
+            seen.setdefault((piece.shard.path, piece.document), []).append(piece)
+    for shards in data.shards:
+        for row, shard in zip(shards.rows.tolist(), shards, strict=True):
             for document in range(shard.documents):
-                found = readings(data, pool, index, document, below)
-                assert [(one.sample, one.epoch + one.own_phase * PHASE_EPOCHS, one.start, one.stop)
-                        for one in found] == seen.pop((shard.path, document), [])
+                assert found_pieces(data, row, document, below) == seen.pop((shard.path, document), [])
     assert not seen

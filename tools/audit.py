@@ -262,8 +262,8 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
             found.faults += [f"sequence {sequence} of {name}, of {length} tokens, came {used[sequence]} times in epoch "
                              f"{epoch}" for sequence in np.flatnonzero(used > 1)]
         for index, shard in enumerate(data.shards[pool] if len(spaces) > 1 else ()):
-            parts = [data.spaces[space][pool].overlap(index, 0, shard.token_count) for space in spaces]
-            mine = [used[part.numbers] > 0 for part, used in zip(parts, spaces.values(), strict=True)]
+            parts = [data.spaces[space][pool].parts(index) for space in spaces]
+            mine = [used[part.sequences] > 0 for part, used in zip(parts, spaces.values(), strict=True)]
             starts, stops = (np.concatenate([part[side][own] for part, own in zip(parts, mine, strict=True)])
                              for side in (1, 2))
             ascending = np.argsort(starts)

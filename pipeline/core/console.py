@@ -44,11 +44,15 @@ def readable(size: float) -> str:
 
 
 class ProgressBar:
-    """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds otherwise."""
+    """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds otherwise.
 
-    def __init__(self, stage: str, label: str, total: int, unit: str) -> None:
+    file: where it is printed, by default to stdout.
+    """
+
+    def __init__(self, stage: str, label: str, total: int, unit: str, file: IO[str] | None = None) -> None:
         self.stage, self.label, self.total, self.unit = stage, label, total, unit
-        self.live = sys.stdout.isatty()
+        self.file = file or sys.stdout
+        self.live = self.file.isatty()
         self.every_s = 0.2 if self.live else 10.0
         self.done, self.first = 0, 0
         self.start = self.shown = time.monotonic()
@@ -58,10 +62,13 @@ class ProgressBar:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.live:
-            print("\r\x1b[K", end="", flush=True)
+            print("\r\x1b[K", end="", flush=True, file=self.file)
         if kind is None:
             elapsed = time.monotonic() - self.start
-            say(self.stage, f"{self.label}: {self.done}/{self.total} {self.unit} in {duration(elapsed)}")
+            self._say(f"{self.label}: {self.done}/{self.total} {self.unit} in {duration(elapsed)}")
+
+    def _say(self, text: str) -> None:
+        echo(f"{self.stage:<9} {text}", file=self.file)
 
     def already(self, count: int) -> None:
         """Count work that an earlier, interrupted run finished; it is not part of the rate."""
@@ -72,9 +79,9 @@ class ProgressBar:
         """Estimated seconds to the end, at the rate since the start. Something must have been done."""
         return (self.total - self.done) * (time.monotonic() - self.start) / (self.done - self.first)
 
-    def advance(self) -> None:
-        """Count a finished unit and occasionally print the progress."""
-        self.done += 1
+    def advance(self, units: int = 1) -> None:
+        """Count finished units and occasionally print the progress."""
+        self.done += units
         now = time.monotonic()
         if now - self.shown < self.every_s or self.done >= self.total:
             return
@@ -83,9 +90,9 @@ class ProgressBar:
         text = (f"{self.label}: {self.done}/{self.total} {self.unit}, {rate:.1f}/s, "
                 f"{duration(self.left_s)} to go")
         if self.live:
-            print(f"\r\x1b[K{self.stage:<9} {printable(text)}", end="", flush=True)
+            print(f"\r\x1b[K{self.stage:<9} {printable(text)}", end="", flush=True, file=self.file)
         else:
-            say(self.stage, text)
+            self._say(text)
 
 
 def spelled(ranks: Sequence[int]) -> str:

@@ -1,12 +1,13 @@
 """Which documents are in which samples: from sample numbers back to shards, documents and their keys; and from a
 document to the samples that hold a part of it.
 
-The order is a pure function of the sample number, so nothing is stored for this: it is computed again.
+The order is a pure function of the sample number, so nothing is stored for this: it is computed again. For a document
+it is computed for every sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import numpy as np
 
 from drover.pipeline.core.console import first
 from drover.pipeline.data.exclusion import sample_numbers
-from drover.pipeline.data.sampling.loader import TrainingData
-from drover.pipeline.data.sampling.order import PHASE_EPOCHS
+from drover.pipeline.data.sampling.loader import Sequences, TrainingData
 from drover.pipeline.data.token_shards import TokenShard
+
+AT_ONCE = 1 << 17
+"""Samples that are located at once: so many fit the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -64,31 +67,38 @@ def pieces(data: TrainingData, samples: np.ndarray) -> Iterator[DocumentSpan]:
                 at = stop
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One reading of a part of a document: its tokens [start, stop) in this sample, in the `epoch`-th pass over the
-    pool (from 0).
-
-    own_phase: the phase, from 1, that began to read the pool by itself, with its own epochs; 0 if none did.
-    """
-
-    sample: int
-    epoch: int
-    start: int
-    stop: int
-    own_phase: int = 0
-
-
-def readings(data: TrainingData, pool: int, index: int, document: int, below: int) -> list[Reading]:
-    """When a document is read: `pieces` backwards, in the order of samples; only of those below `below`.
+def pieces_of(data: TrainingData, documents: Collection[tuple[int, int]], end: int, count: Callable[[int], None]
+              ) -> Iterator[DocumentSpan]:
+    """Every part of some documents in the samples below `end`, in order. Each sample is located for it.
 
     Args:
-        pool, index: the pool, and the shard's place in it.
+        documents: by the shard's row in the table and the number in it.
+        count: called with the number of samples that were looked at.
     """
-    begin, end = data.shards[pool][index].document_span(document)
-    found = data.readings_of(pool, index, begin, end, below)
-    return [Reading(sample, epoch % PHASE_EPOCHS, start - begin, stop - begin, epoch // PHASE_EPOCHS)
-            for sample, epoch, start, stop in found.tolist()]
+    wanted = [(space, pool, held) for space, pools in enumerate(data.spaces) for pool, sequences in enumerate(pools)
+              if len(held := _holding(sequences, documents))]
+    table = data.shards[0].opened.table
+    names = {(table.paths[row], document) for row, document in documents}
+    for start in range(0, end if wanted else 0, AT_ONCE):
+        samples = np.arange(start, min(start + AT_ONCE, end))
+        located = data.order.locate(samples)
+        found = np.zeros(len(samples), bool)
+        for space, pool, held in wanted:
+            found |= (located.space == space) & (located.pool == pool) & np.isin(located.sequence, held)
+        yield from (piece for piece in pieces(data, samples[found])
+                    if (piece.shard.record["path"], piece.document) in names)
+        count(len(samples))
+
+
+def _holding(sequences: Sequences, documents: Iterable[tuple[int, int]]) -> np.ndarray:
+    """The numbers of the sequences that have a part of a document, each once."""
+    held = [np.empty(0, np.int64)]
+    for row, document in documents:
+        for index in np.flatnonzero(sequences.shards.rows == row).tolist():
+            begin, end = sequences.shards[index].document_span(document)
+            parts = sequences.parts(index)
+            held.append(parts.sequences[(parts.starts < end) & (parts.stops > begin)])
+    return np.unique(np.concatenate(held))
 
 
 def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[SeenDocument]:

@@ -82,12 +82,12 @@ def own_loss(folder, config, shard, samples):
 
 
 def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
-    from drover.tools.where.__main__ import main as where
+    from drover.tools.trace.__main__ import main as trace
     config, told = further
     folder, said = config.parent / "runs/mini", told["train"].stdout
     assert "rope_scaling" not in said, "what the folder says is kept where nothing else is asked for"
     assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in said and "new rows" not in said
-    assert where(["--run", str(folder), "--step", "1"]) == 0
+    assert trace(["--run", str(folder), "--step", "1"]) == 0
     samples = [map(int, numbers) for numbers in re.findall(
         r"document (\d+) .* (\d+)\.\.(\d+)$", capsys.readouterr().out, re.MULTILINE)]
     longer = AutoConfig.from_pretrained(source)

@@ -102,29 +102,6 @@ class TrainingData:
     def _forget(self) -> None:
         self._block = lru_cache(BLOCKS)(self._located_block)  # a new one: a thread may be filling the old
 
-    def readings_of(self, pool: int, index: int, begin: int, end: int, below: int) -> np.ndarray:
-        """When tokens of a shard are read: `located` and `spans` backwards.
-
-        Args:
-            pool, index: the pool, and the shard's place in it.
-            begin, end: tokens [begin, end) of the shard.
-            below: only samples with smaller numbers are given.
-
-        Returns:
-            (readings, 4) int64: sample, ascending, epoch, and the tokens [start, stop) of the shard that are read.
-        """
-        found = [np.empty((0, 4), np.int64)]
-        for space, own in enumerate(self.spaces):
-            held = own[pool].overlap(index, begin, end)
-            samples, sequences = self.order.inverse(pool, space, np.unique(held.numbers), below)
-            first, stop = (np.searchsorted(held.numbers, sequences, side) for side in ("left", "right"))
-            times = stop - first
-            places = np.arange(int(times.sum())) + (first - (np.cumsum(times) - times)).repeat(times)
-            found.append(np.stack([samples.repeat(times), self.order.locate(samples).epoch.repeat(times),
-                                   held.starts[places], held.stops[places]], axis=1))
-        whole = np.concatenate(found)
-        return whole[np.argsort(whole[:, 0], kind="stable")]
-
     def shard_rows(self, samples: np.ndarray) -> np.ndarray:
         """Rows, in the table, of the shards that hold these samples; ascending, each once. Nothing is read. Threads may
         call it for any samples while the loader runs."""

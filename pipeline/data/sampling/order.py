@@ -20,9 +20,8 @@ nothing before them changes. A phase of another sequence length continues the ep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -171,12 +170,6 @@ class Mix:
         pool = self.pattern[place]
         return pool, block * self.quotas[pool] + self.ranks[place]
 
-    def samples(self, pool: int, draws: np.ndarray) -> np.ndarray:
-        """`turns` backwards: the samples of a pool, by how many of it come before."""
-        block, rank = np.divmod(draws, int(self.quotas[pool]))
-        samples: np.ndarray = block * self.period + np.flatnonzero(self.pattern == pool)[rank]
-        return samples
-
 
 @dataclass(frozen=True)
 class Cursor:
@@ -238,7 +231,7 @@ class Cursor:
 
     def places(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Epoch, space and number in it of sequences by their number since the cursor began, int64."""
-        pieces, part = np.divmod(self._shuffled(draws, permute), self.each) if self.each > 1 else (draws, 0)
+        pieces, part = np.divmod(self._shuffled(draws), self.each) if self.each > 1 else (draws, 0)
         epochs = self.epoch_of(pieces)
         spaces, found = np.empty_like(draws), np.empty_like(draws)
         for epoch, here in groups(epochs):
@@ -246,30 +239,12 @@ class Cursor:
             spaces[here], found[here] = segment.space, permute(pieces[here] - before, segment.pieces, key)
         return epochs, spaces, found * self.each + part
 
-    def draws_of(self, space: int, sequences: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """`places` backwards: which of the draws [begin, end) since the cursor began, at least one, give sequences of a
-        space; draw and sequence, int64 of one length."""
-        size, found = self.window * self.each, [(np.empty(0, np.int64), np.empty(0, np.int64))]
-        first, last = begin // size * self.window, -(-end // size) * self.window  # pieces that may be drawn
-        for epoch in range(int(self.epoch_of(first)), int(self.epoch_of(last - 1)) + 1):
-            segment, before, key = self.segment(epoch)
-            if segment.space == space:
-                of = sequences[sequences < segment.pieces * self.each]  # what is behind the last grain is in none
-                pieces = before + unpermute(of // self.each, segment.pieces, key)
-                drawn = (pieces >= first) & (pieces < last)
-                found.append((pieces[drawn] * self.each + of[drawn] % self.each, of[drawn]))
-        draws, of = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        if self.each > 1:
-            draws = self._shuffled(draws, unpermute)
-        drawn = (draws >= begin) & (draws < end)
-        return draws[drawn], of[drawn]
-
-    def _shuffled(self, draws: np.ndarray, how: Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray]) -> np.ndarray:
-        """The sequences of each window shuffled, or, with `unpermute`, in order again."""
+    def _shuffled(self, draws: np.ndarray) -> np.ndarray:
+        """The sequences of each window shuffled."""
         size, found = self.window * self.each, np.empty_like(draws)
         for number, here in groups(draws // size):
-            found[here] = number * size + how(draws[here] - number * size, size,
-                                              (*self.key, self.length, self.first, number))
+            found[here] = number * size + permute(draws[here] - number * size, size,
+                                                  (*self.key, self.length, self.first, number))
         return found
 
     def tokens(self, draws: int) -> int:
@@ -407,28 +382,6 @@ class Order:
                 found.epoch[here], found.space[here], found.sequence[here] = cursor.places(cursor.draws + draws[own])
         return found
 
-    def inverse(self, pool: int, space: int, sequences: np.ndarray, below: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which samples are these sequences of a space: `locate` backwards.
-
-        Args:
-            sequences: int64, one dimension.
-            below: only samples with smaller numbers are given.
-
-        Returns:
-            sample and sequence, int64 of one length. The samples ascend.
-        """
-        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-        parts, begins, _ = self._laid_out
-        for part, end in zip(parts, [*begins[1:].tolist(), below], strict=True):
-            if count := int(part.mix.draws(max(0, min(end, below) - part.first))[pool]):
-                cursor = part.cursors[pool]
-                draws, of = cursor.draws_of(space, sequences, cursor.draws, cursor.draws + count)
-                samples = part.first + part.mix.samples(pool, draws - cursor.draws)
-                order = np.argsort(samples)
-                found.append((samples[order], of[order]))
-        samples, of = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        return samples, of
-
     def plan_at(self, samples: int) -> str:
         """SHA-256 of what has decided the first `samples` samples: the tokens, the seed and the phases begun."""
         return self.links[max(0, int(np.searchsorted(self._laid_out[1], samples, side="left")) - 1)]
@@ -479,12 +432,11 @@ def groups(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     return ((value, values == value) for value in np.unique(values).tolist())
 
 
-def permute(numbers: np.ndarray, size: int, key: tuple[int, ...], *, backwards: bool = False) -> np.ndarray:
+def permute(numbers: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     """A keyed permutation of range(size), applied to `numbers`, without a table.
 
     A Feistel network of six splitmix64 rounds over the smallest even number of bits that holds `size`; results
-    outside the range walk the cycle until they fall inside (fewer than four steps on average). Backwards the rounds are
-    in reverse, and each cycle is walked the other way round.
+    outside the range walk the cycle until they fall inside (fewer than four steps on average).
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -493,19 +445,11 @@ def permute(numbers: np.ndarray, size: int, key: tuple[int, ...], *, backwards: 
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():
         left, right = result[outside] >> np.uint64(half), result[outside] & mask
-        if backwards:
-            for round_key in keys[::-1]:
-                left, right = right ^ (mixed(GOLDEN + (left ^ round_key)) & mask), left
-        else:
-            for round_key in keys:
-                left, right = right, left ^ (mixed(GOLDEN + (right ^ round_key)) & mask)
+        for round_key in keys:
+            left, right = right, left ^ (mixed(GOLDEN + (right ^ round_key)) & mask)
         result[outside] = (left << np.uint64(half)) | right
         outside[outside] = result[outside] >= np.uint64(size)
     return result.astype(np.int64)
-
-
-unpermute = partial(permute, backwards=True)
-"""The inverse of `permute`."""
 
 
 def _quotas(fractions: np.ndarray, period: int) -> np.ndarray:

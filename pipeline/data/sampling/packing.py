@@ -19,7 +19,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -30,12 +30,14 @@ from numpy.typing import NDArray
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import atomic_file, opened, sha256_json
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
-from drover.pipeline.data.sampling.order import Cursor, Segment, unpermute
-from drover.pipeline.data.sampling.sequences import Overlap, Span
+from drover.pipeline.data.sampling.order import Cursor, Segment, permute
+from drover.pipeline.data.sampling.sequences import Parts, Span
 from drover.pipeline.data.shard_table import OpenShards, Shards, most_open
 from drover.pipeline.data.token_shards import Descriptor, TokenShard, open_sized
 
 FORMAT = 2
+AT_ONCE = 1 << 16
+"""Sequences that are permuted at once."""
 PLANNED = ("bins", "pieces", "documents", "cut", "tokens")
 """What is counted of a shard's plan: sequences, pieces, documents with tokens, those that are cut, tokens."""
 _HEADER = struct.Struct(f"<32s32s{len(PLANNED)}q")
@@ -283,22 +285,18 @@ class Bins:
         """See Windows."""
         return self.shards.rows[np.unique(self._ends.searchsorted(numbers, side="right"))]
 
-    def overlap(self, index: int, begin: int, end: int) -> Overlap:
-        """See Windows. The shard's whole plan is read for it. Where that is of what is left of documents, a sequence
-        may have several parts of one, and comes as often."""
+    def parts(self, index: int) -> Parts:
+        """See Windows; in the order of the sequences. The shard's whole plan is read for it. Where that is of what is
+        left of documents, a sequence may have several parts of one."""
         ends, pieces = self.packing.whole(int(self.shards.rows[index]))
-        stops = pieces.starts + pieces.lengths
-        found = np.flatnonzero((pieces.starts < end) & (stops > begin) & (begin < end))  # in the order of sequences
-        numbers = ends.searchsorted(found, side="right") - 1 + self._first(index)
-        return Overlap(numbers, np.maximum(pieces.starts[found], begin), np.minimum(stops[found], end))
+        sequences = self._first(index) + np.arange(len(ends) - 1, dtype=np.int64).repeat(np.diff(ends))
+        return Parts(sequences, pieces.starts, pieces.starts + pieces.lengths)
 
-    def left(self, row: int, drawn: int, key: tuple[int, ...]) -> Pieces:
-        """What is left of the shard in that row of the table without the first `drawn` sequences in the order of
-        `key`."""
+    def left(self, row: int, drawn: NDArray[np.bool_]) -> Pieces:
+        """What is left of the shard in that row of the table without the sequences that are drawn, (count,)."""
         [index] = np.flatnonzero(self.shards.rows == row).tolist()
-        numbers = np.arange(self._first(index), int(self._ends[index]), dtype=np.int64)
         ends, pieces = self.packing.whole(row)
-        left = (unpermute(numbers, self.count, key) >= drawn).repeat(np.diff(ends))
+        left = ~drawn[self._first(index):int(self._ends[index])].repeat(np.diff(ends))
         return Pieces(pieces.starts[left], pieces.lengths[left], pieces.continues[left]).joined()
 
     def _first(self, index: int) -> int:
@@ -308,6 +306,14 @@ class Bins:
     def _pieces(self, number: int) -> tuple[TokenShard, Pieces]:
         index = int(self._ends.searchsorted(number, side="right"))
         return self.shards[index], self.packing.pieces(int(self.shards.rows[index]), number - self._first(index))
+
+
+def _drawn(count: int, drawn: int, key: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Which of `count` sequences are the first `drawn` in the order of `key`."""
+    found = np.zeros(count, bool)
+    for start in range(0, drawn, AT_ONCE):
+        found[permute(np.arange(start, min(start + AT_ONCE, drawn)), count, key)] = True
+    return found
 
 
 Planner = Callable[[Planning], Packing]
@@ -360,8 +366,9 @@ class PhasePackings:
         named = sha256_json([length, left])
         if named not in self._rests:
             bins = self.spaces[segment.space][pool]
+            of_drawn = cache(lambda: _drawn(bins.count, drawn, key))  # needed only where the plan has to be made
             self._add(Planning(self.folder / f"{length}-left-{named[:12]}", self.shards[pool], length,
-                               lambda row: bins.left(row, drawn, key), left))
+                               lambda row: bins.left(row, of_drawn()), left))
             self._rests[named] = self.spaces[-1][pool].segment(len(self.spaces) - 1)
         return self._rests[named]
 

@@ -21,11 +21,11 @@ class Span(NamedTuple):
     stop: int
 
 
-class Overlap(NamedTuple):
-    """Parts of a document in sequences: the sequences' numbers, ascending; and the first token of the shard of each
-    part, and the one after its last, int64 of one length. A sequence comes as often as it has parts."""
+class Parts(NamedTuple):
+    """What the sequences have of a shard, in the shard's order: the sequence of each part, and the first token of the
+    shard in it and the one after its last; int64 of one length. A sequence comes as often as it has parts."""
 
-    numbers: np.ndarray
+    sequences: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
 
@@ -78,11 +78,11 @@ class Windows:
         edges = np.bincount(first, minlength=len(self._ends) + 1) - np.bincount(last + 1, minlength=len(self._ends) + 1)
         return self.shards.rows[np.cumsum(edges)[:-1] > 0]
 
-    def overlap(self, index: int, begin: int, end: int) -> Overlap:
-        """The sequences with some of the tokens [begin, end) of shard number `index` (a place in `shards`): `spans`
-        backwards. The last tokens of all, which fill no sequence and its last label, are in none."""
-        base = int(self._ends[index - 1]) if index else 0
-        first, stop = (base + begin) // self.length, -(-(base + end) // self.length) if begin < end else 0
-        numbers = np.arange(first, min(stop, self.count), dtype=np.int64)
-        starts = numbers * self.length - base
-        return Overlap(numbers, np.maximum(starts, begin), np.minimum(starts + self.length, end))
+    def parts(self, index: int) -> Parts:
+        """The parts of shard number `index` (a place in `shards`) in all sequences. The last tokens of all, which fill
+        no sequence and its last label, are in none."""
+        end = int(self._ends[index])
+        base = end - int(self.shards.token_counts[index])
+        sequences = np.arange(base // self.length, min(-(-end // self.length), self.count), dtype=np.int64)
+        starts = sequences * self.length - base
+        return Parts(sequences, np.maximum(starts, 0), np.minimum(starts + self.length, end - base))

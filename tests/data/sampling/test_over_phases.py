@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.data.exclusion import Excluded, sample_numbers
+from drover.pipeline.data.sampling import packing
 from drover.pipeline.data.sampling.packing import read
 from tests.data.sampling.phased import DOCUMENTS, EXCLUDED, plans, spans_of, times_read
 from tests.token_shards import SOURCES, assert_readings, plan_of, training_data, write_numbered
@@ -60,8 +61,9 @@ def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_fa
 
 
 @pytest.mark.parametrize(("packed", "places"), [(False, "315cbcb09a4056b1"), (True, "bb750e5f94588327")])
-def test_the_order_never_changes(tmp_path, packed, places):
+def test_the_order_never_changes(tmp_path, monkeypatch, packed, places):
     """A change here orphans every run in progress: it needs a new VERSION."""
+    monkeypatch.setattr(packing, "AT_ONCE", 7)
     documents = [[300, 5, 9, 700, 3, 12, 31], [70, 400, 8, 8, 50, 60], [3, 1000, 21, 300], [200, 20, 1]]
     phases = [{"until": 800, "sequence_length": 8, "mixture": {"web": 2, "code": 1}}, {"until": 1600},
               {"until": 2400, "sequence_length": 12, "batch_tokens": 48}, {"until": 6000, "sequence_length": 24,

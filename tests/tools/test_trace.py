@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from drover.tools.where.__main__ import main
+from drover.tools.trace.__main__ import main
 from tests.refusal import printed, table
 from tests.tools.recorded import Recorded
 

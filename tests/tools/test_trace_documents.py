@@ -1,4 +1,4 @@
-"""Which steps saw a document: what the steps say of their documents, turned round; and where a document came from."""
+"""Which steps saw a document: what the steps say of their documents, turned round."""
 
 import json
 import random
@@ -11,10 +11,9 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.tools.ledger import Ledger
-from drover.tools.where.__main__ import main
-from drover.tools.where.inverse import Tracer
-from drover.tools.where.search import Wanted
-from drover.tools.where.steps import Steps
+from drover.tools.trace.__main__ import main
+from drover.tools.trace.documents import Search
+from drover.tools.trace.steps import Steps
 from tests.conftest import slow
 from tests.refusal import printed, table
 from tests.tools.recorded import Recorded
@@ -47,7 +46,7 @@ def recorded(request, tmp_path_factory, traced):
 
 def asked(capsys, recorded, *arguments, expect=0):
     capsys.readouterr()
-    assert main(["--run", str(recorded.folder), "--json", "--processes", "1", *arguments]) == expect
+    assert main(["--run", str(recorded.folder), "--json", *arguments]) == expect
     told = capsys.readouterr()
     return json.loads(told.out) if expect == 0 else told.err
 
@@ -60,16 +59,17 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
         for piece in pieces:
             rank = samples.index(piece["sample"]) * ranks // len(samples)
             seen[piece["key"]].add((step, rank, piece["sample"], *piece["tokens"]))
-    tracer = Tracer(Steps(Ledger(run_in(recorded.folder)), ranks))
-    undone = {rollback.samples[0][0]: rollback for rollback in tracer.steps.ledger.rollbacks}
+    steps = Steps(Ledger(run_in(recorded.folder)), ranks)
+    search, order = Search(steps), steps.ledger.data.order
+    undone = {rollback.samples[0][0]: rollback for rollback in steps.ledger.rollbacks}
     assert list(undone) == list(ORDERS[request.node.callspec.params["recorded"]][2])
     for rollback in undone.values():
         for piece in asked(capsys, recorded, "--samples", *map(str, rollback.samples[0]))["pieces"]:
             seen[piece["key"]].add((rollback.step, None, piece["sample"], *piece["tokens"]))
-    assert max(tracer.data.order.epochs(tracer.steps.end).values()) > 2, "some documents are read several times"
-    reads_anew, found = tracer.steps.phases.declared and not tracer.data.packings, []
+    assert max(order.epochs(steps.end).values()) > 2, "some documents are read several times"
+    reads_anew, found = steps.phases.declared and not steps.ledger.data.packings, []
     for key in random.Random(2).sample(sorted(seen), 60):
-        [document], _ = tracer.documents(Wanted(key=key), None, 1, 5)
+        [document] = search.records(search.with_key(key), text=False)
         found += document["readings"]
         assert {(one["step"], one["rank"], one["sample"], *one["tokens"]) for one in document["readings"]} == seen[key]
     for one in found:
@@ -94,60 +94,32 @@ def whole(tmp_path_factory, traced):
     return Recorded(tmp_path_factory.mktemp("whole") / "mini", traced, kills=(), spikes=(), unsound=())
 
 
-def test_text_leads_to_file_and_record(capsys, whole, traced):
-    [page] = asked(capsys, whole, "--find", "Page 50 says")["documents"]  # after line 40 is one that is no JSON
-    assert (page["id"], page["path"], page["record"]) == ("p50", str(traced.parent / "in/pages.jsonl"), 52)
-    [note] = asked(capsys, whole, "--find", "note 7: ", "--ignore-case")["documents"]
-    assert (note["source"], note["path"], note["record"]) == ("notes", str(traced.parent / "in/notes.txt"), 8)
-    assert note["origin"].endswith("notes.txt, record 8") and "Note 7:" in note.pop("found")
-    assert "No document that holds 'note 7:'" in asked(capsys, whole, "--find", "note 7:", expect=2)
-    [same] = asked(capsys, whole, "--document", note["key"][:9], "--text")["documents"]
-    assert same.pop("text").startswith("Note 7: ") and same == note
+def test_documents_by_id_and_by_key(capsys, whole, traced):
+    [page] = asked(capsys, whole, "--id", "p50")["documents"]
+    assert asked(capsys, whole, "--id", "pages.jsonl:52")["documents"] == [page], "after line 40 is one that is no JSON"
+    assert (page["id"], page["place"], page["source"]) == ("p50", "pages.jsonl:52", "web")
+    [same] = asked(capsys, whole, "--document", page["key"][:9], "--text")["documents"]
+    assert same.pop("text").startswith("Page 50 says") and same == page
+    said = printed(capsys, main, "--run", whole.folder, "--id", "notes.txt:8", "--text")
+    assert "id notes.txt:8\n    trained on in " in said and "    | Note 7: " in said
     text = "".join(path.read_text() for path in (traced.parent / "in").iterdir())
     for piece in asked(capsys, whole, "--samples", "0", "3", "--text")["pieces"]:
         assert len(piece["text"]) > 5 and piece["text"] in text
 
 
-def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
-    says = ("--find", "says", "--limit")
-    some = asked(capsys, whole, *says, "500")
-    assert asked(capsys, whole, *says, "500", "--processes", "2") == some
-    assert len(some["documents"]) > 60 and not some["more"]
-    assert asked(capsys, whole, *says, "4") == {**some, "documents": some["documents"][:4], "more": True}
-    assert "ended at --limit 4" in printed(capsys, main, "--run", whole.folder, *says, "4")
-
-
-def test_validation_dropped_and_rejected_documents_are_told_as_such(capsys, whole, traced):
-    def told(*arguments):
-        """What is told of documents to a person, and as objects."""
-        return printed(capsys, main, "--run", whole.folder, *arguments), *asked(capsys, whole, *arguments)["documents"]
+def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, whole, traced):
     shard = traced.parent / "runs/mini/shard"
     held = next(read_shard(shard, shard_records(read_manifest(shard), "validation")[0]))
-    said, found = told("--document", held.key)
-    assert "validation text: no step trains on it" in said
+    assert "validation text: no step trains on it" in printed(capsys, main, "--run", whole.folder, "--id", held.id)
+    [found] = asked(capsys, whole, "--document", held.key)["documents"]
     assert (found["split"], found["readings"], found["id"]) == ("validation", [], held.id)
-    said, gone = told("--find", "too short\u00e9")
-    assert "was dropped by the filter length" in said and gone.pop("found")
-    assert [gone[name] for name in ("split", "id", "file", "record")] == ["dropped", "p20", "pages.jsonl", 21]
-    assert asked(capsys, whole, "--id", "pages.jsonl:21")["documents"] == [gone]
-    said, copy, kept = told("--id", "p70")
-    assert f"was dropped as a duplicate of web p3 (key {kept['key']}, see there)" in said
-    assert (copy["split"], copy["kept_id"], copy["kept_key"], kept["id"]) == ("duplicate", "p3", kept["key"], "p3")
-    assert kept["duplicates"] == [{"source": "web", "id": "p70", "kind": "duplicate"}]
-    _, copy, kept = told("--id", "notes.txt:61", "--source", "notes")
-    assert (kept["source"], kept["id"], copy["kept_key"]) == ("web", "p5", kept["key"])
-    said, broken = told("--id", "pages.jsonl:41")
-    assert (broken["split"], broken["record"]) == ("rejected", 41) and "could not be read" in said
-
-
-def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, whole, traced):
     [kept] = asked(capsys, whole, "--id", "p3")["documents"]
-    path = traced.parent / "runs/mini/shard" / kept["shard"]
+    path = (shard / kept["shard"]).with_suffix(".tar")
     path.rename(tmp_path / "aside")
     try:
         [told] = asked(capsys, whole, "--document", kept["key"])["documents"]
-        assert told["readings"] == kept["readings"] and "is gone" in told["origin"] and "id" not in told
-        assert "is missing" in asked(capsys, whole, "--find", "Page 3", expect=2)
+        assert told == {name: value for name, value in kept.items() if name not in ("id", "place")}
+        assert "is missing" in asked(capsys, whole, "--id", "p4", expect=2)
     finally:
         (tmp_path / "aside").rename(path)
 
@@ -155,21 +127,18 @@ def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, 
 @pytest.mark.parametrize(("arguments", "told"), table("""
     --document xyz -> asked: xyz
     --document 00000000 -> No document whose key begins with 00000000
-    --find '' -> asked: nothing
-    --find says --limit 0 -> asked: 0
-    --find says --source books -> There is no such source; there are web, notes
-    --id p3 --ranks 3 -> asked: 3
-    --find says --processes 0 -> asked: 0""", shlex.split))
+    --id p20 -> No document with the id p20
+    --id p3 --ranks 3 -> asked: 3""", shlex.split))
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
     assert told in printed(capsys, main, "--run", whole.folder, *arguments, expect=2)
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
     recorded = Recorded(tmp_path / "mini", traced, settings=(PACKED,))
-    answers = [asked(capsys, recorded, *question) for question in (("--step", "3"), ("--find", "says", "--limit", "3"))]
+    answers = [asked(capsys, recorded, *question) for question in (("--step", "3"), ("--id", "p3"))]
     next((recorded.train / "packing").rglob("*.bins")).unlink()
     before = sorted(tmp_path.rglob("*"))
-    assert asked(capsys, recorded, "--find", "says", "--limit", "3") == answers[1]
+    assert asked(capsys, recorded, "--id", "p3") == answers[1]
     main(["--run", str(recorded.folder), "--json", "--step", "3"])
     told = capsys.readouterr()
     assert json.loads(told.out) == answers[0] and "It is made in a temporary folder, for this command only" in told.err

@@ -12,7 +12,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import ranges_of, sample_numbers, spelled
 from drover.pipeline.data.provenance import pieces
-from drover.tools.where.steps import Steps
+from drover.tools.trace.steps import Steps
 
 
 def show(steps: Steps, options: argparse.Namespace) -> None:

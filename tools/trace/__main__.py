@@ -1,0 +1,58 @@
+"""Which documents did a training step see, and which steps saw a document?
+
+    drover trace runs/demo --step 120
+    drover trace runs/demo --step 120 --rank 1 --ranks 2 --text
+    drover trace runs/demo --samples 304 320 --text
+    drover trace runs/demo --document 1f3a9c04
+    drover trace runs/demo --id pages.jsonl:17
+
+Nothing is stored for this: the order of samples is a function of the sample number, and is computed again. For a
+document it is computed for every sample: 100 million in about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.core.command_line import Parser, Program, add_json
+
+
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, help="optimizer step, counted from 1 as in metrics.jsonl")
+    what.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
+                      help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
+    what.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")
+    what.add_argument("--id", help="documents with this id: one of their own, file:record or file@offset; reads the "
+                                   "text shards")
+    parser.add_argument("--rank", type=int, help="only this data-parallel rank's samples (with --ranks)")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks that the step ran on")
+    parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
+    add_json(parser)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Search and print."""
+    from drover.pipeline.contract.run import run_in
+
+    run = run_in(options.run)
+    from drover.tools.ledger import Ledger
+    from drover.tools.trace.steps import Steps
+
+    steps = Steps(Ledger(run), options.ranks)
+    if options.step is None and options.samples is None:
+        from drover.tools.trace.documents import show
+        show(steps, options)
+    else:
+        from drover.tools.trace.forward import show
+        show(steps, options)
+
+
+main = Program("python -m drover.tools.trace", __doc__, add_options, work)
+
+if __name__ == "__main__":
+    sys.exit(main())
