@@ -7,9 +7,7 @@ from itertools import starmap
 
 from drover.launch.forecast import (
     Disk,
-    estimate,
     gathered_bytes_per_layer,
-    matrix_rate,
     planned_consumption,
     shape_of,
     state_bytes_per_rank,
@@ -31,7 +29,7 @@ SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "ti
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, one row per job, and what the settings of train amount to."""
-    config, machine = run.config, options.machine
+    config = run.config
     echo(f"run       {run.folder}")
     echo(f"cluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
@@ -50,12 +48,6 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     if disk.needed:
         echo(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         echo("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
-    # How long it will take, if this machine's cores train. The launcher knows too little of GPUs.
-    if options.cluster == "local" and train and train.to_run and not machine.gpus and (
-            seconds := estimate(config, jobs, matrix_rate(machine.cores))):
-        low, high, *training = map(duration, seconds)
-        echo(f"time      about {low} to {high} if this machine is idle; training "
-             f"{' to '.join(training)}")
     echo()
 
 

@@ -1,12 +1,11 @@
-"""Estimates of disk, GPU memory and time, and of how much a run reads of each source. Known before it starts, they let
-the launcher refuse what does not fit."""
+"""Estimates of disk and GPU memory, and of how much a run reads of each source. Known before it starts, they let the
+launcher refuse what does not fit."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -17,7 +16,6 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import network, vocabulary_size
 from drover.pipeline.config.optimizers import optimizer_kind
-from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.run import Run
@@ -37,20 +35,6 @@ TOKENS_PER_BYTE = 0.3
 UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 2}
 """Estimates of the bytes of text in a byte of such a file. English text and Python code have 2.8 to 4.1 in the first
 two, 1.7 to 3.5 in Parquet."""
-
-SIZE = 1024
-"""Rows and columns of the matrices in the speed test: 2 GFLOP a product, some 10 ms on two cores."""
-LOOK_S = 0.1
-"""Seconds of the speed test, however slow the machine is."""
-EFFICIENCY = (1.0, 0.4)
-"""Training's share of that speed on CPUs: the best case (bfloat16, a faster library than NumPy's), and the case of
-small matrices, two ranks or slow memory. Measured on the demo: 1.0 in bfloat16, 0.7 in float32 under AVX2
-(benchmarks/RESULTS.md)."""
-STAGE_S, MEGABYTE_S = 4.0, 0.2
-"""Seconds that a stage takes in addition to training steps, and that shard, tokenizer and encode take per MB of corpus,
-on a fast core."""
-SLOWER = 2.0
-"""How many times longer that may take on a slow core."""
 
 
 @dataclass(frozen=True)
@@ -197,44 +181,3 @@ def _size(folder: Path) -> int:
             with suppress(OSError):  # a temporary file that is gone
                 total += Path(root, name).stat().st_size
     return total
-
-
-def matrix_rate(cores: int) -> float:
-    """FLOP/s of `cores` cores in float32 products, without importing torch.
-
-    Measured in processor time, which other programs change little: the machine's full speed, not what is free now.
-    """
-    import numpy as np
-
-    left = np.full((SIZE, SIZE), 0.5, dtype=np.float32)
-    best, began = 0.0, time.perf_counter()
-    while not best or time.perf_counter() - began < LOOK_S:
-        start = time.process_time()  # of all threads together
-        left @ left
-        best = max(best, 2 * SIZE**3 / max(1e-9, time.process_time() - start))
-    return best * cores
-
-
-def training_flops(config: Config) -> float | None:
-    """Floating-point operations of the whole training; None while the vocabulary is unknown."""
-    shape = shape_of(config)
-    return None if shape is None else sum(
-        phase.tokens * shape.flops_per_token(phase.train.sequence_length, causal=False)
-        for phase in PhasePlan.of(config.train).phases)
-
-
-def estimate(config: Config, jobs: list[Job], rate: float) -> tuple[float, float, float, float] | None:
-    """The least and the most seconds of all that will run, then of its training alone, at `rate` FLOP/s in products.
-
-    None if no training starts from scratch, or if too little is known. The ranges are wide on purpose: at equal matrix
-    speed, shapes, ranks and memory make a factor of two. Once training runs, its progress line is more precise.
-    """
-    running = [job for job in jobs if job.to_run]
-    begins = any(job.stage == "train" and (job.forced or job.state.kind not in ("partial", "stale")) for job in running)
-    flops = training_flops(config)
-    if not begins or flops is None:
-        return None
-    low, high = (flops / (rate * share) for share in EFFICIENCY)
-    readers = sum(job.stage in ("shard", "tokenizer", "encode") for job in running)
-    others = STAGE_S * len(running) + MEGABYTE_S * readers * corpus_bytes(config)[0] / 1e6
-    return low + others, high + SLOWER * others, low, high

@@ -1,8 +1,7 @@
-"""Propose a configuration for your own text: model, vocabulary and steps that fit the files and this machine.
+"""Propose a configuration for your own text: model, vocabulary and steps that fit the files.
 
     drover init notes/
-    drover init notes/ --minutes 60 --to notes.yaml
-    drover init notes/ --params 10M
+    drover init notes/ --params 10M --to notes.yaml
 
 The file gives the reason for each value. Change what you know better.
 """
@@ -19,25 +18,20 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from drover.launch.forecast import matrix_rate
-from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.model.presets import ladder_step
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
 from drover.pipeline.core.command_line import Parser, Program, refuse_low
-from drover.pipeline.core.console import duration, echo
+from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.pipeline.data.streams import UTF8
 from drover.tools.presets import CHINCHILLA
 from drover.tools.survey import Corpus, look
 
-CPU_SHARE = 0.6
-"""Share of the speed of matrix products that training reaches on CPUs: the middle of what was measured
-(`drover.launch.forecast`)."""
-GPU_FLOPS = 0.35 * 300e12
-"""FLOP/s of a GPU: a careful guess that does not depend on its model."""
+PARAMETERS = 3_000_000
+"""The most parameters unless --params is given: as many as the demo's model has."""
 EPOCHS = 4
 """Up to so many epochs, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
 BYTES = 512
@@ -60,7 +54,6 @@ class Proposal:
     corpus_tokens: int
     tokens: int
     limit: str
-    seconds: float
 
     @property
     def batch_tokens(self) -> int:
@@ -77,9 +70,8 @@ class Proposal:
 def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("data", type=Path, metavar="DATA", help="a folder of text files")
-    how_much = parser.add_mutually_exclusive_group()
-    how_much.add_argument("--minutes", type=float, default=10.0, help="of training on this machine (default 10)")
-    how_much.add_argument("--params", type=_count, metavar="N", help="parameters of the model, such as 10M")
+    parser.add_argument("--params", type=_count, metavar="N",
+                        help="parameters of the model, such as 10M (default: by the text, at most 3M)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write (default: the folder's name.yaml)")
 
 
@@ -92,13 +84,12 @@ def _count(text: str) -> int:
 
 def work(options: argparse.Namespace) -> None:
     """Write the configuration, and print what it is based on."""
-    refuse_low(options, "minutes", "params")
+    refuse_low(options, "params")
     target = options.to or Path(f"{_name(options.data)}.yaml")
     if target.exists():
         raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
-    corpus, machine = look(options.data), find_machine()
-    rate = machine.gpus * GPU_FLOPS or CPU_SHARE * matrix_rate(machine.cores)
-    proposal = propose(corpus, rate, options.minutes, options.params)
+    corpus = look(options.data)
+    proposal = propose(corpus, options.params)
     write_text(target, as_yaml(corpus, proposal, _name(options.data)))
     load_config(target)
     for remark in corpus.remarks:
@@ -106,25 +97,24 @@ def work(options: argparse.Namespace) -> None:
     echo(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
-         f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
+         f"({proposal.limit}), {proposal.steps:,} steps\n"
          f"{target} is written. Read it, then:\n"
          f"  drover run --config {shlex.quote(str(target))} --cluster local")
 
 
-def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
-    """A model and its training, from the text and the FLOP/s. `params`, if given, replaces the minutes."""
+def propose(corpus: Corpus, params: int | None) -> Proposal:
+    """A model and its training. params: of the model; None: as many as the text can train, up to PARAMETERS."""
     vocabulary = min(32768, max(BYTES, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
     token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
     text = 1 + int(corpus.text_bytes / token_bytes)
-    budget = params or math.sqrt(flops * 60 * minutes / (6 * CHINCHILLA))
-    tokens = int(min(CHINCHILLA * budget, EPOCHS * text))
+    tokens = int(min(CHINCHILLA * (params or PARAMETERS), EPOCHS * text))
     limit = f"{tokens / text:.2g} epochs of your text" if tokens >= text else f"{tokens / text:.0%} of your text"
     wanted = params or max(1.0, tokens / CHINCHILLA)
     length = 1024 if tokens >= 20e6 else 512 if tokens >= 4e6 else 256
     shapes = [ladder_step(depth).model_copy(update={"context_length": length, "vocab_size": vocabulary})
               for depth in range(2, 49)]
     shape = min(shapes, key=lambda shape: abs(math.log(shape.parameter_count / wanted)))
-    return Proposal(shape, text, tokens, limit, tokens * shape.flops_per_token(length, causal=False) / flops)
+    return Proposal(shape, text, tokens, limit)
 
 
 def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:

@@ -3,7 +3,7 @@
     drover presets
     drover presets llama3.1_8b llama3.2_1b
     drover presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
-    drover presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
+    drover presets llama3_8b --budget
 
 A preset without a vocabulary of its own takes the tokenizer's; here it is counted with --vocab-size.
 """
@@ -37,7 +37,7 @@ KV_CACHE = {"preset": "{preset}", "context": "{context_length:,}", "sequences": 
             "KV cache": "{kv_cache_bytes:,} B", "": "{kv_cache_gib:,.3f} GiB"}
 BUDGET = {"preset": "{preset}", "parameters": "{parameters:,}", "sequences of": "{sequence_length:,}",
           "tokens": "{tokens:.4g}", "FLOPs": "{flops:.4g}",
-          "GPU-hours": "{gpu_hours:,.1f}", "weights in 16 bits": "{gb_in_16_bits:,.2f} GB",
+          "weights in 16 bits": "{gb_in_16_bits:,.2f} GB",
           "in 8 bits": "{gb_in_8_bits:,.2f} GB", "in 4 bits": "{gb_in_4_bits:,.2f} GB"}
 """Columns: how the figures of `facts` are written."""
 
@@ -55,15 +55,12 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--budget", action="store_true", help="only what training costs, and what the weights take")
     parser.add_argument("--tokens-per-parameter", type=float, default=CHINCHILLA, metavar="N",
                         help=f"of --budget (default {CHINCHILLA}: where a given number of FLOPs teaches most)")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, metavar="N",
-                        help="of one GPU in the precision of training (default 989: an H100 in dense bf16)")
-    parser.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="of that peak (default 0.4)")
     add_json(parser)
 
 
 def work(options: argparse.Namespace) -> None:
     """Print a table."""
-    refuse_low(options, "vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
+    refuse_low(options, "vocab_size", "batch", "length", "tokens_per_parameter")
     try:
         shapes = {name: preset(name).with_vocabulary(options.vocab_size) for name in options.names or PRESETS}
     except ValueError as error:
@@ -79,7 +76,7 @@ def work(options: argparse.Namespace) -> None:
     elif options.budget:
         columns = BUDGET
         note = (f"{options.tokens_per_parameter:g} tokens a parameter, FLOPs as training counts them (matrix products "
-                f"and, whole, attention),\nGPUs at {options.mfu:.0%} of {options.peak_tflops:g} TFLOP/s.")
+                f"and, whole, attention).")
     else:
         columns = TABLE
         note = (f"KV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training "
@@ -103,7 +100,6 @@ def facts(name: str, shape: ModelConfig, options: argparse.Namespace) -> Record:
             "cache_of_context": shape.kv_cache_bytes(1, context, 2) / 2**30,
             "flops_per_token": shape.flops_per_token(context, causal=False), "tokens": tokens, "flops": flops,
             "sequence_length": trained,
-            "gpu_hours": flops / (options.peak_tflops * 1e12 * options.mfu) / 3600,
             "training_gb": TRAINING_BYTES * parameters / 1e9,
             **{f"gb_in_{bits}_bits": parameters * bits / 8e9 for bits in (16, 8, 4)}}
 

@@ -3,13 +3,11 @@
     drover rehearse --config configs/llama3_8b.yaml --ranks 128
     drover rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
     drover rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
-    drover rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
 
 The real engine takes one step on tensors without contents, in a process group that sends nothing. It does so for rank
 0, or for the first, a middle and the last rank of a pipeline, or for those of --rank. Each rank takes seconds to a
-minute and about 1 GB of memory. --memory GB says whether the step fits and, if not, which settings do, the fastest
-first. --spend searches for settings that use the free memory to save time (minutes). Exit status: 0; 1 it does not fit;
-2 it cannot be estimated. More is in docs/memory.md.
+minute and about 1 GB of memory. --memory GB says whether the step fits and, if not, which settings do. Exit status:
+0; 1 it does not fit; 2 it cannot be estimated. More is in docs/memory.md.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import json
 import sys
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.tree import Config
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
 from drover.pipeline.core.errors import UserError
 
@@ -31,7 +28,6 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="estimate this rank; may be repeated")
     parser.add_argument("--memory", type=float, metavar="GB",
                         help="memory of a GPU: print whether the step fits, or which settings do")
-    parser.add_argument("--spend", action="store_true", help="with --memory: search for faster settings that fit")
     parser.add_argument("--cpu", action="store_true", help="ranks on CPUs, with their kernels and precision")
     add_json(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides a setting of the file")
@@ -42,17 +38,11 @@ def work(options: argparse.Namespace) -> int:
     if options.config is None or options.ranks is None:
         raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
     refuse_low(options, "ranks")
-    if options.spend and (options.memory is None or options.json or options.cpu or options.rank):
-        raise UserError("--spend needs --memory GB, how much a GPU has. It does not go with --json, --cpu or --rank.")
-    return (spent if options.spend else rehearsed)(load_config(options.config, options.overrides), options)
-
-
-def rehearsed(config: Config, options: argparse.Namespace) -> int:
-    """Estimate and print; the exit status."""
     from drover.pipeline.rehearsal.apart import rehearse_apart
     from drover.pipeline.rehearsal.fitting import verdict
     from drover.pipeline.rehearsal.report import ends_and_middle, fullest, lines
 
+    config = load_config(options.config, options.overrides)
     numbers = options.rank or ends_and_middle(config, options.ranks)
     found = rehearse_apart(config, options.ranks, numbers, gpu=not options.cpu)
     fits, text = True, ""
@@ -63,26 +53,6 @@ def rehearsed(config: Config, options: argparse.Namespace) -> int:
     else:
         print("\n".join([*lines(config, found), *([f"memory     {text}"] if text else [])]))
     return 0 if fits else 1
-
-
-def spent(config: Config, options: argparse.Namespace) -> int:
-    """Search for faster settings that fit, and print each layout when it is estimated; the exit status."""
-    from drover.pipeline.rehearsal.apart import refuse
-    from drover.pipeline.rehearsal.fitting import TIGHT
-    from drover.pipeline.rehearsal.spending import spend
-    from drover.pipeline.rehearsal.step import rehearsable
-
-    refuse(config, options.ranks, [0])
-    _, notes, _ = rehearsable(config, options.ranks, gpu=True)
-    print("\n".join(["estimated from counted FLOPs and bytes, to compare layouts; not a speed", *notes]))
-    path = spend(config, options.ranks, options.memory * 1e9, report=lambda line: print(line, flush=True))
-    for number, layout in enumerate(path[1:], 1):
-        print(f"change {number}   {layout}")
-    if path[-1].peak > TIGHT * options.memory * 1e9:
-        print("None of these fits. --memory without --spend says what would.")
-        return 1
-    print(f"best       {path[-1]}")
-    return 0
 
 
 main = Program("python -m drover.tools.rehearse", __doc__, add_options, work, mixed=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.console import readable
 from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost
 from drover.pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 TIGHT = 0.9
@@ -22,29 +20,6 @@ Settings = dict[str, object]
 """Values of a configuration, by `section.key`."""
 LONG = 32768
 """Sequences of at least so many tokens are split over ranks (cp) before products are (tp)."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Settings that were rehearsed; empty for the configuration itself. peak: bytes of a rank."""
-
-    settings: Settings
-    peak: int
-    lost: Lost
-
-    def __str__(self) -> str:
-        return f"{named(self.settings) or 'as configured'}: {readable(self.peak)}, {self.lost}"
-
-
-def rehearsed(config: Config, settings: Settings, ranks: int, rank: int = 0, *, gpu: bool = True) -> Layout:
-    """The configuration with other settings: the fullest of the rehearsed ranks, which include `rank`.
-
-    Raises:
-        UserError: see `rehearse_apart`.
-    """
-    other = changed(config, settings)
-    most = fullest(rehearse_apart(other, ranks, sorted({rank, *ends_and_middle(other, ranks)}), gpu=gpu))
-    return Layout(settings, most.peak.bytes, lost(other, most))
 
 
 def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
@@ -66,38 +41,39 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
 
 def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: bool) -> str:
     """The settings that were rehearsed to make it fit, and those that were not, for errors or lack of time."""
-    tried: list[Layout] = []
-    fitting: list[Layout] = []
+    tried: list[str] = []
+    fitting: list[str] = []
     left_out: list[str] = []
     until = time.monotonic() + SEARCH_S
     for settings in list(ways(config, found, largest))[:TRIED]:
         if time.monotonic() > until:
             left_out.append(f"{named(settings)} (no time)")
             continue
+        other = changed(config, settings)
+        numbers = sorted({found.rank, *ends_and_middle(other, found.ranks)})
         try:
-            layout = rehearsed(config, settings, found.ranks, found.rank, gpu=gpu)
+            peak = fullest(rehearse_apart(other, found.ranks, numbers, gpu=gpu)).peak.bytes
         except Exception as error:  # noqa: BLE001 - reported; the job does not fit in any case
             left_out.append(f"{named(settings)} ({(str(error).splitlines() or [type(error).__name__])[0]})")
             continue
-        tried.append(layout)
-        fitting += [layout] if layout.peak <= TIGHT * memory else []
+        text = f"{named(settings)} ({readable(peak)})"
+        tried.append(text)
+        if peak <= TIGHT * memory:
+            fitting.append(text)
         if len(fitting) == ENOUGH:
             break
     rest = f" Not rehearsed: {', '.join(left_out)}." if left_out else ""
     if fitting:
-        now = lost(config, found).time
-        fitting.sort(key=lambda layout: round(layout.lost.time / now / GAIN))  # of equal ones the first tried
-        text = ", or ".join(f"{named(layout.settings)} ({readable(layout.peak)}, about "
-                            f"{layout.lost.time / now - 1:+.0%} time)" for layout in fitting)
-        return f"Rehearsed as well, and fitting, the fastest first: {text}.{rest}"
+        return f"Rehearsed as well, and fitting: {', or '.join(fitting)}.{rest}"
     if tried:
-        text = ", ".join(f"{named(layout.settings)} ({readable(layout.peak)})" for layout in tried)
-        return f"Rehearsed as well, but not fitting: {text}. Combine such settings, or take more ranks.{rest}"
+        return (f"Rehearsed as well, but not fitting: {', '.join(tried)}. Combine such settings, or take more ranks."
+                f"{rest}")
     return f"Take more ranks.{rest}"
 
 
 def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[Settings]:
-    """Settings that need less memory: single ones first, the fastest before others, then several together."""
+    """Settings that need less memory: single ones first, those without recomputation and further collectives before
+    others, then several together."""
     train, parallel = config.train, config.parallel
     single: list[Settings] = []
     micro_batch = BatchPlan.of(train, parallel, found.ranks).micro_batch
@@ -131,5 +107,4 @@ def possible(config: Config, settings: Settings, ranks: int) -> bool:
 
 def named(settings: Settings) -> str:
     """Settings in the form of the command line."""
-    return " ".join(f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
-                    for key, value in settings.items())
+    return " ".join(f"{key}={value}" for key, value in settings.items())

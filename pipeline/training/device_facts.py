@@ -99,8 +99,7 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: 
     reason = (str(error).splitlines() or ["out of memory"])[0]
     when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"
     return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For memory by "
-            f"kind and settings that fit, the fastest first: drover rehearse {run} --ranks {ranks.world} "
-            f"--memory {gpu}")
+            f"kind and settings that fit: drover rehearse {run} --ranks {ranks.world} --memory {gpu}")
 
 
 def _kinds(sizes: Counter[str]) -> str:

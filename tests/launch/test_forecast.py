@@ -1,34 +1,20 @@
-"""What is told of a run before it starts: how long it takes, by arithmetic on a rate, never on this machine's; how many
-checkpoints it keeps; how its layers are cut."""
+"""What the plan says of a run before it starts: its disk, how many checkpoints it keeps, how its layers are cut."""
 
 import pytest
 
 from drover.launch import forecast
 from drover.launch.describe import stages_text
-from drover.launch.forecast import EFFICIENCY, MEGABYTE_S, SLOWER, STAGE_S, estimate, kept_checkpoints, matrix_rate
+from drover.launch.forecast import kept_checkpoints
 from drover.launch.plan import Machine, Options, plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES
 from tests.conftest import REPOSITORY
 from tests.refusal import table
-
-RATE = 1e11
 
 
 def request(tmp_path, stages, *overrides):
     config = load_config(REPOSITORY / "configs/demo.yaml", [f"runs_dir={tmp_path}", *overrides])
     return config, plan(config, Run(config), stages, Options("local", "demo.yaml", machine=Machine(2)))
-
-
-def test_training_is_its_operations_over_a_share_of_the_speed_and_every_stage_costs_something(tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "corpus_bytes", lambda config: (10_000_000, False))
-    config, jobs = request(tmp_path, list(STAGES))
-    train, model = config.train, config.model.model_copy(update={"vocab_size": config.tokenizer.vocab_size})
-    operations = train.steps * train.batch_tokens * model.flops_per_token(train.sequence_length, causal=False)
-    low, high = (operations / RATE / share for share in EFFICIENCY)
-    others = STAGE_S * len(STAGES) + MEGABYTE_S * 30  # three stages read the 10 MB
-    assert estimate(config, jobs, RATE) == pytest.approx((low + others, high + SLOWER * others, low, high))
 
 
 def test_packed_input_is_counted_as_the_text_in_it_and_that_is_called_an_estimate(tmp_path):
@@ -43,22 +29,6 @@ def test_packed_input_is_counted_as_the_text_in_it_and_that_is_called_an_estimat
     assert forecast_of("a*") == {"text shards and their staging": 2000, "token shards": 600}
     assert forecast_of("[a-d].*") == {
         "text shards and their staging, an estimate for packed input": 18_000, "token shards": 5400}
-
-
-def test_nothing_is_said_of_what_is_not_known(tmp_path):
-    config, jobs = request(tmp_path, ["shard", "encode"])
-    assert estimate(config, jobs, RATE) is None, "nothing is trained"
-    config, jobs = request(tmp_path, ["train"], "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
-    assert estimate(config, jobs, RATE) is None, "a vocabulary that nobody has read yet"
-
-
-def test_the_look_is_by_processor_time_and_ends(monkeypatch):
-    # Two products, of 0.5 and 0.25 s of processor time; the clock on the wall stops the look after the second.
-    processor, wall = iter([0.0, 0.5, 1.0, 1.25]), iter([0.0, 0.05, 7.0])
-    monkeypatch.setattr(forecast.time, "process_time", lambda: next(processor))
-    monkeypatch.setattr(forecast.time, "perf_counter", lambda: next(wall))
-    monkeypatch.setattr(forecast, "SIZE", 64)
-    assert matrix_rate(cores=2) == 2 * 2 * 64**3 / 0.25
 
 
 @pytest.mark.parametrize("override, most", table("""

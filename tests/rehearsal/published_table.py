@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from drover.pipeline.config.batch import with_largest
+from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.checks import network
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import markdown
+from drover.pipeline.parallel.stages import bubble
 from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.rehearsal.lost_time import lost
 from drover.pipeline.rehearsal.memory import KINDS
 from drover.pipeline.rehearsal.report import ends_and_middle, fullest
 
@@ -36,19 +37,18 @@ def row(config: Config, ranks: int) -> Sequence[str]:
     kinds, traffic, sums = most.peak.kinds, most.traffic, Counter[str]()
     for channel, size in traffic.bytes.items():
         sums[channel.group] += size
-    time = lost(config, most)
-    zbv = config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv"
-    return (f"`{config.name}`, {ranks:,}", f"{with_largest(config, ranks).train.sequence_length:,}", f"{most.rank:,}",
+    train = with_largest(config, ranks).train
+    waiting = bubble(network(config), config.parallel, BatchPlan.of(train, config.parallel, ranks).accumulation)
+    return (f"`{config.name}`, {ranks:,}", f"{train.sequence_length:,}", f"{most.rank:,}",
             gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),
             "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),
-            f"{sum(traffic.calls.values()):,}", "?" if zbv else f"{time.waiting:.0%}", f"{time.recomputing:.0%}",
-            f"{time.exchanging:.0%}")
+            f"{sum(traffic.calls.values()):,}", "?" if waiting is None else f"{waiting:.0%}")
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The table in Markdown, with its heading."""
     return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
-                      "collectives of a step by group, GB", "calls", "bubble", "recomputed", "exposed"), *rows])
+                      "collectives of a step by group, GB", "calls", "bubble"), *rows])
 
 
 if __name__ == "__main__":
