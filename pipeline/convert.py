@@ -68,7 +68,8 @@ def _convert(work: Work) -> None:
     """
     import torch
 
-    from drover.pipeline.data.stored.opening import validation_files
+    from drover.pipeline.data.remote_tokens import download_shards, recorded_shards
+    from drover.pipeline.data.shard_table import ShardTable
     from drover.pipeline.formats.base import reader
     from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable, write_folder
     from drover.pipeline.formats.weights import MeanWeights
@@ -83,9 +84,12 @@ def _convert(work: Work) -> None:
     refuse_unexportable(work.config.model, qwens=qwens)
     checkpoint = train_folder / trained.counts["checkpoint"]
     read_marker(checkpoint)
+    table = ShardTable.of(work.input("encode")[1].outputs)
+    split = "validation" if len(table.rows("validation")) else "train"
+    download_shards(work, table, table.rows(split).tolist())
     work.check([*work.committed("tokenizer"), *work.committed(
         "train", chosen=lambda record: record["path"] == FILE or record["path"].startswith(
-            f"{trained.counts['checkpoint']}/")), *validation_files(work)])
+            f"{trained.counts['checkpoint']}/")), *recorded_shards(work, table, table.rows("validation").tolist())])
     others = [train_folder / CHECKPOINTS / checkpoint_name(step) for step in work.config.convert.average]
     work.check([expected for other in others if other != checkpoint for expected in _files_of(other)])
     config = work.config.model.model_copy(update={"vocab_size": trained.counts["vocab_size"]})
@@ -114,7 +118,7 @@ def _convert(work: Work) -> None:
             shutil.copyfile(path, temporary / path.name)
         if (beside := temporary / SETTINGS).is_file():
             write_text(beside, settings_text(beside, config.context_length, vocabulary.prefix_space))
-        counts = _prove(work, temporary, config, read)
+        counts = _prove(work, temporary, config, read, split)
     for path in temporary.iterdir():
         sync(path)
     publish(temporary, final)
@@ -138,15 +142,15 @@ def _files_of(checkpoint: Path) -> list[Expected]:
                      "Restore the right file, or leave its step out of convert.average") for record in marker["files"]]
 
 
-def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[str, Any]:
+def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, split: str) -> dict[str, Any]:
     """Verify the folder. Config and tensors must equal the checkpoint's, token ids those of the vocabulary, and
-    transformers must compute logits as close to exact arithmetic as single precision allows."""
+    transformers must compute logits as close to exact arithmetic as single precision allows. split: of the text."""
     from drover.pipeline.formats.comparison import compare_folder, compare_logits
     from drover.pipeline.parallel.host_memory import return_freed_memory
 
     compared = compare_folder(folder, config, read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
-    ids, texts = _validation(work)
+    ids, texts = _text(work, split)
     return_freed_memory()
     found = compare_logits(folder, config, read, ids)
     work.say(f"transformers computes it block by block ({config.layers} layers): {found.sentence}")
@@ -168,18 +172,15 @@ def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any
     return {"documents_compared": len(texts)}
 
 
-def _validation(work: Work) -> tuple[Any, list[str]]:
-    """Text for the comparison: a window of validation tokens (1, length), and the texts of their documents. Without a
-    validation split, training text."""
+def _text(work: Work, split: str) -> tuple[Any, list[str]]:
+    """Text for the comparison: a window of tokens (1, length) of a split, and the texts of their documents."""
     import torch
 
-    from drover.pipeline.data.stored.opening import shards_of
+    from drover.pipeline.data.remote_tokens import shards_of
 
     length = min(CHECKED_TOKENS, work.config.model.context_length)
     found, texts, tokenizer = [], [], _tokenizer(work)
-    has_validation = any(record.get("split") == "validation" for record in work.input("encode")[1].outputs)
-    shards = shards_of(work, "validation" if has_validation else "train")
-    for shard in (shard for own in shards.values() for shard in own):
+    for shard in (shard for own in shards_of(work, split).values() for shard in own):
         for index in range(min(shard.documents, 50)):
             tokens = shard.document_tokens(index).tolist()
             found += tokens

@@ -74,9 +74,9 @@ def encode(work: Work) -> None:
     counts |= {"rare_ids": rare, "dtype": dtype, "vocab_size": vocabulary["size"],
                "tokenizer_sha256": vocabulary["sha256"], "encoders": _encoders(work, fast, done)}
     if (url := work.config.encode.copy_to) is not None:
-        from drover.pipeline.data.stored.copying import copy_shards
+        from drover.pipeline.data.remote_tokens import upload_shards
 
-        work.say(f"{copy_shards(work.folder, outputs, url)} in {url}")
+        work.say(f"{upload_shards(work.folder, outputs, url)} in {url}")
     work.commit(outputs, counts, verified=True)
 
 

@@ -23,6 +23,7 @@ from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
 if TYPE_CHECKING:
     from drover.pipeline.contract.input_check import Expected, InputCheck
     from drover.pipeline.contract.stage_work import Work
+    from drover.pipeline.data.shard_table import ShardTable
     from drover.pipeline.evaluation.kept import Kept
     from drover.pipeline.evaluation.open_model import OpenedModel
     from drover.pipeline.parallel.ranks import Ranks
@@ -37,16 +38,20 @@ def evaluate(work: Work) -> None:
     from drover.pipeline.contract.run import code_hashes
     from drover.pipeline.contract.stages import STAGES
     from drover.pipeline.contract.tasks import UNITS
+    from drover.pipeline.data.shard_table import ShardTable
     from drover.pipeline.evaluation.baselines import Baselines
     from drover.pipeline.evaluation.kept import Kept
     from drover.pipeline.evaluation.validation import wanted_texts
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+    from drover.pipeline.training.data.opening import download_once_per_node
     from drover.pipeline.training.rank_agreement import RankAgreement
 
     ranks = start_ranks(store=work.store, device=work.config.launch.device)
     try:
         RankAgreement.gather(ranks, work)  # refuses ranks with different code or settings
-        inputs = work.check(_read_here(work, ranks))
+        table = ShardTable.of(work.input("encode")[1].outputs)
+        download_once_per_node(work, table, table.rows("validation").tolist(), ranks)
+        inputs = work.check(_read_here(work, ranks, table))
         opened = _load(work, ranks)
         kept = Kept(work.folder / UNITS / "measured", code_hashes(STAGES[work.name]), ranks, work.say)
         of_what = _deciding(work, "shard encode", "validation_tokens compressed_mb")
@@ -83,16 +88,20 @@ def _deciding(work: Work, stages: str, settings: str = "") -> dict[str, Any]:
             **{name: getattr(work.config.evaluate, name) for name in settings.split()}}
 
 
-def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
-    """This rank's share of the files to be hashed. Each file is hashed by one rank, even if several ranks read it.
+def _read_here(work: Work, ranks: Ranks, table: ShardTable) -> list[Expected]:
+    """This rank's share of the files to be hashed. Each file is hashed by one rank, even if several ranks read it;
+    token shards that every node has downloaded, by every rank.
 
     Training text is not hashed: only beginnings of shards are read, and each document is compared with its own hash.
     """
-    from drover.pipeline.data.stored.opening import validation_files
-    files = [*work.committed("convert", "tokenizer"), *work.outside(),
-             *work.committed("shard", chosen=lambda record: record.get("split") == "validation"),
-             *validation_files(work)]
-    return files[ranks.rank::ranks.world]
+    from drover.pipeline.data.remote_tokens import recorded_shards
+
+    shared = [*work.committed("convert", "tokenizer"), *work.outside(),
+              *work.committed("shard", chosen=lambda record: record.get("split") == "validation")]
+    tokens = recorded_shards(work, table, table.rows("validation").tolist())
+    if work.config.train.tokens_from is None:
+        return [*shared, *tokens][ranks.rank::ranks.world]
+    return [*shared[ranks.rank::ranks.world], *tokens]
 
 
 def _prove_inputs(ranks: Ranks, inputs: InputCheck, kept: Kept) -> None:
@@ -126,7 +135,7 @@ def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel) -> dict[st
     """The loss on each source's validation text, and how much text was measured; see `results.validation_results`.
     Every rank reads the documents of its own batches."""
     from drover.pipeline.data.chosen_documents import ChosenDocuments
-    from drover.pipeline.data.stored.opening import shards_of
+    from drover.pipeline.data.remote_tokens import shards_of
     from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
     from drover.pipeline.evaluation.validation import chosen_documents
 

@@ -8,7 +8,7 @@ import numpy as np
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.files import output_record
-from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable, files_in
+from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable
 from drover.pipeline.data.token_shards import write_shard
 
 SOURCES = ("web", "code")
@@ -40,7 +40,7 @@ def write_shards(folder, shards, dtype="uint16"):
 def shards_in(folder, records, split, source=None):
     """The shards of a split (and source) that are files in a folder, in the order of their paths."""
     table = records if isinstance(records, ShardTable) else ShardTable.of(records)
-    return Shards(OpenShards(table, files_in(folder)), table.rows(split, source))
+    return Shards(OpenShards(table, folder), table.rows(split, source))
 
 
 def write_numbered(folder, lengths):
@@ -63,7 +63,7 @@ def training_data(folder, table, length=16, mixture=None, packed=False, *, plan=
     Packings are planned by one process alone unless `planner` does it."""
     from drover.pipeline.data.sampling.loader import TrainingData
     from drover.pipeline.data.sampling.packing import Alone, make
-    opened = OpenShards(table, files_in(folder)) if opened is None else opened
+    opened = OpenShards(table, folder) if opened is None else opened
     shards = {source: Shards(opened, table.rows("train", source)) for source in SOURCES}
     planner = planner or (lambda planning: make(planning, Alone(), [].append if said is None else said.append))
     return TrainingData(shards, plan or plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), 3,

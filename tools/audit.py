@@ -135,11 +135,11 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
     """A step that is repeated after a kill must be the same step.
 
     After a rollback, the steps before the left-out samples are repeated, and later ones see other samples. A step that
-    read a damaged token shard, or followed one that did, may have another loss, once per damaged shard.
+    may have read a damaged token shard may have another loss, once per damaged shard.
     """
     from drover.pipeline.training.data.token_check import DAMAGED
 
-    damages = [event.get("first_step", 0) for event in ledger.events if event["event"] == DAMAGED]
+    damages = [event.get("step", 0) for event in ledger.events if event["event"] == DAMAGED]
     last: dict[int, Line] = {}
     other = Counter[int]()
     for line in ledger.lines:
@@ -155,7 +155,7 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
             continue
         found.repeated += 1
         difference = _difference(earlier, line)
-        damaged = difference > found.tolerance and other[step] < sum(first <= step for first in damages)
+        damaged = difference > found.tolerance and other[step] < sum(newest < step for newest in damages)
         other[step] += damaged
         found.damaged += damaged
         if not damaged and math.isfinite(difference):

@@ -1,7 +1,7 @@
 """`drover copy-tokens RUN --to URL`: a finished run's token shards into an object store.
 
-Training reads them from there with `train.tokens_from=URL`. What is there already is not sent again. With `--compare`
-every shard is read back and its hash compared, which costs as much traffic as sending it.
+Training downloads them from there with `train.tokens_from=URL`. What is there already is not sent again. With
+`--compare` every shard is read back and its hash compared, which costs as much traffic as sending it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Copy, and compare if --compare is given."""
     run = run_in(options.run)
-    from drover.pipeline.data.stored.copying import copy_shards
+    from drover.pipeline.data.remote_tokens import upload_shards
     from drover.pipeline.storage.mirror import Mirror
     from drover.pipeline.storage.store import Store
 
     manifest, folder = run.finished("encode"), run.stage_folder("encode")
     held = lock(folder.parent, "encode", shared=True)  # so that nobody rebuilds the shards meanwhile
     with ProgressBar("copy", "token shards", len(manifest.outputs), "shards") as progress:
-        copied = copy_shards(folder, manifest.outputs, options.to, progress.advance)
+        copied = upload_shards(folder, manifest.outputs, options.to, progress.advance)
     say("copy", f"{copied} in {options.to}")
     if options.compare:
         with ProgressBar("copy", "reading back", len(manifest.outputs), "shards") as progress:

@@ -32,7 +32,7 @@ class Ledger:
         self.run, self.folder = run, run.folder / "train"
         self.work = Work(run, "train", run.fingerprint("train"))
         self.table = read_shard_table(self.work)
-        self.data = open_training_data(self.work, self.table)
+        self.data = open_training_data(self.work, self.table, self.work.input("encode")[0])
         self.rollbacks = read_rollbacks(self.folder)
         self.events = list(read_lines(self.folder / "events.jsonl", Event))
         self.lines = standing_lines(path := self.folder / "metrics.jsonl")

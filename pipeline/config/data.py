@@ -229,8 +229,8 @@ class EncodeConfig(Section):
 
     copy_to: str | None = execution(None)
     """URL in an object store (s3://bucket/prefix, gs://, az://, file://) for an upload of the token shards; null: no
-    upload. The stage is done once they are uploaded. `train.tokens_from` reads them. Keys and addresses come from the
-    environment. For a stage that is done already: `drover copy-tokens`."""
+    upload. The stage is done once they are uploaded. `train.tokens_from` downloads them. Keys and addresses come from
+    the environment. For a stage that is done already: `drover copy-tokens`."""
     dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """Type of a token on disk: 2 or 4 bytes. `auto` takes uint16 up to a vocabulary of 65,536."""
     encoder: Literal["auto", "reference", "fastokens"] = execution("auto")

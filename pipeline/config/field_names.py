@@ -105,6 +105,7 @@ DELETED_SETTINGS: dict[str, str] = {
     "launch.ssh": "start torchrun on each machine, as docs/machines.md shows.",
     "launch.trusted_group": "set launch.check_owners to false if you trust everyone who may write the run folder or a "
                             "folder above it.",
+    "train.cache": "train.tokens_from downloads all token shards once per node, into train.tokens_folder.",
 }
 """Former setting or section, dotted: what to use instead, as a sentence."""
 BOUNDS = {"least": "min", "most": "max"}

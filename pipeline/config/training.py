@@ -96,18 +96,6 @@ class CheckpointConfig(Section):
     `permanent_every` hold there too. Credentials come from the environment. See docs/checkpoints.md."""
 
 
-class TokenCacheConfig(Section):
-    """Where `train.tokens_from` keeps token shards on a node, for all of its ranks and for later starts."""
-
-    folder: LocalPath | None = None
-    """Folder on a disk of each node; null: $TMPDIR, or /tmp. Each user has a folder of their own in it."""
-    gb: PositiveFloat = 50.0
-    """Size of the cache on a node in GB. Shards that are not needed soon are evicted for those that are."""
-    read: Literal["auto", "shards", "parts"] = "auto"
-    """`shards`: download whole shards and compare their hashes. `parts`: read only what samples need, straight from the
-    store; no hash verifies it. `auto`: shards, if all that are trained and evaluated on fit into `gb`; else parts."""
-
-
 class ProfileConfig(Section):
     """Profiles some steps: the time that each operation takes, and the GPU memory."""
 
@@ -287,18 +275,19 @@ class TrainConfig(Section):
     """Save and exit this many minutes after the start of the process; null: never. The same command continues. For
     sites that stop a job without a warning signal."""
     tokens_from: str | None = execution(None)
-    """URL in an object store (s3://bucket/prefix, gs://, az://, file://) from which token shards are read.
-    `encode.copy_to` or `drover copy-tokens` uploads them. Of the encode stage's folder, training then needs the
-    manifest and no `.arrow` file. Keys and addresses come from the environment. null: read that folder."""
-    cache: TokenCacheConfig = nested(execution)
-    """For `tokens_from`: the cache on each node."""
+    """URL in an object store (s3://bucket/prefix, gs://, az://, file://) with token shards. Each node downloads them
+    before the first step. `encode.copy_to` or `drover copy-tokens` uploads them. Of the encode stage's folder, training
+    then needs the manifest and no `.arrow` file. Keys and addresses come from the environment. null: read that
+    folder."""
+    tokens_folder: LocalPath | None = execution(None)
+    """For `tokens_from`: folder on a disk of each node, with room for all token shards; null: $TMPDIR, or /tmp. Later
+    starts on the node download only what is missing there."""
     loader_threads: PositiveInt = execution(1)
     """Threads that read and pack batches ahead. They never change which samples a batch holds."""
-    shard_checks: bool | Literal["all"] = execution(True)
-    """Hash token shards in the background and compare them with what encode recorded. One rank hashes each shard when
-    it is first used, and the validation shards. A checkpoint waits for the hashes of all shards used before the
-    checkpoint before it. `all`: also shards that no step has used. false: training does not notice changed or corrupted
-    shards."""
+    shard_checks: bool = execution(True)
+    """Hash each token shard in the background when a step first reads it, and compare it with what encode recorded. A
+    checkpoint appears when all shards read before it are compared. A difference stops training. false: training does
+    not notice changed or corrupted shards."""
     log_every: PositiveInt = execution(1)
     """Steps between two lines of metrics.jsonl and of every logger."""
     log_to: list[LogSink] = execution(["tensorboard"], validate_default=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ CHUNK_BYTES = 1 << 22
 """Bytes that are read and hashed at once. The thread takes no other memory."""
 TRIES = 2
 """How often a file is read before it counts as damaged: a disk or network may fail once."""
+PAUSE_S = 1.0
 LEFT_AFTER_S = 60.0
 """How long the end of a stage waits for a read that hangs."""
 
@@ -70,42 +70,6 @@ def refuse_changed(file: Expected) -> None:
             raise UserError(wrong(file, found))
 
 
-class Pace:
-    """How fast a thread reads: it rests in proportion to its work, unless another thread waits for it.
-
-    Args:
-        rest: seconds of rest for each second of work.
-
-    Attributes:
-        hurry: set while another thread waits. over: set when the thread is to end.
-    """
-
-    def __init__(self, rest: float = 0.0) -> None:
-        self.rest, self.hurry, self.over = rest, threading.Event(), threading.Event()
-
-    def __call__(self, worked: float) -> bool:
-        """Rest after so many seconds of work. Returns whether to continue."""
-        if self.rest:
-            self.hurry.wait(worked * self.rest)
-        return not self.over.is_set()
-
-
-def lowest_priority() -> None:
-    """Give this thread the lowest priority, on systems such as Linux where a thread has one."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
-def compared(file: Expected, pace: Pace) -> str:
-    """The error message of a file that is not as expected, after several reads; "" if it is, or if `pace` is over."""
-    for attempt in range(TRIES):
-        if not (found := _problem(file, pace)) or pace.over.is_set():
-            return ""
-        if attempt + 1 < TRIES:
-            pace.hurry.wait(1.0)
-    return found
-
-
 class InputCheck:
     """Hashes files in a thread of the lowest priority, until all are done or one is wrong. The thread starts at once.
 
@@ -115,16 +79,20 @@ class InputCheck:
         problem: the error message of the first file that is not as expected.
     """
 
-    def __init__(self, files: Sequence[Expected]) -> None:
-        self.problem, self._pace = "", Pace()
-        self._worker = BackgroundWorker[Expected]("input-check", self._compare)
+    def __init__(self, files: Iterable[Expected]) -> None:
+        self.problem, self._over = "", threading.Event()
+        # A thread of the lowest priority that only waits could keep a killed process, and with it the stage's lock,
+        # alive on a busy machine.
+        self._worker = BackgroundWorker[Expected]("input-check", self._compare, stays=False)
+        self.add(files)
+
+    def add(self, files: Iterable[Expected]) -> None:
+        """Hash these too."""
         for file in files:
             self._worker.put(file)
-        self._worker.close(0.0)  # no others come: the thread ends with them
 
     def wait(self) -> None:
         """Wait until all files are done or one is wrong."""
-        self._pace.hurry.set()
         self._worker.wait()
 
     def refuse(self) -> None:
@@ -135,18 +103,27 @@ class InputCheck:
 
     def close(self) -> None:
         """End the thread without reading the rest. A read that hangs is abandoned."""
-        self._pace.over.set()
-        self._pace.hurry.set()
+        self._over.set()
         self._worker.close(LEFT_AFTER_S, drop=True)
 
     def _compare(self, file: Expected) -> None:
-        lowest_priority()
-        self.problem = self.problem or compared(file, self._pace)
+        with suppress(OSError, AttributeError):  # only on systems such as Linux a thread has a priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for attempt in range(TRIES):
+            if self.problem or self._over.is_set():
+                return
+            problem = _problem(file, self._over)
+            if not problem:
+                return
+            if attempt + 1 < TRIES:
+                self._over.wait(PAUSE_S)
+        self.problem = problem
 
 
-def _problem(file: Expected, pace: Pace) -> str:
+def _problem(file: Expected, over: threading.Event) -> str:
+    """The error message of a file that is not as expected; "" if it is, or if it was not read to its end."""
     try:
-        found = _hash(file.path, pace)
+        found = _hash(file.path, over)
     except OSError as error:
         return f"{file.path} cannot be read: {error.strerror}. {file.fix}; then the same command continues."
     except Exception as error:  # noqa: BLE001 - if the thread died silently, the file would count as correct
@@ -154,14 +131,12 @@ def _problem(file: Expected, pace: Pace) -> str:
     return "" if found in (file.sha256, None) else wrong(file, str(found))
 
 
-def _hash(path: Path, pace: Pace) -> str | None:
-    """Hex sha256 of a file; None if `pace` is over before the end."""
+def _hash(path: Path, over: threading.Event) -> str | None:
+    """Hex sha256 of a file; None if `over` is set before the end."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with opened(path, 0) as file:
-        began = time.monotonic()
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
-            if not pace(time.monotonic() - began):
+            if over.is_set():
                 return None
-            began = time.monotonic()
     return digest.hexdigest()

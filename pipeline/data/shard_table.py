@@ -8,7 +8,7 @@ forgotten: neither descriptors nor memory grow with the number of shards that we
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +26,6 @@ NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_of
 """Fields of an output record that are whole numbers, in the order of the columns."""
 MOST_OPEN = 1024
 """Shards that are kept open; fewer where a process may have fewer files (`most_open`)."""
-Opener = Callable[[int, dict[str, Any], int], TokenShard]
-"""Makes the shard in a row of a table, given its record and the bytes that its documents' places may take."""
 OFFSETS_BYTES = 1 << 26
 """Memory for the places at which documents begin, of all shards that are kept."""
 
@@ -138,10 +136,10 @@ class OpenShards:
         shard: gives the shard in a row of the table.
     """
 
-    def __init__(self, table: ShardTable, opener: Opener) -> None:
+    def __init__(self, table: ShardTable, folder: Path) -> None:
         self.table, most = table, most_open()
         self._whole = OFFSETS_BYTES // max(1, min(most, len(table)))
-        self.shard = lru_cache(most)(lambda row: opener(row, table.record(row), self._whole))
+        self.shard = lru_cache(most)(lambda row: TokenShard(folder / table.paths[row], table.record(row), self._whole))
 
 
 class Shards(Sequence[TokenShard]):
@@ -167,15 +165,10 @@ def joined(parts: Sequence[Shards]) -> Shards:
     return Shards(parts[0].opened, np.concatenate([part.rows for part in parts]))
 
 
-def files_in(folder: Path) -> Opener:
-    """Opens shards that are files in the encode stage's folder."""
-    return lambda row, record, whole: TokenShard(folder / record["path"], record, whole)
-
-
-def open_shards(table: ShardTable, split: str, sources: Iterable[str], opener: Opener) -> dict[str, Shards]:
+def open_shards(table: ShardTable, split: str, sources: Iterable[str], folder: Path) -> dict[str, Shards]:
     """The shards of a split by source, in the order of their paths, which are open together: all sources share what may
     be open. No file is touched before it is read."""
-    opened = OpenShards(table, opener)
+    opened = OpenShards(table, folder)
     return {source: Shards(opened, table.rows(split, source)) for source in sources}
 
 

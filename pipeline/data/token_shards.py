@@ -39,24 +39,23 @@ class Descriptor:
         os.close(self.number)
 
 
-def open_sized(path: Path, size: int, name: str, fix: str) -> Descriptor:
-    """A file opened for reading; UserError if that fails, or if it has another size. name: of the file in errors. fix:
-    what they advise."""
+def open_sized(path: Path, size: int, fix: str) -> Descriptor:
+    """A file opened for reading; UserError if that fails, or if it has another size. fix: what the error advises."""
     try:
         file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         found = refuse_irregular(file.number).st_size
     except OSError as error:
         if error.errno == errno.EMFILE:
-            raise UserError(f"{name} cannot be opened: this process may have no more open files. Raise the hard limit "
+            raise UserError(f"{path} cannot be opened: this process may have no more open files. Raise the hard limit "
                             f"(ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
-        raise UserError(f"{name} cannot be read: {error.strerror}. {fix}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}. {fix}") from None
     if found != size:
-        raise UserError(_damaged(name, found, size, fix))
+        raise UserError(_damaged(path, found, size, fix))
     return file
 
 
-def _damaged(name: str, found: int, size: int, fix: str) -> str:
-    return f"{name} is damaged: it has {found} bytes instead of {size}. {fix}"
+def _damaged(path: Path, found: int, size: int, fix: str) -> str:
+    return f"{path} is damaged: it has {found} bytes instead of {size}. {fix}"
 
 
 class TokenShard:
@@ -68,7 +67,7 @@ class TokenShard:
             the disk.
 
     Attributes:
-        path: the file. name: its name in errors. fix: what they advise.
+        path: the file. name: its name in errors.
         record: its output record in the encode stage's manifest.
         source: name of the documents' source.
         dtype: `uint16` or `uint32`, as stored.
@@ -77,7 +76,7 @@ class TokenShard:
     """
 
     def __init__(self, path: Path, record: dict[str, Any], whole: int = 1 << 26) -> None:
-        self.path, self.record, self.whole, self.name, self.fix = path, record, whole, str(path), _FIX
+        self.path, self.record, self.whole, self.name = path, record, whole, str(path)
         self.source: str = record["source"]
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
@@ -88,9 +87,9 @@ class TokenShard:
         try:
             found = self.path.stat().st_size
         except OSError as error:
-            return f"{self.name} cannot be read: {error.strerror}. {self.fix}"
+            return f"{self.name} cannot be read: {error.strerror}. {_FIX}"
         wanted = self.record["bytes"]
-        return "" if found == wanted else _damaged(self.name, found, wanted, self.fix)
+        return "" if found == wanted else _damaged(self.path, found, wanted, _FIX)
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
@@ -167,7 +166,7 @@ class TokenShard:
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
             raise UserError(f"{self.name} does not hold the {self.documents} documents with {self.token_count} tokens "
-                            f"that its manifest lists: its content was changed. {self.fix}")
+                            f"that its manifest lists: its content was changed. {_FIX}")
         return offsets
 
     def _starts_in_file(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -213,14 +212,11 @@ class TokenShard:
 
     @cached_property
     def _file(self) -> Descriptor:
-        return open_sized(self.path, self.record["bytes"], self.name, self.fix)
+        return open_sized(self.path, self.record["bytes"], _FIX)
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""
-        return self._read_file(self._file, offset, dtype, start, stop)
-
-    def _read_file(self, file: Descriptor, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
-        values, at = np.empty(stop - start, dtype), offset + start * dtype.itemsize
+        file, values, at = self._file, np.empty(stop - start, dtype), offset + start * dtype.itemsize
         done = os.preadv(file.number, [values.data], at) if len(values) else 0
         if done == values.nbytes:
             return values
@@ -229,7 +225,7 @@ class TokenShard:
             read = os.preadv(file.number, [view[done:]], at + done)
             if read == 0:
                 raise UserError(f"{self.name} ends at byte {at + done}, within its tokens: it was cut after training "
-                                f"began. {self.fix}")
+                                f"began. {_FIX}")
             done += read
         return values
 

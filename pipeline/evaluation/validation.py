@@ -11,7 +11,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.chosen_documents import Chosen, choose
-from drover.pipeline.data.stored.opening import shards_of
+from drover.pipeline.data.remote_tokens import shards_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
 
 Wanted = dict[int, tuple[str, int, str]]

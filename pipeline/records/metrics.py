@@ -67,7 +67,6 @@ class Event(_Event, total=False):
     ranks: Count
     drift: Drifts
     changes: list[str]
-    first_step: Count
     startup_s: float
     train_s: float
     look_s: float

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -161,8 +161,8 @@ class Mirror:
             sent(record, entry)
         return sum(int(record["bytes"]) for record in records)
 
-    def fetch(self, folder: Path, records: Sequence[Record]) -> int:
-        """Download files into `folder`, each complete or not at all; returns their bytes.
+    def fetch(self, folder: Path, records: Sequence[Record], advance: Callable[[], None] = lambda: None) -> int:
+        """Download files into `folder`, each complete or not at all; returns their bytes. advance: called after each.
 
         Raises:
             DamagedCopyError: one is missing, or differs from its record.
@@ -174,9 +174,14 @@ class Mirror:
             except Missing:
                 raise DamagedCopyError(f"{self.store.url}/{record['path']} is missing") from None
             if digest != record["sha256"]:
+                (folder / record["path"]).unlink()
                 raise DamagedCopyError(f"{self.store.url}/{record['path']} has other content than was put there")
             return int(record["bytes"])
-        return sum(ordered_map(get, records, AT_ONCE, name="copy"))
+        size = 0
+        for fetched in ordered_map(get, records, AT_ONCE, name="copy"):
+            size += fetched
+            advance()
+        return size
 
     def compare(self, records: Sequence[Record], advance: Callable[[], None]) -> None:
         """Read every file back; UserError names those whose content differs from their records."""
@@ -269,17 +274,3 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
         mirror.finish(of, files)
     ledger.add("", of, "")
     return Copied(len(todo), sum(record["bytes"] for record in todo), len(files) - len(todo))
-
-
-def listed_files(store: Store, records: Iterable[Record]) -> tuple[list[str], list[str]]:
-    """Missing and truncated files, as sentences, and the ETag of each file: from one listing."""
-    entries = {entry.path: entry for entry in store.list()}
-    problems, etags = list[str](), list[str]()
-    for record in records:
-        entry, url = entries.get(record["path"]), store.url_of(record["path"])
-        etags.append(entry.etag if entry is not None else "")
-        if entry is None:
-            problems.append(f"{url} is missing")
-        elif entry.size != record["bytes"]:
-            problems.append(f"{url} has {entry.size:,} bytes instead of {record['bytes']:,}")
-    return problems, etags

@@ -27,6 +27,7 @@ from drover.pipeline.parallel.messages import portable
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.data.token_check import DamagedTokensError
 
 T = TypeVar("T")
 SLAB_BYTES = 1 << 28
@@ -41,12 +42,14 @@ class AsyncSaver:
     Args:
         about: further fields of the marker, besides progress and files.
         saved: called with the step of each complete checkpoint, on every rank, in the thread that saves.
+        refuse_damaged: called there when this rank's part is written; if it raises, the checkpoint does not appear.
     """
 
     def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: Record,
-                 say: Say, event: Event, saved: Callable[[int], None] = lambda step: None) -> None:
+                 say: Say, event: Event, saved: Callable[[int], None] = lambda step: None,
+                 refuse_damaged: Callable[[], None] = lambda: None) -> None:
         self.checkpoints, self.config, self.about, self.say, self.event = checkpoints, config, about, say, event
-        self.saved = saved
+        self.saved, self.refuse_damaged = saved, refuse_damaged
         self.on_gpu = ranks.device.type == "cuda"
         self.ranks, self.channel = ranks, HostChannel(ranks)
         self._host: dict[tuple[str, int], torch.Tensor] = {}
@@ -79,6 +82,7 @@ class AsyncSaver:
         """Wait until nothing is in flight.
 
         Raises:
+            DamagedTokensError: a token shard that was read is damaged; the same on every rank.
             OSError: the save failed because the disk is full; the same on every rank.
             UserError: the disk or folder failed in another way.
             RuntimeError: it failed for another reason.
@@ -137,6 +141,8 @@ class AsyncSaver:
             problem = self._attempt(state, progress)
             if problem is None:
                 break
+            if isinstance(problem, DamagedTokensError):
+                raise problem
             self.say(f"saving after step {progress.step} failed (attempt {attempt} of {self.config.attempts}): "
                      f"{problem}")
             self.event("checkpoint_failed", step=progress.step, attempt=attempt, error=str(problem))
@@ -155,12 +161,16 @@ class AsyncSaver:
         final = self.checkpoints.path(progress.step)
         temporary = final.with_name(f"{final.name}.tmp")
 
+        def write(_: None) -> Index:
+            index = write_part(temporary / f"rank-{self.ranks.rank:05}.safetensors", state)
+            self.refuse_damaged()
+            return index
+
         def publish(index: Index) -> None:
             written = write_index(temporary, index)
             self.checkpoints.publish(temporary, [*index.files, written], progress, self.about)
         problem = in_turn(self.channel, lambda: self.checkpoints.make_room(temporary),
-                          lambda _: write_part(temporary / f"rank-{self.ranks.rank:05}.safetensors", state),
-                          Index.joined, publish, temporary)
+                          write, Index.joined, publish, temporary)
         if problem is not None and self.ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)  # leave no partial checkpoint
         return problem

@@ -61,9 +61,6 @@ class Hook:
     def after_step(self, loop: Loop) -> None:
         """The step is finished, and its checkpoint, if one was due, is being written."""
 
-    def on_damage(self, after: int) -> None:
-        """Training is about to stop: checkpoints after step `after` may be made of damaged tokens."""
-
     def on_stop(self, loop: Loop) -> None:
         """Training leaves before its end; the checkpoint of `loop.progress` is complete."""
 

@@ -40,7 +40,7 @@ from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.data.opening import refuse_beyond
 from drover.pipeline.training.data.step_batches import StepBatches
-from drover.pipeline.training.data.token_check import TokenCheck
+from drover.pipeline.training.data.token_check import DamagedTokensError, TokenCheck
 from drover.pipeline.training.determinism import is_deterministic, make_deterministic
 from drover.pipeline.training.device_facts import memory_explained
 from drover.pipeline.training.engines.build import build_engine
@@ -165,7 +165,9 @@ class Loop:
             self.say(f"plan changed: {text}")
         if many := refuse_beyond(self.config.train, self.data, self.say):
             self.recorder.event("many_epochs", step=self.progress.step, planned_epochs=many)
-        self.tokens = TokenCheck(self)
+        self.tokens = TokenCheck(self) if self.config.train.shard_checks else None
+        if self.tokens is None:
+            self.say("token shards are not compared with the encode stage's manifest: train.shard_checks is false")
 
     def _build_engine(self) -> None:
         train = self.config.train
@@ -185,7 +187,8 @@ class Loop:
 
     def _prepare_saving(self) -> None:
         self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
-                                self.recorder.event, self._saved)
+                                self.recorder.event, self._saved,
+                                (lambda: None) if self.tokens is None else self.tokens.refuse_damaged)
         with self.paused():
             if self.found:
                 load(self.found[0], self.engine, self.ranks, self.progress.updates)
@@ -207,7 +210,7 @@ class Loop:
         with self.paused():  # validation text and the vocabulary are read
             self.hooks: list[Hook] = [
                 Saving(train.checkpoint.every_minutes),
-                *([self.tokens] if self.tokens.compares else []),
+                *([] if self.tokens is None else [self.tokens]),
                 *([] if self.uploads is None else [self.uploads]),
                 self.stop,
                 *([] if compared_every is None else [ReplicaCheck(self.ranks, self.nodes, compared_every)]),
@@ -306,7 +309,8 @@ class Loop:
                                     tokens=before.tokens + self.batch.tokens - padding,
                                     updates=self.engine.updates, plan_sha256=self.data.order.plan_at(end))
         record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
-        record |= self.batches.fields(self.batch.tokens, padding)
+        if self.data.packings:
+            record["padding_share"] = round(padding / self.batch.tokens, 6)
         record |= self.guards.step_fields(verdict, before.samples, end)
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         for hook in self.hooks:
@@ -381,7 +385,7 @@ class Loop:
         self.recorder.flush()
         with self.paused():
             self.saver.wait()
-            self.batches.pause()
+            self.batches.close()
             found = self.checkpoints.newest_valid()
             if found is None:
                 raise UserError(f"{verdict.text}: training has to go back to a checkpoint, but none is left in "
@@ -426,7 +430,7 @@ class Loop:
         ending = self._settle()
         for hook in self.hooks:
             hook.on_finish(self)
-        self.saver.prune()  # until now the checkpoint that this start continued from may have been needed
+        self.saver.prune()  # checkpoints that waited for their upload were kept until now
         found = self.checkpoints.newest_valid()
         if found is None or found[1].step != self.config.train.steps:
             raise UserError(f"The checkpoint of the last step does not read back from {self.checkpoints.folder}. "
@@ -443,15 +447,7 @@ class Loop:
         began = time.perf_counter()
         self.saver.wait()
         self.recorder.flush()
-        return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3),
-                **self.batches.finish()}
-
-    def settle_damaged(self, after: int) -> None:
-        """Wait for a save in flight, and notify the hooks that checkpoints after step `after` may contain damage, so
-        that no start continues from an upload of them."""
-        self.saver.settle()
-        for hook in self.hooks:
-            hook.on_damage(after)
+        return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3)}
 
     def _commit(self, checkpoint: Path) -> None:
         """Write the manifest. Called on rank 0."""
@@ -469,8 +465,8 @@ class Loop:
             "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
             **self._consumed(metrics), "plan_sha256": self.data.order.plan_sha256, "ranks": self.ranks.world,
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
-            **packing_facts(self.data), **self.guards.counters(), "token_shards_checked": self.tokens.checked,
-            "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
+            **packing_facts(self.data), **self.guards.counters(), "device_name": self.ranks.device_name,
+            "loss": metrics[-1]["loss"] if metrics else None,
             "validation_bpb": metrics[-1].get("validation_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
 
@@ -493,6 +489,10 @@ class Loop:
             if error is None:  # after a failure the other ranks are not here, so no barrier
                 ends.callback(stop_ranks)
             ends.callback(self.recorder.close)
+            if self.tokens is not None:
+                if isinstance(error, DamagedTokensError):
+                    ends.callback(self.tokens.note_damage)
+                ends.callback(self.tokens.close)
             if isinstance(error, (UserError, OSError)):
                 # The save in flight is valid, and all ranks are still there. On a full disk an unfinished save is
                 # removed, which makes room for the error message.

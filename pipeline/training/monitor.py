@@ -20,7 +20,7 @@ from drover.model.generate import generate
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.data.shard_table import files_in, open_shards
+from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
 from drover.pipeline.parallel.compiling import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import whole_losses
@@ -100,8 +100,7 @@ class Validation(Hook):
 def validation_texts(loop: Loop) -> dict[str, ValidationText]:
     """The validation text by source. Called on rank 0, which broadcasts it."""
     sources, found = loop.config.shard.source_names, {}
-    opener = loop.batches.opener or files_in(loop.work.input("encode")[0])
-    for source, shards in open_shards(loop.batches.table, "validation", sources, opener).items():
+    for source, shards in open_shards(loop.batches.table, "validation", sources, loop.batches.folder).items():
         chosen = choose(shards, loop.config.train.validation_tokens)
         if len(chosen):
             found[source] = ValidationText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -60,7 +59,6 @@ from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror
 from drover.pipeline.storage.store import Missing, Store, preflight
 from drover.pipeline.training.async_saver import Event, in_turn, tried
 from drover.pipeline.training.checkpoint import Checkpoints
-from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
@@ -71,8 +69,10 @@ TRAINING = "copying.json"
 OF_STEPS = ("metrics.jsonl", "samples.jsonl")
 LOGS = (*OF_STEPS, "events.jsonl")
 """Files that only grow: while one is being written, its complete lines are copied."""
-OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
+OTHERS = (ROLLBACKS, FILE, "wandb.json", "mlflow.json")
 """The last two hold the run's IDs in W&B and MLflow."""
+SET_ASIDE = "set-aside-"
+"""Prefix with which a user renames the folder of a checkpoint from which training must not continue."""
 RECORDS = "records/"
 """Folder below a step for the train folder's records that belong to the checkpoint."""
 RETRY_S = (10.0, 30.0, 120.0, 600.0)
@@ -150,7 +150,6 @@ class Uploads(Hook):
         self.config, self.url, self._copies = work.config.train.checkpoint, url, CopiedCheckpoints(Store(url))
         self._stopped, self._problem = False, ""
         self._saved = dict[int, float]()  # steps that have no copy yet, and when they were saved
-        self._final = threading.Lock()  # held while a copy becomes complete or is removed
         self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
         self._copied, work.drift = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
@@ -211,19 +210,6 @@ class Uploads(Hook):
     def needs(self, step: int) -> bool:
         """Whether it is being uploaded or waits for its upload."""
         return step in self._worker.pending()
-
-    def on_damage(self, after: int) -> None:
-        """Remove the copies of such checkpoints, and upload no more."""
-        if not self.ranks.leads:
-            return
-        self.close()
-        try:
-            with self._final:
-                self._owner.refuse_lost()
-                self._remove([step for step in self._copies.found().whole if step > after])
-        except UserError as error:
-            self.say(f"Their copies in {self.url} could not be removed ({error}); the next start removes them, if this "
-                     f"folder still exists.")
 
     def on_finish(self, loop: Loop) -> None:
         """Wait for the upload of the last checkpoint, then release the store.
@@ -290,13 +276,12 @@ class Uploads(Hook):
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
                      f"{', '.join(map(checkpoint_name, found.unfinished))}")
             store.delete(path for paths in found.unfinished.values() for path in paths)
-        # Checkpoints that were quarantined here for damaged tokens while the store did not answer.
         self._remove(aside := [step for step in found.whole
                                if step > (step_of(complete[-1]) if complete else -1) and self._is_set_aside(step)])
         return [step for step in found.whole if step not in aside], drift
 
     def _is_set_aside(self, step: int) -> bool:
-        """Whether the copy is of a checkpoint that was quarantined here. Its marker decides, since another checkpoint
+        """Whether the copy is of a checkpoint that a user renamed here. Its marker decides, since another checkpoint
         may have the same step."""
         folders = list((self.work.folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))
         try:
@@ -340,7 +325,7 @@ class Uploads(Hook):
         return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are configured "
                 f"now. Differences, old -> new:\n{listed([str(one) for one in changed])}\n{ways}") if changed else ""
 
-    def _remove(self, steps: Sequence[int], which: str = "Copies of damaged training in") -> None:
+    def _remove(self, steps: Sequence[int], which: str = "Copies of checkpoints that were renamed, in") -> None:
         """Remove copies from which no training may continue. Called on rank 0."""
         self._copies.remove(steps)
         if steps:
@@ -432,11 +417,10 @@ class Uploads(Hook):
             """The files to upload. First makes sure that the store has no complete copy of this step: while its objects
             are replaced one by one, it would be a mixture of both."""
             files.extend(read_marker(folder)["files"])
-            with self._final:
-                self._refuse_stopped()
-                if self.uploaded == step:
-                    self.uploaded = -1
-                copy.reopen()
+            self._refuse_stopped()
+            if self.uploaded == step:
+                self.uploaded = -1
+            copy.reopen()
             return files
 
         def complete(_: int) -> None:
@@ -450,9 +434,8 @@ class Uploads(Hook):
                 copy.store.put(f"{RECORDS}{name}", data)
                 files.append({"path": f"{RECORDS}{name}", "bytes": len(data),
                               "sha256": hashlib.sha256(data).hexdigest()})
-            with self._final:
-                self._refuse_stopped()
-                copy.finish(str(step), files)
+            self._refuse_stopped()
+            copy.finish(str(step), files)
             self._bytes = sum(record["bytes"] for record in files)
 
         return in_turn(self._channel, opened, lambda files: copy.send(folder, files[ranks.rank::ranks.world],

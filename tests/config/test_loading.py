@@ -65,7 +65,7 @@ shard:
     - {kind: decontamination, files: [{path: HOME/t.jsonl, fields: [a]}]}
 tokenizer: {path: HOME/t.model}
 model: {preset: HOME/weights}
-train: {init_from: HOME/weights, cache: {folder: HOME/cache}, prompts: [~/x]}
+train: {init_from: HOME/weights, tokens_folder: HOME/tokens, prompts: [~/x]}
 evaluate: {task_folders: [HOME/tasks]}
 launch:
   cluster: HOME/site.yaml

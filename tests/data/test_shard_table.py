@@ -14,7 +14,7 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import shard_table, token_shards
 from drover.pipeline.data.provenance import documents_of
-from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, files_in, most_open, size_problems
+from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, size_problems
 from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
 
@@ -43,7 +43,7 @@ def make_shards(folder, count):
 
 def data_of(folder, table, most=1000, whole=1 << 26, mixture=MIXTURE):
     with patch.object(shard_table, "most_open", lambda: most):
-        opened = OpenShards(table, files_in(folder))
+        opened = OpenShards(table, folder)
     opened._whole = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from drover.pipeline.contract.signed import MessageError
 from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.data.chosen_documents import Chosen
-from drover.pipeline.data.sampling.shard_checks import Damage
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.evaluation.bits_per_byte import ValidationText
 from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.rollbacks import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
+from drover.pipeline.training.data.token_check import DamagedTokensError
 from tests.formats.test_weights import Hostile
 from tests.refusal import refused
 
@@ -35,11 +35,12 @@ TOLD = {
         Index(({"path": "rank-0", "bytes": 2 ** 60},),
               {"w": Entry("F32", (4, 2), 0)}, (np.array([[0, 0, 0, 4, 2]]),)),
         Rollback(7, 5, ((1, 2), (9, 12)), "ab", "a spike"),
-        Damage("torn", None), Chosen(COUNTS[::2], COUNTS, COUNTS, COUNTS, 9, 2 ** 62),
+        Chosen(COUNTS[::2], COUNTS, COUNTS, COUNTS, 9, 2 ** 62),
         ShardTable(COUNTS.reshape(2, 3), np.zeros((0, 32), np.uint8), ["a/\u20ac"], COUNTS.astype(np.int32),
                    (("train", "web", "uint16"),)),
         ValidationText([np.array([1, 65535], np.uint16), np.array([], np.uint32)], 12)],
-    "errors": [UserError("a\nb"), DamagedCopyError("c"), RuntimeError("d"), OSError(ENOSPC, "full", "/x"), None],
+    "errors": [UserError("a\nb"), DamagedCopyError("c"), DamagedTokensError("t"), RuntimeError("d"),
+               OSError(ENOSPC, "full", "/x"), None],
     "arrays": [np.float32([NAN, 1]), np.array(2.5), COUNTS.astype(">u8").reshape(3, 1, 2), Path("/runs/\udcff")],
 }
 

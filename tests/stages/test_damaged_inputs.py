@@ -8,15 +8,17 @@ import pytest
 
 import drover.pipeline.contract.input_check
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.core.files import read_json
+from drover.pipeline.data.remote_tokens import upload_shards
+from drover.pipeline.records.checkpoints import complete_checkpoints
+from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.storage.store import Store
-from drover.pipeline.training.data.token_check import COMPARED
 from drover.pipeline.training.uploads import CopiedCheckpoints
 from tests.stages.here import run_here
 from tests.stages.small_run import item, write_task
-from tests.stages.training import copy_run, curve, manifest_of, run_train, train_folder, weights
+from tests.stages.training import copy_run, curve, manifest_of, proven, run_train, train_folder, weights
 from tests.waiting import wait_for
 
 
@@ -83,28 +85,24 @@ def trained(chain):
 
 
 def test_a_token_shard_and_training_continues_as_if_nothing_had_been(trained, refused, monkeypatch, tmp_path):
-    """Found once the first checkpoint is there, and in a store, which it then leaves: for the second one training
-    waits."""
+    """Found after steps that read the damage, before the first checkpoint of them appears, here or in a store."""
     path = max((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     store, name = Store(f"file://{tmp_path}/store"), "copied"
     here = *reusing(trained, name), f"train.checkpoint.copy_to={store.url}"
-    checkpoints = train_folder(trained, name) / "checkpoints"
-
-    def copies():
-        return CopiedCheckpoints(store).found().whole
+    folder = train_folder(trained, name)
     with monkeypatch.context() as patch, flipped(path):
-        hold_back(patch, copies)
+        hold_back(patch, lambda: list(folder.glob("checkpoints/step-*.tmp")))
         refused(trained, "train", path, *here)
-    assert copies() == [] and not list(checkpoints.glob("step-????????"))
-    assert max(folder.name[-8:] for folder in checkpoints.glob("set-aside-*")) == "00000002"
-    assert manifest_of(trained, name=name) is None and read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
+    assert "There is no checkpoint yet." in read_state(folder).reason
+    assert not CopiedCheckpoints(store).found().whole and not complete_checkpoints(folder)
+    assert manifest_of(trained, name=name) is None and len(read_metrics(folder / "metrics.jsonl")) > 0
     assert run_here("train", trained, *here) == 0
     assert curve(trained, name) == curve(trained) and weights(trained, name) == weights(trained)
-    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12 and copies()[-1:] == [12]
+    assert CopiedCheckpoints(store).found().whole[-1:] == [12] and proven(trained, name)
 
 
 def hold_back(patch, ready):
-    """Let the hashing of token shards begin when `ready()`, which is soon: the checkpoint after next waits for it."""
+    """Let the hashing of token shards begin when `ready()`: checkpoints wait for it."""
     hashed = drover.pipeline.contract.input_check._hash
 
     def late(path, *rest):
@@ -115,17 +113,28 @@ def hold_back(patch, ready):
 
 @pytest.mark.slow
 def test_what_was_saved_before_a_later_start_stays(trained, refused):
-    """A start that compared all shards vouches for its checkpoints; where none did, it is said."""
+    """That start compared all shards that it read. The message names its checkpoint."""
     here, folder = reusing(trained, "again"), train_folder(trained, "again")
     assert run_here("train", trained, *here, "train.steps=6") == 0
     path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     with flipped(path):
         refused(trained, "train", path, *here, "--accept-drift")
-        assert "free of damage" not in read_state(folder).reason
-        assert (folder / "checkpoints/step-00000006").is_dir() and not list((folder / "checkpoints").glob("step-*12"))
-        (folder / COMPARED).unlink()
+        assert f"The newest checkpoint is {folder}/checkpoints/step-00000006." in read_state(folder).reason
+        assert [step.name for step in complete_checkpoints(folder)][-1] == "step-00000006"
+        assert run_here("train", trained, *here, "--accept-drift", "train.shard_checks=false") == 0
+
+
+@pytest.mark.slow
+def test_a_downloaded_shard_that_is_damaged_on_its_node(trained, refused, tmp_path):
+    """The steps read it, not the stage's own file."""
+    encode, url = trained.parent / "runs/mini/encode", f"file://{tmp_path}/store"
+    upload_shards(encode, read_manifest(encode).outputs, url)
+    here = (*reusing(trained, "downloaded"), f"train.tokens_from={url}", f"train.tokens_folder={tmp_path}/node")
+    assert run_here("train", trained, *here, "train.steps=6") == 0
+    path = max((tmp_path / "node").rglob("train/*.arrow"))
+    with flipped(path):
         refused(trained, "train", path, *here, "--accept-drift")
-        assert "only the steps up to 0 are certainly free of damage" in read_state(folder).reason
+    path.unlink()
     assert run_here("train", trained, *here, "--accept-drift") == 0
 
 

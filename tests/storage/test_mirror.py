@@ -11,13 +11,10 @@ import pytest
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record
-from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.data.stored.copying import copy_shards, survey
 from drover.pipeline.storage.export import fetch_copy
 from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
 from drover.pipeline.storage.store import Missing, Store
 from drover.pipeline.training.uploads import CopiedCheckpoints, Found
-from tests.data.stored.made import make_shards
 from tests.refusal import refused
 
 
@@ -210,21 +207,3 @@ def test_without_its_list_there_is_no_copy_and_the_newest_and_the_permanent_ones
     assert copies.found() == Found([8, 16, 20], unfinished)
     copies.prune(2, None)
     assert copies.found() == Found([16, 20], unfinished)
-
-
-def test_a_place_that_does_not_have_these_shards_is_refused(store, tmp_path):
-    records, url = make_shards(tmp_path), store.url
-    table = ShardTable.of(records)
-    refused(UserError, r"copy\.json is not there.*drover copy-tokens", survey, url, table)
-    copy_shards(tmp_path, records, url)
-    refused(UserError, "holds files of the token shards", copy_shards, tmp_path, records[:4], url)
-    assert len(survey(url, table)) == 6
-    other = [*records[:5], {**records[5], "sha256": "0" * 64}]
-    refused(UserError, r"holds other token shards.*1 of 6 differ: train/text-00005\.arrow", survey, url,
-            ShardTable.of(other))
-    store.put(records[0]["path"], b"cut")
-    store.delete([records[1]["path"]])
-    said = refused(UserError, r"2 of 6 token shards", survey, url, table)
-    assert "00000.arrow has 3 bytes instead" in said and "00001.arrow is missing" in said
-    store.put(COPY, b"{}")
-    refused(UserError, r"copy\.json is damaged", survey, url, table)

@@ -90,7 +90,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
         seen[line["step"]] = line
     again = audit(written(recorded))
     assert len(again.faults) == again.repeated == 7
-    damaged = {"event": DAMAGED, "step": 15, "first_step": 16, "set_aside": []}
+    damaged = {"event": DAMAGED, "step": 15}
     found = audit(written(recorded, damaged))
     assert found.damaged == 5 and ["step 11 " in fault or "step 12 " in fault for fault in found.faults] == [True] * 2
     assert "5 steps had another loss before a damaged token shard was repaired" in found.lines()[0]

@@ -173,7 +173,7 @@ def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
     del content["seal"]
     write_json(manifest, content)
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
-    names = ("rollbacks.json", "copying.json", "started.json", "tokens-compared.json")
+    names = ("rollbacks.json", "copying.json", "started.json", "wandb.json")
     for name in names:
         (copied / "train" / name).write_text("{")
     found = {Path(problem.file).relative_to(copied).as_posix(): problem for problem in verify(copied).problems}

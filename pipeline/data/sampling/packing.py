@@ -174,7 +174,7 @@ class Packing:
 
     def _opened(self, row: int) -> Descriptor:
         bins, pieces = self.numbers[row, :2].tolist()
-        return open_sized(self.path(row), _HEADER.size + 8 * (bins + 1) + 16 * pieces, str(self.path(row)), _FIX)
+        return open_sized(self.path(row), _HEADER.size + 8 * (bins + 1) + 16 * pieces, _FIX)
 
     def _read(self, row: int, at: int, count: int) -> NDArray[np.int64]:
         file = self._file(row)  # held: of two threads that open it at once, one has a file that nobody keeps

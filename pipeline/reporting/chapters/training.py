@@ -33,7 +33,7 @@ FIGURES = {
     "steps": "{steps}", "tokens": "{tokens}", "predicted tokens": "{targets}", "epochs": "{epochs}",
     "precision": "{precision}", "engine": "{engine}", "ranks": "{ranks}", "gradient accumulation": "{accumulation}",
     "packing": "{packing}", "accelerator": "{device_name}", "restarts": "{restarts}", "skipped updates": "{skipped}",
-    "loss spikes": "{spikes}", "rollbacks": "{rollbacks}", "token shards verified": "{token_shards_checked}",
+    "loss spikes": "{spikes}", "rollbacks": "{rollbacks}",
     "mean step": "{step_s[sum] / step_s[number]:s}", "waiting for data": "{data_wait_s[sum] / step_s[sum]:.2%}",
     "peak memory of rank 0": "{memory_mb[bytes]:B}", "model FLOP utilization, mean": "{mfu[sum] / mfu[number]:.1%}",
     "checkpoints saved": "{of[checkpoint]}", "failed attempts to save": "{of[checkpoint_failed]}",
@@ -41,7 +41,7 @@ FIGURES = {
     "failed attempts to copy": "{of[checkpoint_copy_failed]}"}
 MOST_EVENTS = 50
 """Rows of the table of events and of that of starts; a run may skip thousands of steps."""
-EVENT_FIELDS = ("text", "reason", "error", "changes", "ranks", "planned_epochs", "sink", "set_aside")
+EVENT_FIELDS = ("text", "reason", "error", "changes", "ranks", "planned_epochs", "sink")
 """The fields of an event that are shown."""
 REPORTED_ELSEWHERE = ("checkpoint", "checkpoint_copied", "fp8", "norms")
 PRODUCTIVE = "productive steps"

@@ -49,8 +49,6 @@ from drover.pipeline.core.files import Record, flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """Fields of a step's record that are not drawn: they only count."""
-DATA = ("shards_checked",)
-"""Fields of it about the data."""
 CLOSE_S = 30.0
 """Seconds that the end of training waits for all loggers together."""
 MOST_WAITING = 10_000
@@ -114,11 +112,11 @@ class SinkSettings(Kind):
 
 
 def curves(record: Record) -> dict[str, float]:
-    """The curves of a step's record: every number under train/ or data/, and those of GROUPS.
+    """The curves of a step's record: every number under train/, and those of GROUPS.
 
     A NaN loss is text in the record, and is not drawn.
     """
-    found = {f"{'data' if name in DATA else 'train'}/{name}": float(value) for name, value in record.items()
+    found = {f"train/{name}": float(value) for name, value in record.items()
              if isinstance(value, (int, float)) and name not in CLOCKS}
     return found | {f"{curve}/{source}": float(value) for name, curve in GROUPS.items()
                     for source, value in record.get(name, {}).items() if isinstance(value, (int, float))}

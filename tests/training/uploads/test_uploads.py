@@ -4,7 +4,6 @@ import json
 import shutil
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
@@ -13,9 +12,7 @@ from drover.pipeline.core.files import renamed
 from drover.pipeline.records.checkpoints import MARKER, checkpoint_name
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store
-from drover.pipeline.training import uploads as module
-from drover.pipeline.training.data.token_check import SET_ASIDE
-from drover.pipeline.training.uploads import CopiedCheckpoints, Uploads
+from drover.pipeline.training.uploads import SET_ASIDE, Uploads
 from tests.refusal import refused
 from tests.training.uploads.saving import after
 
@@ -50,27 +47,17 @@ def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_che
 def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(run):
     run.train(4, 8)
     run.remove_here(8)
-    aside = run.checkpoints.folder / f"{module.SET_ASIDE}{checkpoint_name(8)}"
+    aside = run.checkpoints.folder / f"{SET_ASIDE}{checkpoint_name(8)}"
     aside.mkdir()
     (aside / MARKER).write_text("of the damaged checkpoint")
     assert run.gone_on_from() == 8 and run.whole == [4, 8]
 
 
-def test_copies_of_damaged_training_are_taken_back_by_the_next_start_or_at_once(run, monkeypatch):
-    """By the next start where the store did not answer."""
+def test_copies_of_checkpoints_that_were_set_aside_are_removed_by_the_next_start(run):
     run.train(4, 8, 12)
-    copying = run.begin().uploads
-    with monkeypatch.context() as patch:
-        patch.setattr(CopiedCheckpoints, "found", Mock(side_effect=UserError("the store is away.")))
-        copying.on_damage(4)
-    copying.on_saved(16)
-    assert run.whole == [4, 8, 12] and "the next start removes them" in run.said[-1]
     for step in (8, 12):
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
     assert run.gone_on_from() == 4 and run.whole == [4]
-    run.train(8, 12)
-    run.begin().uploads.on_damage(4)
-    assert run.whole == [4]
 
 
 def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_path):

@@ -1,1 +1,0 @@
-"""Token shards in an object store: copied there by encode, read from there by training."""
