@@ -268,7 +268,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
                              for side in (1, 2))
             ascending = np.argsort(starts)
             again = np.flatnonzero(starts[ascending][1:] < stops[ascending][:-1])
-            found.faults += [f"tokens of {shard.name} from {starts[ascending][place + 1]} on came twice in epoch "
+            found.faults += [f"tokens of {shard.path} from {starts[ascending][place + 1]} on came twice in epoch "
                              f"{epoch}" for place in again]
 
 

@@ -61,14 +61,12 @@ class BackgroundWorker(Generic[T]):
             self._changed.wait_for(lambda: bool(self._waiting) or self.closing, timeout)
             return bool(self._waiting)
 
-    def wait(self, timeout: float | None = None, item: object = None) -> bool:
-        """Wait up to `timeout` seconds until every item (or only `item`) is handled or the thread has failed; returns
-        whether that is so."""
-        def done() -> bool:
-            left = [*self._current, *self._waiting]
-            return self.error is not None or not (left if item is None else any(one is item for one in left))
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to `timeout` seconds until every item is handled or the thread has failed; returns whether that is
+        so."""
         with self._changed:
-            return self._changed.wait_for(done, timeout)
+            return self._changed.wait_for(
+                lambda: self.error is not None or not (self._current or self._waiting), timeout)
 
     def close(self, timeout: float | None = None, *, drop: bool = False) -> bool:
         """Take no more items, and wait until all are handled; returns whether they are. Idempotent.

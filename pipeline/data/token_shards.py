@@ -67,7 +67,7 @@ class TokenShard:
             the disk.
 
     Attributes:
-        path: the file. name: its name in errors.
+        path: the file.
         record: its output record in the encode stage's manifest.
         source: name of the documents' source.
         dtype: `uint16` or `uint32`, as stored.
@@ -76,7 +76,7 @@ class TokenShard:
     """
 
     def __init__(self, path: Path, record: dict[str, Any], whole: int = 1 << 26) -> None:
-        self.path, self.record, self.whole, self.name = path, record, whole, str(path)
+        self.path, self.record, self.whole = path, record, whole
         self.source: str = record["source"]
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
@@ -87,14 +87,14 @@ class TokenShard:
         try:
             found = self.path.stat().st_size
         except OSError as error:
-            return f"{self.name} cannot be read: {error.strerror}. {_FIX}"
+            return f"{self.path} cannot be read: {error.strerror}. {_FIX}"
         wanted = self.record["bytes"]
         return "" if found == wanted else _damaged(self.path, found, wanted, _FIX)
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
         if not 0 <= start <= stop <= self.token_count:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.name}, which has {self.token_count}")
+            raise IndexError(f"tokens [{start}, {stop}) of {self.path}, which has {self.token_count}")
         return self._read(self.record["data_offset"], self.dtype, start, stop)
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -165,7 +165,7 @@ class TokenShard:
         """The offsets, if they ascend between `least` and `most`, and with `ends` from the one to the other."""
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
-            raise UserError(f"{self.name} does not hold the {self.documents} documents with {self.token_count} tokens "
+            raise UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
                             f"that its manifest lists: its content was changed. {_FIX}")
         return offsets
 
@@ -224,14 +224,14 @@ class TokenShard:
         while done < len(view):  # Linux reads at most 2 GB at once
             read = os.preadv(file.number, [view[done:]], at + done)
             if read == 0:
-                raise UserError(f"{self.name} ends at byte {at + done}, within its tokens: it was cut after training "
+                raise UserError(f"{self.path} ends at byte {at + done}, within its tokens: it was cut after training "
                                 f"began. {_FIX}")
             done += read
         return values
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < self.documents:
-            raise IndexError(f"document {index} of {self.name}, which has {self.documents}")
+            raise IndexError(f"document {index} of {self.path}, which has {self.documents}")
         return index
 
 

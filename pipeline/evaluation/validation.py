@@ -48,7 +48,7 @@ def wanted_texts(work: Work) -> dict[str, Wanted]:
         starts = np.cumsum([0, *(each.documents for each in shards)])
         found[source] = {
             int(starts[shard] + place): (shards[shard].document_key(int(place)), int(size),
-                                         f"Document {place} of {shards[shard].name}")
+                                         f"Document {place} of {shards[shard].path}")
             for shard, place, size in zip(own.shards, own.places, own.text_bytes, strict=True)}
     return found
 

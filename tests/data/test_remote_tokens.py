@@ -3,6 +3,7 @@
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from drover.pipeline.core.errors import UserError
@@ -10,15 +11,16 @@ from drover.pipeline.data.remote_tokens import download_shards, recorded_shards,
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.storage.mirror import COPY
 from drover.pipeline.storage.store import Store
-from tests.data.made_shards import make_shards
 from tests.refusal import refused
+from tests.token_shards import write_shards
 
 
 @pytest.fixture
 def made(tmp_path, moto_server):
     """Six token shards in a folder and uploaded, and a run's work that downloads them."""
     folder, url = tmp_path / "encode", moto_server.url_of("tokens")
-    records = make_shards(folder)
+    records = write_shards(folder, [(f"train/text-{number:05d}", [np.arange(50) + 1000 * number + document
+                                                                  for document in range(20)]) for number in range(6)])
     upload_shards(folder, records, url)
     train = SimpleNamespace(tokens_from=url, tokens_folder=str(tmp_path / "node"))
     work = SimpleNamespace(name="train", config=SimpleNamespace(train=train), input=lambda stage: (folder, None))

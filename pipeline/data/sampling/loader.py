@@ -121,7 +121,7 @@ class TrainingData:
                 break
             place = at - span.stop
         document = shard.document_at(at)
-        return (f"{shard.name} holds the id {shard.tokens(at, at + 1)[0]} at its token {at} (document {document}, key "
+        return (f"{shard.path} holds the id {shard.tokens(at, at + 1)[0]} at its token {at} (document {document}, key "
                 f"{shard.document_key(document)}), but the vocabulary has {self.vocabulary} ids: its content was "
                 f"changed. Delete the file, run --stage encode again, which makes it again, and then repeat this "
                 f"command.")
