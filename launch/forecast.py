@@ -79,14 +79,10 @@ def planned_consumption(run: Run) -> Consumption | None:
 
 def kept_checkpoints(config: Config) -> int:
     """The most checkpoints on disk at one time. A new one is complete before an old one is removed."""
-    train, evaluated = config.train, config.launch.evaluate.every_checkpoints
-    permanent = train.checkpoint.permanent_every
-    # Those that wait for their evaluation, should its jobs not start.
-    unevaluated = train.steps // (evaluated * train.checkpoint.every_steps) if evaluated else 0
+    train, permanent = config.train, config.train.checkpoint.permanent_every
     uploading = 0 if train.checkpoint.copy_to is None else 2  # one in progress, and one that waits
     averaged = sum(1 for step in config.convert.average if permanent is None or step % permanent)
-    return train.checkpoint.keep + 1 + uploading + (train.steps // permanent if permanent else 0) + averaged + \
-        unevaluated
+    return train.checkpoint.keep + 1 + uploading + (train.steps // permanent if permanent else 0) + averaged
 
 
 def disk(config: Config, jobs: list[Job]) -> Disk:

@@ -17,11 +17,10 @@ from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State, done_parts
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
-from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 MOST_PARTS = 64
 """The most parts of a stage by default; more are up to the site's settings."""
-Kind = Literal["job", "array", "finalise", "link", "evaluation"]
+Kind = Literal["job", "array", "finalise", "link"]
 
 
 @dataclass(frozen=True)
@@ -155,21 +154,6 @@ def local_ranks(config: Config, machine: Machine) -> int:
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1
 
 
-def evaluation(config: Config, options: Options, step: int) -> Job:
-    """The job on Slurm that converts and evaluates the checkpoint after `step` while training continues.
-
-    It works in a run folder of its own, so it neither waits for the chain's own evaluation nor is taken for it.
-    """
-    job, run = _job(config, "evaluate", options), config.folder.absolute()
-    name = f"{config.name}-evaluate-step-{step:08d}"  # by which one that is queued already is known
-    plugins = (word for plugin in config.plugins for word in ("--plugin", plugin))
-    return replace(job, key=name, name=name, kind="evaluation", run=str(evaluation_folder(run, step)), ranks=0,
-                   processes=job.tasks_per_node, nodes=1, tasks_per_node=1,
-                   cpus_per_task=job.tasks_per_node * job.cpus_per_task,
-                   command=(job.command[0], "-m", "drover.launch.slurm.evaluations", "--run", str(run), "--step",
-                            str(step), *plugins))
-
-
 def _parts_of(run: Run, job: Job, options: Options, most: int | None) -> list[Job]:
     """The job; on Slurm, arrays of at most `most` elements and the job that ends them, or links that follow each other.
     """
@@ -244,8 +228,7 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         contained=contained,
         health_check=tuple(launch.health_check),
         requeue=launch.requeue, signal_s=launch.signal_s, max_restarts=launch.max_restarts,
-        check_owners=launch.check_owners, code=options.code, preflight=trains and launch.preflight,
-        every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains else 0)
+        check_owners=launch.check_owners, code=options.code, preflight=trains and launch.preflight)
 
 
 def in_container(container: Container, folders: list[Path], gpus: int, variables: Iterable[str] = ()

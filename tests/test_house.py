@@ -153,7 +153,6 @@ NO_RUN = "error: There is no run nope. The runs in runs are: none."
 REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     launch/submit.py -> --stage nope --config {CONFIG} -> nope
     launch/status.py -> --run nope -> {NO_RUN}
-    drover.launch.slurm.evaluations -> --run nope --step 1 -> {NO_RUN}
     drover.pipeline.storage -> file:///nope -> required: folder
     benchmarks -> layouts --only nope -> No case of layouts contains nope
     drover.tools.audit -> nope -> {NO_RUN}

@@ -18,19 +18,16 @@ import psutil
 from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
-from drover.launch.slurm.evaluations import owed
 from drover.launch.slurm.nodes import LIFTED, NODES, Strike, failing
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STOP, Progress, StageState, read_attempts, read_state
+from drover.pipeline.contract.state import PROGRESS, STOP, Progress, StageState, read_attempts, read_state
 from drover.pipeline.contract.tasks import marked_parts
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_bytes, read_lines, read_sealed
-from drover.pipeline.records.checkpoints import named_after_steps, step_of
-from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 Value = TypeVar("Value")
 
@@ -65,8 +62,7 @@ class RunFiles:
     """The contents of a run folder.
 
     Attributes:
-        remarks: about evaluations of checkpoints and failed nodes.
-        evaluations: ids of the jobs of evaluations that are not done.
+        remarks: about failed nodes.
         stop: the reason in the stop file, if there is one.
         train_nodes: how many nodes the configuration requests for training.
     """
@@ -75,14 +71,12 @@ class RunFiles:
     chain: Chain | None
     stages: dict[str, StageFiles]
     remarks: list[str]
-    evaluations: list[str]
     stop: str | None
     train_nodes: int
 
     def jobs(self, stage: str) -> list[ChainJob]:
-        """The jobs of a stage in the newest submission, without evaluations of checkpoints."""
-        jobs = self.chain.jobs if self.chain else ()
-        return [job for job in jobs if job.stage == stage and job.kind != "evaluation"]
+        """The jobs of a stage in the newest submission."""
+        return [job for job in self.chain.jobs if job.stage == stage] if self.chain else []
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -97,9 +91,8 @@ def read_run(folder: Path) -> RunFiles:
     stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
                             [event for event in ended if event["stage"] == stage])
               for stage in dict.fromkeys([*STAGES, *added, *(job.stage for job in jobs)])}
-    told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), (list[str](), list[str]()))
     return RunFiles(
-        folder, chain, stages, told + _quietly(lambda: _failed_nodes(folder, nodes), list[str]()), evaluations,
+        folder, chain, stages, _quietly(lambda: _failed_nodes(folder, nodes), list[str]()),
         _quietly(lambda: read_bytes(folder / STOP).decode().strip(), None), nodes)
 
 
@@ -128,31 +121,6 @@ def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: list[Recor
     return StageFiles(manifest, damaged, place != own, read_state(own), progress, (own / STARTED).exists(), _alive(own),
                       shares, ended[-1] if ended else {},
                       {event["job"]: str(event.get("reason") or "") for event in ended})
-
-
-def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...]) -> tuple[list[str], list[str]]:
-    """Remarks about the evaluations of checkpoints, and the jobs of those that are not done.
-
-    Counted are evaluations that are done, started or submitted, and those that are still pending.
-    """
-    jobs = {int(job.name.rpartition("-")[2]): job.id for job in submitted if job.kind == "evaluation"}
-    steps = {*jobs, *map(step_of, named_after_steps(folder / EVALUATIONS)), *(owed(folder, run.config) if run else ())}
-    states, failures, result = list[str](), list[str](), ""
-    for step in sorted(steps):
-        place = evaluation_folder(folder, step)
-        said = [read_state(place / stage) for stage in ("convert", "evaluate")]
-        reasons = [state.reason for state in said if state and state.status == "failed"]
-        if manifest := _quietly(partial(read_manifest, place / "evaluate"), None):
-            states.append("done")
-            result = f"; step {step} has {manifest.counts['bits_per_byte']:.3f} bits per byte"
-            jobs.pop(step, None)
-        elif reasons:
-            states.append("failed")
-            failures.append(f"the evaluation of step {step} failed: {reasons[0]}")
-        else:
-            states.append("pending")
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    return [f"evaluations of checkpoints: {counts}{result}"] * bool(counts) + failures, [*jobs.values()]
 
 
 def _failed_nodes(folder: Path, wanted: int) -> list[str]:

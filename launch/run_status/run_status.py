@@ -63,7 +63,7 @@ class RunStatus:
 
 def wanted_ids(run: RunFiles) -> list[str]:
     """Ids of the jobs whose states Slurm has to give; none if the run's files suffice."""
-    ids = [*run.evaluations]
+    ids: list[str] = []
     for stage, files in run.stages.items():
         if _is_due(run, stage):
             ids += [id for job in run.jobs(stage)
@@ -81,12 +81,11 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
         rows.append(_Stage(run, stage, jobs, now).row(broken))
         asked += rows[-1:] if (run.jobs(stage) if run.chain else files.begun or files.manifest) else []
     current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
-    beside = any(jobs[id].queued for id in run.evaluations if id in jobs) if jobs else False
     states = {row.state for row in rows}
     refused = run.chain.refused if run.chain else ""
     # A stage that waits for a failed one will never run.
     waits = "waiting" in states and "failed" not in states
-    goes_on = beside or not (asked or refused) or "running" in states or waits
+    goes_on = not (asked or refused) or "running" in states or waits
     # What the newest submission lacks may have been made without Slurm since.
     partial = run.chain is not None and run.chain.partial and not states <= {*FINISHED}
     outcome: Outcome = None if goes_on else "done" if current.state in FINISHED and not partial else "failed"

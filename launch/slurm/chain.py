@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drover.launch.slurm.scheduler import JobInfo, Scheduler
-from drover.pipeline.core.files import Record, lock_file, read_record, write_json
+from drover.pipeline.core.files import Record, read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
@@ -25,8 +23,7 @@ def token(chain: str, job: str = "") -> str:
 class ChainJob:
     """A job that Slurm accepted.
 
-    kind: `job`; `array` and `finalise` of a stage in parts; `link`, one of several jobs that continue one stage;
-        `evaluation` of a checkpoint during training.
+    kind: `job`; `array` and `finalise` of a stage in parts; `link`, one of several jobs that continue one stage.
     elements: submitted indices of an array; None for a job that is no array. phase, parts: of an array, the phase of
         the stage and the number of its parts.
     log: of the job itself (stages write elsewhere). spec: its JobSpec.
@@ -47,7 +44,7 @@ class ChainJob:
 @dataclass(frozen=True)
 class Chain:
     """One submission: its jobs in the order of their dependencies, and what they were made from. planned: how many
-    jobs it is to have, without evaluations of checkpoints. refused: why it ended before it had them."""
+    jobs it is to have. refused: why it ended before it had them."""
 
     id: str
     submitted: str
@@ -97,26 +94,6 @@ def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], li
         return jobs, None
     known, tokens = {job.id for job in jobs}, tuple(token(chain.id) for chain in chains)
     queued = {id for id, job in found.items() if job.queued}
-    lost = [ChainJob(job.name, "", "evaluation" if "-evaluate-step-" in job.name else "job", job.id)
-            for job in mine if tokens and job.comment.startswith(tokens) and job.id not in known]
+    lost = [ChainJob(job.name, "", "job", job.id) for job in mine
+            if tokens and job.comment.startswith(tokens) and job.id not in known]
     return [*lost, *(job for job in jobs if job.id in queued)], mine
-
-
-@contextmanager
-def guarded(path: Path) -> Iterator[None]:
-    """Hold a lock on the file `path`, if the file system has locks, so that reading and writing cannot be interleaved.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as guard:
-        lock_file(guard.fileno(), wait=True)
-        yield
-
-
-def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:
-    """Add a job to the record of its submission. Any process may call this."""
-    with guarded((run_folder / CHAIN).with_name("chain.lock")):
-        for path in (run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"):
-            chain = read_record(path, Chain, REPAIR)
-            if chain is not None and chain.id == chain_id:
-                return write_json(path, asdict(replace(chain, jobs=(*chain.jobs, job))))
-        raise AssertionError(f"the submission {chain_id} of {run_folder} is not recorded")

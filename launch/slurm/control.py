@@ -32,27 +32,22 @@ UNKNOWN_END = {"status": "it runs, or nothing is known of its end"}
 def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     """Cancel the run's queued jobs, those of the newest submission and the last of a chain first; the exit status.
 
-    In this order no job's end lets another one start. Evaluations of checkpoints are cancelled last, because running
-    training would submit them again. Their records are read again for the same reason.
+    In this order no job's end lets another one start.
     """
-    scheduler, files, cancelled = scheduler or Scheduler(), read_run(run_folder), 0
+    scheduler, files = scheduler or Scheduler(), read_run(run_folder)
     if files.chain is None:
         echo(f"{run_folder} was never submitted to Slurm, so there is nothing to cancel")
         return 0
-    for evaluations in (False, True):
-        queued, mine = in_queue(run_folder, scheduler)
-        if mine is None:
-            echo("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
-        for job in queued:
-            if (job.kind == "evaluation") != evaluations:
-                continue
-            if problem := scheduler.cancel(job.id):
-                echo(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. Try "
-                     f"again: drover cancel {run_folder}", file=sys.stderr)
-                return 1
-            echo(f"cancelled {job.id} ({job.name})")
-            cancelled += 1
-    echo(f"finished stages are kept; to continue: {go_on(files)}" if cancelled else
+    queued, mine = in_queue(run_folder, scheduler)
+    if mine is None:
+        echo("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
+    for job in queued:
+        if problem := scheduler.cancel(job.id):
+            echo(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. Try "
+                 f"again: drover cancel {run_folder}", file=sys.stderr)
+            return 1
+        echo(f"cancelled {job.id} ({job.name})")
+    echo(f"finished stages are kept; to continue: {go_on(files)}" if queued else
          f"no job of {run_folder} is in the queue")
     return 0
 

@@ -29,7 +29,6 @@ class JobSpec:
         requeue: whether the job may requeue itself.
         signal_s: seconds before the time limit at which Slurm signals the ranks to save and end.
         max_restarts: restarts in a row without a new checkpoint after which the stage fails.
-        every_checkpoints: evaluate every so many checkpoints in separate jobs; 0: none.
         code: folder of the copy of the code.
         files: hashes of other files that decide what the job does: the frozen configuration, its plugins, and the
             modules in their folders.
@@ -60,7 +59,6 @@ class JobSpec:
     signal_s: int = 120
     max_restarts: int = 3
     preflight: bool = False
-    every_checkpoints: int = 0
     code: str = ""
     files: dict[str, str] = field(default_factory=dict)
     check_owners: bool = True

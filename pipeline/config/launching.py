@@ -130,9 +130,6 @@ class EvaluateResources(GpuResources):
     nodes: PositiveInt = 1
     """Number of nodes. Every rank evaluates its share of the text and tasks, and holds all weights, unless
     they are sharded (`evaluate.dp_shard`)."""
-    every_checkpoints: PositiveInt | None = None
-    """Convert and evaluate every n-th checkpoint (of `train.checkpoint.every_steps`) during training, in separate jobs.
-    A checkpoint whose evaluation is pending is kept until it has a result. null: only the last one."""
 
 
 class ReportResources(Resources):
@@ -169,7 +166,7 @@ class SiteLimits(Section):
     array: PositiveInt | None = None
     """Most tasks of one array (MaxArraySize)."""
     jobs: PositiveInt | None = None
-    """Most jobs of one submission. Jobs that are queued already are not counted, nor evaluations during training."""
+    """Most jobs of one submission. Jobs that are queued already are not counted."""
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of one GPU in GB. A rank's weights, gradients and optimizer state must fit into it (`check_fit`)."""
 

@@ -95,9 +95,9 @@ def parser(name: str) -> Parser:
 
 
 def continues(run: Run, name: str) -> bool:
-    """Whether this job continues what the same submission has started, or evaluates what it has made so far."""
+    """Whether this job continues what the same submission has started."""
     chain = os.environ.get("DROVER_CHAIN")
-    return "DROVER_CONTINUES" in os.environ or (chain is not None and sound_start(run.own_folder(name)).chain == chain)
+    return chain is not None and sound_start(run.own_folder(name)).chain == chain
 
 
 class StageAttempt:

@@ -14,7 +14,7 @@ from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import sound_start
-from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE, read_state, write_state
+from drover.pipeline.contract.state import PROGRESS, STATE, read_state, write_state
 from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UserError
@@ -90,10 +90,8 @@ def _tell_lost_units(run: Run, name: str, state: State) -> None:
 def _start_from_scratch(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
     listed_files(STAGES[name].input_files(run.config))  # refuses missing files before the outputs are removed
     keep = STAGES[name].checkpoints
-    # Evaluations first: they belong to the old checkpoints. After a kill here they must not count for new ones.
-    for old in (*([run.folder / EVALUATIONS] if keep else []), run.own_folder(name)):
-        if (aside := set_aside(old, keep=keep)) is not None:
-            say(name, f"the old outputs are kept in {aside}")
+    if (aside := set_aside(run.own_folder(name), keep=keep)) is not None:
+        say(name, f"the old outputs are kept in {aside}")
     if name in before(["report"]):
         (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it shows more than the outputs
     run.forget_files()  # the recorded hashes were removed with the outputs: hash the current files

@@ -26,8 +26,6 @@ STOP = Path("launch") / "stop"
 ATTEMPTS = Path("launch") / "attempts"
 """In a run folder: the launcher's actions, a file per job, one JSON object a line (`log_attempt`). There is not one
 file for all jobs, since on network file systems, lines that several nodes append at once overwrite each other."""
-EVALUATIONS = Path("evaluations")
-"""In a run folder: a run folder of its own for each checkpoint that is evaluated during training."""
 PROGRESS = "PROGRESS.json"
 """Next to STATE.json: the progress of the stage's work (`Progress`). Only people read it."""
 PROGRESS_EVERY_S = 5.0

@@ -34,7 +34,6 @@ from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingPro
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import write_places
 from drover.pipeline.records.metrics import OTHER_ORDER, new_drift, read_metrics
-from drover.pipeline.records.pending_evaluations import pending_evaluations
 from drover.pipeline.records.rollbacks import ROLLBACKS, no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
@@ -130,10 +129,9 @@ class Loop:
         self.model_config = self.config.model.with_vocabulary(self.work.input("tokenizer")[1].counts["vocab_size"])
 
     def _find_checkpoint(self) -> None:
-        pending = pending_evaluations(self.work.run.folder, self.config)
         self.checkpoints = Checkpoints(
-            self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step: pending(step)
-            or step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
+            self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step:
+            step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
         self.recorder = Recorder(self.work, self.ranks, self.plan)
         self.uploads: Uploads | None = None
         with self.paused():

@@ -10,7 +10,7 @@ from drover.pipeline.contract.state import PROGRESS, Progress, ProgressRecord, r
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json, write_text
 from tests.refusal import refused
-from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never, state
+from tests.stand_ins import call, copy_corpus, count_bytes, never, state
 
 
 def test_the_state_says_how_a_stage_ended(place, monkeypatch):
@@ -70,18 +70,6 @@ def test_what_refused_training_left_is_not_kept_for_its_sake(place):
     folder = place / "runs/a/train"
     write_state(folder, "failed", reason="no tokens")
     assert set_aside(folder, keep=True) is None and not folder.exists()
-
-
-def test_evaluations_go_aside_with_the_checkpoints_that_they_are_of(place, capsys):
-    run = place / "runs/a"
-    for name in ("train/checkpoints/step-00000002/COMPLETE.json", "evaluations/step-00000002/evaluate/results.json"):
-        write_text(run / name, "{}")
-    for stage, body in (("shard", copy_corpus), ("tokenizer", count_bytes), ("encode", count_bytes_again)):
-        assert call(place, stage, body) == 0
-    capsys.readouterr()
-    assert call(place, "train", lambda work: None, "--force") == 130
-    assert capsys.readouterr().out.count("the old outputs are kept in") == 2 and not (run / "evaluations").exists()
-    assert (run / "evaluations.replaced/step-00000002/evaluate/results.json").is_file()
 
 
 def test_force_id_forces_once(place):

@@ -34,8 +34,7 @@ def test_packed_input_is_counted_as_the_text_in_it_and_that_is_called_an_estimat
 @pytest.mark.parametrize("override, most", table("""
     train.steps=100 -> 3
     train.checkpoint.permanent_every=25 -> 7
-    train.checkpoint.copy_to=s3://b/p -> 5
-    launch.evaluate.every_checkpoints=2 -> 8""", str, int))
+    train.checkpoint.copy_to=s3://b/p -> 5""", str, int))
 def test_the_most_checkpoints_that_there_are_at_one_time(override, most):
     given = ["train.steps=100", "train.warmup_steps=1", "train.checkpoint={keep: 2, every_steps: 10}", override]
     assert kept_checkpoints(load_config(REPOSITORY / "configs/demo.yaml", given, check=False)) == most

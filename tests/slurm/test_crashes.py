@@ -1,12 +1,8 @@
-"""A training job that cannot go on says why, and evaluations beside one never hold it up."""
+"""A training job that cannot go on says why."""
 
 import pytest
 
-from drover.launch.slurm.chain import read_chain
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.core.files import read_json
-from drover.pipeline.records.pending_evaluations import evaluation_record
-from tests.faulty import PLUGIN
 
 pytestmark = pytest.mark.slow
 
@@ -38,37 +34,3 @@ def test_a_spare_node_replaces_one_that_fails_the_preflight(training):
     run.finish()
     assert [run.cluster.state(run.job(*which)) for which in (("train", 0), ("train", 1), ("convert", 0))] == [
         "COMPLETED", "CANCELLED", "COMPLETED"], run.story()
-
-
-def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path):
-    """They are submitted while training waits for them, it ends though none of them can start, and then they do. Each
-    imports the plugin of the submission."""
-    (tmp_path / "noted.py").write_text(
-        "import os\nfrom pathlib import Path\n"
-        "Path(__file__).with_name(f\"imported-{os.environ.get('SLURM_JOB_ID')}\").touch()\n")
-    run = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
-    barrier = run.ask("sbatch", "--hold", "--parsable", "--output=/dev/null", "--wrap=true")
-    run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}",
-               f"plugins=[{tmp_path}/noted.py, {PLUGIN['plugins'][0]}]",
-               nodes=1)
-
-    def evaluations():
-        chain = read_chain(run.run)
-        return {int(job.name[-8:]): job.id for job in chain.jobs if job.kind == "evaluation" and not job.dependencies}
-
-    for _ in range(2):
-        step = run.next_wait()
-        run.next(lambda: step - 2 in evaluations(), "the evaluation of the newest checkpoint")  # noqa: B023
-        run.go_on()
-    assert run.next_end().status == "done", run.story()
-    jobs = evaluations()
-    for step, job in jobs.items():
-        assert run.log().index(f"the checkpoint of step {step} is evaluated by job {job}") < run.log().index(
-            "train is done")
-        assert run.cluster.state(job) == "PENDING Dependency" and not evaluation_record(run.run, step).exists()
-    run.ask("scontrol", "release", barrier)
-    run.wait_until_gone()
-    assert sorted(jobs) == [4, 8]
-    found = [read_json(evaluation_record(run.run, step))["counts"]["bits_per_byte"] for step in (4, 8)]
-    assert found[0] > found[1] > 0
-    assert all((tmp_path / f"imported-{job}").exists() for job in jobs.values())

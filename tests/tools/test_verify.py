@@ -22,7 +22,7 @@ from drover.pipeline.core.files import (
 from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify.__main__ import main, share_of, verify
 from drover.tools.verify.checks import WENT, Findings
-from drover.tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
+from drover.tools.verify.inventory import FAR, LOGS, Inventory
 from tests.conftest import run_stage, write_config
 from tests.refusal import printed
 from tests.stages.test_damaged_inputs import flipped
@@ -184,20 +184,6 @@ def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
         *["Restore it from a copy"] * 3, "Delete it"]
     config.write_text("name: mini\n")  # what cannot be loaded any more
     assert str(config) in named(verify(copied))
-
-
-def test_the_evaluation_of_a_checkpoint_is_in_order_without_its_weights(whole, tmp_path):
-    run = tmp_path / "evaluations/step-00000004"
-    shutil.copytree(whole, run, copy_function=shutil.copy2)
-    cleared = [run / "train/checkpoints", run / "convert/hf"]
-    for folder in cleared:
-        shutil.rmtree(folder)
-    report = verify(run)
-    assert not report.problems and report.notes[CLEARED] == list(map(str, cleared))
-    (run / "evaluate/manifest.json").unlink()
-    report, checks = listed(run)
-    assert CLEARED not in report.notes
-    assert any(check.function is Findings.compare and check().problems for check in checks)
 
 
 def test_token_shards_that_are_read_from_a_store_may_be_away(copied):

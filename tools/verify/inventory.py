@@ -16,7 +16,7 @@ from drover.pipeline.contract.manifest import MANIFEST, Manifest, not_as_used, r
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import EVALUATIONS, PROGRESS
+from drover.pipeline.contract.state import PROGRESS
 from drover.pipeline.contract.tasks import UNITS
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
@@ -44,9 +44,7 @@ LOGS = "logs and notes: nothing records their content"
 BEGUN = "of a stage that is not finished: nothing records its content yet"
 SCRATCH = "left by a kill after the stage was done: the next start of the stage removes them"
 BEHIND = "listed in a damaged record: not read"
-ELSEWHERE = "separate runs that evaluate checkpoints: verify them with --run"
 OTHERS = "outside of the stages: not part of the run"
-CLEARED = "of the evaluation of a checkpoint: removed when it had its result"
 FAR = "in an object store: not read"
 SENT = "records of uploads to an object store: drover copy-tokens --compare checks the uploaded files"
 UNSAMPLED = "input files that the sample leaves out"
@@ -155,17 +153,10 @@ class Inventory(Findings):
                 self._other(stage, path, path.relative_to(folder), BEHIND if damaged else "" if finished else BEGUN)
 
     def _outputs(self, stage: str, folder: Path, manifest: Manifest) -> None:
-        # The evaluation of a checkpoint removes these when it has its result (launch/slurm/evaluations.py).
-        cleared = {"train": CHECKPOINTS, "convert": "hf"}.get(stage, "")
-        if cleared and self.folder.resolve().parent.name == EVALUATIONS.name and not (folder / cleared).exists() \
-                and (self.folder / "evaluate" / MANIFEST).is_file():
-            self.note(CLEARED, folder / cleared)
-        else:
-            cleared = ""
         for record in manifest.outputs:
             if _is_shard(stage, record):
                 self.recorded.add(folder / record["path"])
-            elif not cleared or PurePosixPath(record["path"]).parts[0] != cleared:
+            else:
                 self._file(folder, record, _repair(stage))
         for record in manifest.files:
             if "://" in record["path"]:
@@ -279,8 +270,8 @@ class Inventory(Findings):
                 self._passing(check_ledger, path, "Delete it, if nothing runs")
             elif top in (LOCKS, "logs") or (top == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
-            elif top == "evaluations" or _quarantined(top):
-                self.note(ELSEWHERE if top == "evaluations" else ASIDE, path)
+            elif _quarantined(top):
+                self.note(ASIDE, path)
             elif path.suffix == ".json":
                 self._passing(check_seal, path, "Delete it, if nothing runs")
             else:

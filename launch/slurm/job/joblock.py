@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from drover.launch.processes import Say
-from drover.launch.slurm.chain import guarded
 from drover.launch.slurm.scheduler import WITH_NODES, Scheduler
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_record, write_json
+from drover.pipeline.core.files import lock_file, read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 180.0
@@ -63,7 +62,7 @@ class JobLock:
         began = since = time.monotonic()
         seen = None
         while True:
-            with guarded(self._guard):
+            with self._guarded():
                 held, now = self.holder(), time.monotonic()
                 if held is None or held.job == self.own.job:
                     return self._write()
@@ -86,7 +85,7 @@ class JobLock:
         if not at_once and time.monotonic() < self._next:
             return True
         self._next = time.monotonic() + BEAT_S  # also after a failure
-        with suppress(OSError), guarded(self._guard):  # such as a full disk: Slurm still knows that this job runs
+        with suppress(OSError), self._guarded():  # such as a full disk: Slurm still knows that this job runs
             if not self._is_free():
                 return False
             self._write()
@@ -94,9 +93,18 @@ class JobLock:
 
     def release(self) -> None:
         """Release the lock if this start still holds it."""
-        with suppress(OSError), guarded(self._guard):
+        with suppress(OSError), self._guarded():
             if self._is_free():
                 self.path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Lock the record's own file, if the file system has locks, so that reading and writing cannot be interleaved.
+        """
+        self._guard.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._guard, "a") as guard:
+            lock_file(guard.fileno(), wait=True)
+            yield
 
     def holder(self) -> Holder | None:
         """The holder of the lock; None if there is none, or if its record is truncated."""

@@ -27,7 +27,6 @@ from typing import Any
 from drover.launch.host import Host, StepEnd
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import ChainJob, read_chain
-from drover.launch.slurm.evaluations import Evaluations
 from drover.launch.slurm.job.decisions import (
     TERMINATED,
     Decision,
@@ -92,7 +91,6 @@ class Runner:
         self.part = None if here.index is None else Part(here.index, spec.parts, spec.phase)
         self.logs = self.run_folder / "logs" / spec.stage
         self.decision: Decision | None = None
-        self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints else None
         self.last: tuple[Path, StepEnd] | None = None
         self.begun_from: int | None = None
         self._logged = list[Record]()  # by this runner, written or not
@@ -409,8 +407,6 @@ class Runner:
             self._tell_last_words()
         how = "is done" if decision.status == "done" else f"{decision.status}: {decision.reason}"
         self.say(f"{self.spec.stage} {how}", quiet=True)
-        if self.evaluations is not None and not self.stopping:
-            self.evaluations.finish()
         if (decision.status == "done" or decision.final) and not self.stopping:
             self._remove_later_links(done=decision.status == "done")
         return decision.exit_status
@@ -419,8 +415,6 @@ class Runner:
 
     def tick(self) -> bool:
         """Called while something runs; False if it must end because the stage is another start's."""
-        if self.evaluations is not None and not self.stopping:
-            self.evaluations.look()
         if not self._beat():
             self.say(f"{TAKEN_OVER}: ending what runs here")
             return False

@@ -14,7 +14,6 @@ from drover.launch.checks import refuse_wrong_packages
 from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
-from drover.launch.slurm.evaluations import pending
 from drover.launch.slurm.nodes import failing, few, named
 from drover.launch.slurm.scheduler import Scheduler, has_accounting, most_elements, of_another_job
 from drover.launch.slurm.submit.sbatch import LOGS, submit
@@ -67,9 +66,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
         UserError: something cannot work. Nothing was submitted, or the error names the jobs that were.
     """
     config = run.config
-    trained = {job.to_run for job in jobs if job.stage == "train"} == {False} and run.manifest("train") is not None
-    # Checkpoints without an evaluation although training is done. While it runs, its own jobs submit these.
-    jobs = [*(job for job in jobs if job.to_run), *(pending(config, options) if trained else [])]
+    jobs = [job for job in jobs if job.to_run]
     if not jobs:
         echo("nothing to submit: all requested stages are done")
         return 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from drover.launch.plan import Job
-from drover.launch.slurm.chain import Chain, ChainJob, add_job, read_chain, token
+from drover.launch.slurm.chain import Chain, ChainJob, token
 from drover.launch.slurm.scheduler import Scheduler, literal, of_another_job
 from drover.launch.slurm.submit.options import directives, gpus_asked, options_of, outer_python, preamble
 from drover.launch.slurm.wait_reasons import refusal
@@ -53,11 +53,13 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
             with uninterrupted():  # so that every job that Slurm has is recorded
                 submitted[job.key] = submit_job(config, replace(job, files=files),
                                                 {key: entry.id for key, entry in submitted.items()})
+                chain = replace(chain, jobs=tuple(submitted.values()))
+                chain.write(run)
         except (UserError, OSError, KeyboardInterrupt) as error:
             queued = " ".join(entry.id for entry in submitted.values())
             why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
             with suppress(OSError, UserError):  # the refusal itself is what the user must see
-                replace(read_chain(run) or chain, refused=why).write(run)
+                replace(chain, refused=why).write(run)
             raise UserError(f"{why} " + (
                 f"The jobs before it are queued; `drover cancel {run}` removes them "
                 f"({queued})." if queued else "Nothing else is queued.")) from None
@@ -75,7 +77,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
-    """Submit one job, and record it in its chain.
+    """Submit one job.
 
     ids: of the jobs that it depends on, by their keys.
 
@@ -117,10 +119,8 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
             raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
         number = queued[0]  # its answer was lost
     log = run / LOGS / f"{number}{'_%a' if job.elements else ''}.log"
-    entry = ChainJob(job.name, job.stage, job.kind, number, job.elements or None,
-                     tuple(ids[need] for need in job.dependencies), str(log), str(spec), job.phase, job.parts)
-    add_job(run, job.chain, entry)
-    return entry
+    return ChainJob(job.name, job.stage, job.kind, number, job.elements or None,
+                    tuple(ids[need] for need in job.dependencies), str(log), str(spec), job.phase, job.parts)
 
 
 def _spec_path(config: Config, job: Job) -> Path:

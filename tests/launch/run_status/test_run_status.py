@@ -14,7 +14,7 @@ from drover.launch.run_status.run_status import wanted_ids
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.scheduler import COLUMNS
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import write_json, write_text
+from drover.pipeline.core.files import write_text
 from tests.launch.run_folders import SETTINGS
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
 from tests.launch.slurm.test_wait_reasons import DOWN
@@ -152,23 +152,13 @@ def test_files_that_are_torn_or_foreign(run, path, content, remark):
     assert seen.rows[3].state == ("failed" if remark else "running") and remark in " ".join(seen.remarks)
 
 
-def test_evaluations_nodes_and_a_request_to_stop(run):
-    """By what each is known: a job in the queue, a record of failure, a checkpoint without a result."""
-    write_text(run.folder / "config.yaml", "train: {steps: 900, checkpoint: {every_steps: 100}}\n"
-                                           "launch: {evaluate: {every_checkpoints: 2}}\n")
-    evaluations = [run.job(id, "evaluate", "evaluation", name=f"demo-evaluate-step-00000{id}") for id in ("400", "600")]
-    run.submitted(*run.whole_chain(), *evaluations)
-    for step in (100, 800, 900):
-        write_json(run.folder / f"train/checkpoints/step-00000{step}/COMPLETE.json", {})
-    Seen(run.folder / "evaluations/step-00000200").state("convert", "failed", reason="no space")
+def test_failed_nodes_and_a_request_to_stop(run):
+    run.submitted(*run.whole_chain())
     run.state("train", "running", job="16")
     write_text(run.folder / "launch/stop", "maintenance\n")
     for number in range(2):
         add_strike(run.folder, "n3", f"16.{number}", "was late")
     run.done("shard", "tokenizer", "encode", until=1)
-    answers = {"16": "RUNNING", "400": "RUNNING", "600": "PENDING", **DEPENDENTS}
-    asked, counted, failed, strike = run.status(answers).remarks
-    assert counted == "evaluations of checkpoints: 1 failed, 3 pending"
+    asked, strike = run.status({"16": "RUNNING", **DEPENDENTS}).remarks
     assert asked == "a request to stop training is pending (maintenance): it saves and ends"
-    assert failed == "the evaluation of step 200 failed: no space"
     assert re.fullmatch("node n3 failed at .*: was late; it is excluded from the next submission", strike)

@@ -24,15 +24,12 @@ report     waiting  19
 train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
 
 ! train crashed before and was started again: rank 2 on n3 was killed by signal
-  9
-
-! evaluations of checkpoints: 1 done; step 100 has 1.626 bits per byte"""
+  9"""
 
 
 def test_a_chain_that_runs(run):
     run.training(attempt=1)
     run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")
-    Seen(run.folder / "evaluations/step-00000100").done("evaluate", counts={"bits_per_byte": 1.6259})
     seen = run.status({"16": JobInfo("16", "RUNNING", "", "n[1-4]", 600), **DEPENDENTS})
     assert "\n".join(show(seen, columns=80)) == RUNNING
     run.state("train", "running", seconds=-1)

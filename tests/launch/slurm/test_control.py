@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from drover.launch.slurm import control
-from drover.launch.slurm.chain import add_job, in_queue
+from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.control import cancel, logs, stop, why
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.errors import UserError
@@ -31,29 +31,12 @@ def programs(programs):
 
 
 def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
-    add_job(run.folder, "c1", run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
-    programs.queue("14_1 RUNNING", "14_3 PENDING", "16 PENDING", "11_0 COMPLETED", "17 PENDING", "12 COMPLETED",
-                   "30 RUNNING")
+    programs.queue("14_1 RUNNING", "14_3 PENDING", "16 PENDING", "11_0 COMPLETED", "17 PENDING", "12 COMPLETED")
     assert cancel(run.folder, programs.scheduler()) == 0
-    assert programs.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14", "scancel 30"]
+    assert programs.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14"]
     assert capsys.readouterr().out.splitlines() == [
         "cancelled 17 (demo-convert)", "cancelled 16 (demo-train)", "cancelled 14 (demo-encode)",
-        "cancelled 30 (demo-evaluate-step-00000100)", f"finished stages are kept; {GO_ON}"]
-
-
-def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, programs, monkeypatch):
-    programs.queue("16 RUNNING", "31 PENDING")
-    scheduler = programs.scheduler()
-    honest = scheduler.cancel
-
-    def cancel_16(id):
-        if id == "16":  # which is still ending
-            add_job(run.folder, "c1", run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
-        return honest(id)
-
-    monkeypatch.setattr(scheduler, "cancel", cancel_16)
-    assert cancel(run.folder, scheduler) == 0
-    assert programs.calls("scancel") == ["scancel 16", "scancel 31"]
+        f"finished stages are kept; {GO_ON}"]
 
 
 def test_why_a_run_stopped(run, programs, capsys):

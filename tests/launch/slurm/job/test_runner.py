@@ -326,7 +326,7 @@ def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
     assert read_json(job.run / "launch/train.lock")["restart"] == 1
 
 
-# ---- elements of arrays, units, evaluations
+# ---- elements of arrays
 
 
 def test_elements_of_an_array(tmp_path):

@@ -16,16 +16,13 @@ import yaml
 
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import go_on
-from drover.launch.slurm.evaluations import Evaluations
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.submit import request, sbatch
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import write_json
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
-from tests.refusal import refused, table
+from tests.refusal import table
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
 
@@ -319,24 +316,6 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     assert "are free at" in slurm.refused(
         "--stage all train.checkpoint.permanent_every=1 train.steps=200000000 train.warmup_steps=3")
     slurm.accepted("--stage all --nodes 4 launch.train.time=5", least)
-
-
-def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monkeypatch):
-    """By the train job's runner."""
-    slurm.done("shard", "tokenizer", "encode")
-    slurm.accepted("--stage train launch.gpus_per_node=2 launch.cpus=3 launch.evaluate.every_checkpoints=1 "
-                   "train.checkpoint.every_steps=20")
-    config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[0].spec))
-    write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
-    monkeypatch.setattr(sys, "executable", "another python")
-    evaluations = Evaluations(spec, print)
-    assert [evaluations.submit(job) for job in evaluations.to_submit()] == ["102"]
-    job, made = slurm.chain.jobs[-1], JobSpec.load(Path(slurm.chain.jobs[-1].spec))
-    assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "102", ())
-    assert made.command[:3] == (spec.command[0], "-m", "drover.launch.slurm.evaluations") and made.files == spec.files
-    assert made.cpus_per_task == 6 and option((slurm.queue / "102").read_text(), "gpus-per-node") == "2"
-    config.write_text("name: other")
-    refused(UserError, "changed after the submission", Evaluations(spec, print).to_submit)
 
 
 def test_a_file_system_without_locks(slurm, monkeypatch):
