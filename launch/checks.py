@@ -17,7 +17,7 @@ from drover.launch.plan import Job, Options, queued
 from drover.launch.processes import Environment
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.launch.slurm.submit.options import option_problems, options_of, setup_problems
-from drover.pipeline.config.checks import place_problems, problems, rank_problems
+from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.launching import SiteLimits, minutes
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.outside import absent_attention, absent_packages
@@ -41,14 +41,6 @@ CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKE
 
 NO_VARIABLES = {"--cleanenv", "-e", "--containall", "-C"}
 """Options of apptainer that keep the job's variables out of a container."""
-
-
-def refuse_unusable_places(config: Config, path: str) -> None:
-    """Refuse a run folder that cannot exist, and URLs in place of paths, before anything is looked up there. The error
-    names all other problems of the configuration too."""
-    obstacle = blocked(config.folder)
-    if obstacle is not None or any(place_problems(config)):
-        raise refusal(([] if obstacle is None else [obstacle]) + problems(config), path)
 
 
 def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True,

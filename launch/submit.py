@@ -1,20 +1,14 @@
-"""Start stages of a run, on this machine or through Slurm; stop them, cancel them, show their logs.
+"""Start stages of a run, on this machine or through Slurm.
 
     python launch/submit.py --stage all --config configs/demo.yaml --cluster local
     python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
     python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
     python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
     python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
-    python launch/submit.py --why runs/demo
-    python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
-    python launch/submit.py --explain train.lr
-    python launch/submit.py --stop runs/demo
-    python launch/submit.py --cancel runs/demo
-    python launch/submit.py --logs runs/demo train --follow
 
 The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
 same command continues. `drover status RUN` shows how far a run is. Exit status: 0 all asked stages are done (Slurm:
-submitted), 2 refused, 130 stopped. `drover run`, `plan`, `why`, `explain`, `logs`, `stop` and `cancel` do the same.
+submitted), 2 refused, 130 stopped. `drover run` and `drover plan` do the same.
 """
 
 from __future__ import annotations
@@ -31,31 +25,58 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run, find_run
+from drover.launch.arguments import add_config, configuration, overrides, refuse_unusable_places
+from drover.launch.checks import (
+    absence,
+    absent_stages,
+    configuration_problems,
+    fitting,
+    refuse_jobs,
+    refuse_unusable_stores,
+    say_absent,
+)
+from drover.launch.describe import by_hand, print_plan
+from drover.launch.forecast import Disk, disk
+from drover.launch.local import find_machine, run_jobs
+from drover.launch.plan import Job, Options, plan
+from drover.launch.rehearsing import rehearse_training
+from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.submit.request import for_slurm, submit_chain, with_site_limits
+from drover.launch.slurm.submit.sbatch import scripts
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.places import make_folder
+from drover.pipeline.config.tree import Config, changed
+from drover.pipeline.contract.preparation import note_done
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES, parse_stages
+from drover.pipeline.contract.state import STOP
+from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError, absent, refusals
 
-if TYPE_CHECKING:
-    from drover.launch.plan import Job, Options
-    from drover.pipeline.config.tree import Config
 
-USUAL = Path("configs") / "demo.yaml"
-CLUSTERS = ("auto", "slurm", "local")
-"""Values of --cluster that are no profiles."""
+@dataclass(frozen=True)
+class Request:
+    """What was planned and is not refused. disk: what it may write."""
+
+    run: Run
+    jobs: list[Job]
+    options: Options
+    disk: Disk
 
 
 def add_options(parser: Parser) -> None:
     """What to do, where and how."""
-    parser.set_defaults(json=None)
+    parser.set_defaults(json=False)
     what = parser.add_argument_group("what")
     what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
                                                         "several with commas, or all")
-    _add_config(parser)
+    add_config(parser)
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="only print the plan and the commands or sbatch scripts")
     how.add_argument("--force", action="store_true",
@@ -67,120 +88,81 @@ def add_options(parser: Parser) -> None:
                           "what does not fit (default: for several nodes with GPUs; takes up to a minute)")
 
 
-def _add_config(parser: Parser) -> None:
-    parser.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value",
-                        help="overrides a setting of the file")
-    where = parser.add_argument_group("where")
-    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
-                       help="auto (default): Slurm if sbatch is on PATH, else this machine; PROFILE: Slurm with the "
-                            "settings of configs/clusters/PROFILE.yaml, or of a file")
-    where.add_argument("--nodes", type=int, metavar="N", help="nodes for train (launch.train.nodes)")
-    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node (launch.gpus_per_node)")
-
-
-def _usual_config() -> str:
-    """The demo's configuration if none is given, which is printed."""
-    for path in (USUAL, Path(__file__).resolve().parent.parent / USUAL):
-        if path.is_file():
-            echo(f"config    {path}, since no --config is given")
-            return str(path)
-    raise UserError("No configuration is given. Add --config FILE (--help shows complete commands).")
-
-
-def _config(options: argparse.Namespace) -> Config:
-    from drover.pipeline.config.loading import load_config
-
-    options.config = options.config or _usual_config()
-    return load_config(options.config, _overrides(options), check=False)
-
-
 def _launch(options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this machine or to Slurm."""
+    request = _planned(options)
+    say_absent(request.run, request.jobs)
+    return _show(request, options) if options.dry_run else _start(request, options)
+
+
+def _planned(options: argparse.Namespace) -> Request:
+    """Plan, and print the plan unless it is for programs.
+
+    Raises:
+        UserError: names all that cannot work, with a command that can where there is one.
+    """
     if options.stage is None:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
-    config = _config(options)
-    from drover.pipeline.contract.stages import parse_stages
-
-    stages = parse_stages(options.stage)
-    from drover.launch.checks import (
-        absence,
-        absent_stages,
-        configuration_problems,
-        refuse_jobs,
-        refuse_unusable_places,
-        refuse_unusable_stores,
-        say_absent,
-    )
-    from drover.launch.describe import by_hand, print_plan
-    from drover.launch.forecast import disk
-    from drover.launch.local import find_machine, run_jobs
-    from drover.launch.plan import Options, plan
-    from drover.pipeline.config.places import make_folder
-    from drover.pipeline.contract.preparation import note_done
-    from drover.pipeline.contract.run import Run
-    from drover.pipeline.contract.state import STOP
-
+    config, stages = configuration(options), parse_stages(options.stage)
     cluster, where, misplaced = _cluster(options)
-    here, showing, machine = cluster != "slurm", options.dry_run, find_machine(config.launch.device)
-    request = Options(cluster, options.config, tuple(_overrides(options)), options.force,
-                      options.accept_drift, machine)
+    here, showing, machine = cluster == "local", options.dry_run, find_machine(config.launch.device)
     refuse_unusable_places(config, options.config)
     if not here and not showing:
-        from drover.launch.slurm.submit.request import with_site_limits
         config = with_site_limits(config)
     run = Run(config)
-    if here and options.rehearse:
+    asked = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_drift, machine)
+    if not here:
+        asked = for_slurm(run, asked)
+    elif options.rehearse:
         raise UserError("--rehearse is for jobs on Slurm, but this is none. Leave it out, or look at a layout with "
                         "drover rehearse (--cpu for ranks without GPUs).")
-    if here:
-        where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
     else:
-        from drover.launch.slurm.submit.request import for_slurm, submit_chain
-        from drover.launch.slurm.submit.sbatch import scripts
-        request = for_slurm(run, request)
-    jobs, environment = plan(config, run, stages, request), os.environ
+        where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
+    jobs = plan(config, run, stages, asked)
     missing = [] if showing else absent_stages(run, jobs)
     # What is missing has to run too: all that is wrong with it belongs in the same answer.
-    needed = plan(config, run, parse_stages(",".join([*stages, *missing])), request) if missing else jobs
-    space = disk(config, jobs)
+    needed = plan(config, run, parse_stages(",".join([*stages, *missing])), asked) if missing else jobs
+    request = Request(run, jobs, asked, disk(config, jobs))
     invalid = refusals(partial(configuration_problems, config, needed, options.config, here=here or not showing))
     uninstalled = absent("Slurm", "submitit", "use --cluster local") if not here and not showing else []
     if not options.json and not invalid:
-        print_plan(run, jobs, request, where, space)
+        print_plan(run, jobs, asked, where, request.disk)
     if found := invalid + refusals(partial(
-            refuse_jobs, run, needed, request, disk(config, needed), environment, showing=showing, valid=not invalid,
+            refuse_jobs, run, needed, asked, disk(config, needed), os.environ, showing=showing, valid=not invalid,
             known=[*misplaced, *uninstalled, *absence(run, jobs, missing)])):
-        advice = [] if showing or options.json else _advice(options, config, needed, request,
+        advice = [] if showing or options.json else _advice(options, config, needed, asked,
                                                             misplaced=bool(misplaced), packages=bool(uninstalled))
         raise UserError("\n".join([*found, *advice]))
-    running = [job for job in jobs if job.to_run]
-    if options.json:
-        print(json.dumps({"run": str(run.folder), "cluster": request.cluster, "disk_bytes": space.parts, "jobs": [
-            {"job": job.key, "stage": job.stage, "state": "to do" if job.forced else job.state.kind,
-             "reasons": job.state.reasons, "nodes": job.nodes, "ranks": job.ranks, "after": job.dependencies,
-             "command": by_hand(job)} for job in jobs]}, indent=1), file=options.json)
-        return 0
-    say_absent(run, jobs)
-    if showing:
-        if options.rehearse:
-            from drover.launch.rehearsing import rehearse_training
-            rehearse_training(run, jobs, request)
+    return request
+
+
+def _show(request: Request, options: argparse.Namespace) -> int:
+    """Print the commands, or the scripts for Slurm."""
+    run, running = request.run, [job for job in request.jobs if job.to_run]
+    if options.rehearse:
+        rehearse_training(run, request.jobs, request.options)
+    if request.options.cluster == "local":
         shown = [f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n"
-                 for job in running] if here else [
-            f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}"
-            for job, text in scripts(config, running)]
-        echo(*shown or ["nothing to do: all asked stages are done"])
-        return 0
+                 for job in running]
+    else:
+        shown = [f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}"
+                 for job, text in scripts(run.config, running)]
+    echo(*shown or ["nothing to do: all asked stages are done"])
+    return 0
+
+
+def _start(request: Request, options: argparse.Namespace) -> int:
+    """Run the stages here, or submit them."""
+    run, jobs, local = request.run, request.jobs, request.options.cluster == "local"
     for stage in {job.stage: None for job in jobs if not job.to_run}:
         note_done(run, stage, locked=False)
-    refuse_unusable_stores(config, jobs, environment, here=here)
-    if not here:
-        return submit_chain(run, jobs, request, rehearse=options.rehearse)
-    if running:
+    refuse_unusable_stores(run.config, jobs, os.environ, here=local)
+    if not local:
+        return submit_chain(run, jobs, request.options, rehearse=options.rehearse)
+    if any(job.to_run for job in jobs):
         make_folder(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
-    return run_jobs(config, jobs, request)
+    return run_jobs(run.config, jobs, request.options)
 
 
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:
@@ -213,15 +195,6 @@ def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], re
         misplaced: they cannot run there, so they are to run on this machine.
         packages: the launcher itself lacks some.
     """
-    from drover.launch.checks import configuration_problems, fitting, refuse_jobs
-    from drover.launch.forecast import disk
-    from drover.launch.plan import plan
-    from drover.launch.slurm.scheduler import Scheduler
-    from drover.pipeline.config.loading import load_config
-    from drover.pipeline.config.tree import changed
-    from drover.pipeline.contract.run import Run
-    from drover.pipeline.contract.stages import STAGES
-
     stages = list(dict.fromkeys(job.stage for job in jobs))
     better = argparse.Namespace(**vars(options))
     if misplaced:
@@ -234,7 +207,7 @@ def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], re
             if key in settings and getattr(options, name) is not None:
                 setattr(better, name, settings.pop(key))
         better.overrides = [*kept, *(f"{key}={value}" for key, value in settings.items())]
-    run = Run(changed(load_config(better.config, _overrides(better), check=False),
+    run = Run(changed(load_config(better.config, overrides(better), check=False),
                       {"launch.limits": config.launch.limits}))
     jobs = plan(run.config, run, stages, request)
     checked = partial(configuration_problems, run.config, jobs, better.config)
@@ -253,80 +226,23 @@ def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], re
     return [f"{this} command would start: {shlex.join([*program, *words, *better.overrides])}"]
 
 
-def _overrides(options: argparse.Namespace) -> list[str]:
-    profile = None if options.cluster in CLUSTERS else options.cluster
-    given = {"launch.cluster": profile, "launch.train.nodes": options.nodes,
-             "launch.gpus_per_node": options.gpus_per_node}
-    return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
-
-
-def _stop(options: argparse.Namespace) -> int:
-    from drover.launch.slurm.control import stop
-    return stop(options.run)
-
-
-def _cancel(options: argparse.Namespace) -> int:
-    from drover.launch.slurm.control import cancel
-    return cancel(options.run)
-
-
-def _logs(options: argparse.Namespace) -> int:
-    from drover.launch.slurm.control import logs
-    return logs(options.run, options.stage, rank=options.rank, follow=options.follow)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    from drover.pipeline.config.explaining import explain
-
-    key, overridden, _ = options.explain.partition("=")  # `--explain train.lr=5`: the override was meant as one
-    options.overrides = [*[options.explain] * bool(overridden), *options.overrides]
-    echo(explain(_config(options), key))
+def _plan(options: argparse.Namespace) -> int:
+    """With --json, notes for people go to stderr."""
+    if not options.json:
+        return _launch(options)
+    with redirect_stdout(sys.stderr):
+        request = _planned(options)
+    print(json.dumps({"run": str(request.run.folder), "cluster": request.options.cluster,
+                      "disk_bytes": request.disk.parts, "jobs": [
+        {"job": job.key, "stage": job.stage, "state": "to do" if job.forced else job.state.kind,
+         "reasons": job.state.reasons, "nodes": job.nodes, "ranks": job.ranks, "after": job.dependencies,
+         "command": by_hand(job)} for job in request.jobs]}, indent=1))
     return 0
-
-
-def _why(options: argparse.Namespace) -> int:
-    from drover.pipeline.contract.stages import STAGES
-
-    if options.config is None and {*options.why.split(",")} - {*STAGES, "all"}:
-        from drover.launch.slurm.control import why as why_stopped
-        try:
-            return why_stopped(find_run(options.why))
-        except UserError as error:
-            raise UserError(f"{options.why} is no stage. {error}") from None
-    config = _config(options)
-    from drover.launch.checks import refuse_unusable_places
-    from drover.pipeline.contract.run import Run
-    from drover.pipeline.contract.stages import parse_stages
-
-    refuse_unusable_places(config, options.config)
-    for name in parse_stages(options.why):
-        echo(Run(config).why(name))
-    return 0
-
-
-def _asking(parser: Parser, name: str, **about: Any) -> None:
-    """A question about a configuration."""
-    parser.add_argument(name, **about)
-    _add_config(parser)
-
-
-def _log_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", action=FoundRun, help="a run's name (demo) or folder (runs/demo)")
-    parser.add_argument("stage", metavar="STAGE", help="such as train")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
-    parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")
 
 
 def _run_options(parser: Parser) -> None:
     add_options(parser)
     parser.set_defaults(stage="all")
-
-
-def _plan(options: argparse.Namespace) -> int:
-    """With --json, notes for people go to stderr."""
-    options.json = sys.stdout if options.json else None
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        return _launch(options)
 
 
 def _plan_options(parser: Parser) -> None:
@@ -343,33 +259,10 @@ RUN = """Run the stages, on this machine or through Slurm. Stages that are done 
     drover run --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
 """
 INTERRUPTED = "stopped before anything was started"
-script = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
+main = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
 run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
 show_plan = Program("drover plan", "Show what `drover run` would do with these options. Nothing is started.",
                     _plan_options, _plan, mixed=True)
-show_logs = Program("drover logs", "Show the output of a stage's newest start.", _log_options, _logs, mixed=True)
-stop = Program("drover stop", "Let training save a checkpoint and end. The command that started it continues it.",
-               add_run, _stop)
-cancel = Program("drover cancel", "Cancel a run's jobs in Slurm.", add_run, _cancel)
-why = Program("drover why", "Show why a run stopped: the end of each start, with its last lines. Or show why a stage "
-              "is up to date or out of date.", partial(_asking, name="why", metavar="RUN|STAGE"), _why, mixed=True)
-explain = Program("drover explain", "Show what a setting or section means, its type, default and value.",
-                  partial(_asking, name="explain", nargs="?", default="", metavar="KEY",
-                          help="such as train.lr or train (default: all settings)"),
-                  _explain, mixed=True)
-INSTEAD = {"--why": why, "--explain": explain, "--logs": show_logs, "--stop": stop, "--cancel": cancel}
-"""Options of the script that are commands of their own; their arguments follow."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The script: start stages, or what an option of INSTEAD says."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    for at, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name in INSTEAD:
-            return INSTEAD[name]([*([value] if value else []), *words[at + 1:], *words[:at]], f"{script.name} {name}")
-    return script(words)
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,13 +10,13 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
+from drover.launch.commands import cancel, logs, stop
 from drover.launch.slurm.chain import read_chains
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.job.runner import trusted_spec
 from drover.launch.slurm.nodes import strikes
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.status import main as status
-from drover.launch.submit import main as submit
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.shapes import shape_in
@@ -95,8 +95,8 @@ def _look_at(folder):
     """What programs that somebody else's run is looked at with do."""
     run = str(folder / RUN)
     for program in ([verify, "--run", run, "--processes", "1"], [audit, "--run", run], [status, "--run", run],
-                    [trace, "--run", run, "--step", "1"], [submit, "--logs", run, "train"],
-                    [submit, "--stop", run], [submit, "--cancel", run]):
+                    [trace, "--run", run, "--step", "1"], [logs, run, "train"],
+                    [stop, run], [cancel, run]):
         assert program[0](program[1:]) in (0, 1, 2)
 
 

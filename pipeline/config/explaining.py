@@ -1,4 +1,4 @@
-"""What a setting means: `--explain train.lr`, `--explain train`, or `--explain` for everything."""
+"""What a setting means: `drover explain train.lr`, `drover explain train`, or `drover explain` for everything."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from drover.launch.commands import why
 from drover.launch.submit import main as submit
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.entry import stage_main
@@ -26,7 +27,7 @@ def test_a_run_folder_that_cannot_be(place, capsys, runs_dir, said):
         assert submit(["--stage", "shard", "--cluster", *more, *arguments, "train.warmup_steps=2000"]) == 2
         text = capsys.readouterr().err
         assert said in text and "2 problems" in text and "train.warmup_steps 2000" in text, text
-    assert submit(["--why", "shard", *arguments]) == 2
+    assert why(["shard", *arguments]) == 2
     assert said in capsys.readouterr().err
     assert stage_main("shard", never, arguments) == 2
     assert said in capsys.readouterr().err and sorted(place.iterdir()) == before

@@ -24,6 +24,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.contract.start_record import STARTED
+from drover.pipeline.core.command_line import Program
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, Programs
 
@@ -109,8 +110,8 @@ class Launcher:
         patch.setenv("PATH", f"{self.programs.folder}:/usr/bin:/bin")
         return self
 
-    def call(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Call the launcher; its exit status and what it printed."""
+    def call(self, *arguments: str, program: Program = main, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Call the launcher, or another program; its exit status and what it printed."""
         before = os.umask(0o022)
         os.umask(before)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out, \
@@ -119,7 +120,7 @@ class Launcher:
             for name, value in variables.items():
                 patch.setenv(name, value)
             try:
-                status = main(list(arguments))
+                status = program(list(arguments))
             finally:
                 os.umask(before)
         return subprocess.CompletedProcess(arguments, status, out.getvalue(), errors.getvalue())

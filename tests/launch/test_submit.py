@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drover.launch import checks, submit
+from drover.launch import checks, commands, submit
 from drover.launch.plan import Machine, Options
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
@@ -28,17 +28,12 @@ def rows(text):
     return {name: " ".join(rest.split()) for name, _, rest in reversed(parts) if name in STAGES}
 
 
-def test_the_examples_can_be_typed(tmp_path):
-    (tmp_path / "config.yaml").touch()
-    parser = submit.script.parser()
+def test_the_examples_can_be_typed():
+    parser = submit.main.parser()
     lines = [line.split()[2:] for line in parser.description.splitlines() if line.startswith("    python launch/")]
     assert len(lines) >= 5
     for line in lines:
-        if line[0] in submit.INSTEAD:
-            words = [word.replace("runs/demo", str(tmp_path)) for word in line[1:]]
-            submit.INSTEAD[line[0]].parser().parse_known_args(words)
-        else:
-            parser.parse_intermixed_args(line)
+        parser.parse_intermixed_args(line)
 
 
 def test_planning_imports_nothing_heavy(launcher):
@@ -129,13 +124,18 @@ would not run on a Mac
     --stage train --cluster slurm --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \
 would not run on a Mac
     --stage train --dry-run launch.device=mps train.precision=bf16 parallel.engine=deepspeed -> train.precision 'bf16' \
-is not for launch.device 'mps' | parallel.engine 'deepspeed' is not for launch.device 'mps'
-    --why trian -> There is no stage trian
-    --explain train.lrr -> There is no setting 'train.lrr'""")])
+is not for launch.device 'mps' | parallel.engine 'deepspeed' is not for launch.device 'mps'""")])
 def test_refusals_start_nothing(launcher, arguments, said):
     complaint = launcher.refused(arguments)
     assert not launcher.run.exists() and complaint.startswith("error: ")
     assert all(part in complaint for part in said.split(" | ")), complaint
+
+
+@pytest.mark.parametrize(("program", "name", "said"), [
+    (commands.why, "trian", "There is no stage trian"),
+    (commands.explain, "train.lrr", "There is no setting 'train.lrr'")])
+def test_questions_about_nothing(launcher, program, name, said):
+    assert said in launcher.call(name, "--config", "config.yaml", program=program).stderr
 
 
 def test_no_configuration(launcher, monkeypatch):
@@ -143,7 +143,7 @@ def test_no_configuration(launcher, monkeypatch):
     (launcher.work / "configs").mkdir()
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
     assert launcher.call(*arguments).stdout.startswith("config    configs/demo.yaml, since no --config is")
-    monkeypatch.setattr(submit, "USUAL", Path("configs/absent.yaml"))
+    monkeypatch.setattr("drover.launch.arguments.USUAL", Path("configs/absent.yaml"))
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
@@ -153,7 +153,7 @@ def test_no_configuration(launcher, monkeypatch):
     train.lr=0.5 --config config.yaml -> 0.5
     train.lr=0.5 -> 0.5""", shlex.split))
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
-    said = launcher.call("--explain", *arguments).stdout
+    said = launcher.call(*arguments, program=commands.explain).stdout
     assert f"default: 0.003   now: {now}" in said and ("config    " in said) == ("--config" not in arguments)
 
 
@@ -161,17 +161,18 @@ def test_why_a_run_stopped(launcher):
     write_text(launcher.run / "config.yaml", "name: trial\n")
     write_state(launcher.run / "train", "failed", reason="there is no text")
     for words in ("trial",), ("runs/trial",):
-        assert "! train failed: there is no text" in launcher.call("--why", *words).stdout
+        assert "! train failed: there is no text" in launcher.call(*words, program=commands.why).stdout
     assert "nosuch is no stage. There is no run nosuch. The runs in runs are: trial" in launcher.call(
-        "--why", "nosuch").stderr
+        "nosuch", program=commands.why).stderr
 
 
 def test_why(launcher, monkeypatch):
     launcher.done("shard", "tokenizer")
-    assert launcher.accepted("--why tokenizer tokenizer.algorithm=unigram") == \
+    asked = ("--config", "config.yaml")
+    assert launcher.call(*asked, "tokenizer", "tokenizer.algorithm=unigram", program=commands.why).stdout == \
         "tokenizer: stale\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
     monkeypatch.setitem(STAGES, "shard", replace(STAGES["shard"], code=()))
-    assert "code has changed since: pipeline/data" in launcher.accepted("--why shard")
+    assert "code has changed since: pipeline/data" in launcher.call(*asked, "shard", program=commands.why).stdout
     warned = launcher.accepted("--stage shard --cluster local")
     assert "warning: the code has changed since (pipeline/" in warned
     assert "shard     up to date" in warned and "all done in" in warned

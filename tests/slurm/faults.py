@@ -124,6 +124,10 @@ class Training(OnCluster):
         return self.call(sys.executable, "launch/submit.py", *arguments, expect=expect, cwd=REPOSITORY,
                          variables=self.environment)
 
+    def drover(self, *arguments: str) -> str:
+        """Call another command; all that it printed."""
+        return self.call(sys.executable, "-m", "drover", *arguments, cwd=REPOSITORY, variables=self.environment)
+
     def submit(self, *overrides: str, stages: str = "train", nodes: int = 2) -> str:
         """Submit the run; what was printed."""
         return self.launcher("--config", str(self.config), "--stage", stages, "--nodes", str(nodes), "--cluster",

@@ -49,7 +49,7 @@ class Soak:
         self.training.until(goes_on, "another checkpoint")
 
     def stop(self):
-        self.training.launcher("--stop", str(self.training.run))
+        self.training.drover("stop", str(self.training.run))
         self.training.until(self.training.cluster.is_idle, "the end of training that was asked to stop")
 
 

@@ -38,7 +38,7 @@ def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run):
 
 def test_stopped_by_its_user_it_stays_away_until_asked(run):
     run.next_wait()
-    assert "--config" in run.launcher("--stop", str(run.run))  # how to go on
+    assert "--config" in run.drover("stop", str(run.run))  # how to go on
     time.sleep(LOOK_EVERY_S)  # so that rank 0 looks for the request in its next step
     run.go_on()
     end = run.next_end()
@@ -64,7 +64,7 @@ def test_two_submissions_never_train_at_once(run, tmp_path):
     assert run.cluster.state(second) == "PENDING Dependency"
     assert "in the queue already" in run.launcher("--config", str(run.config), "--stage", "train", "--cluster", "lab",
                                                   expect=2)
-    run.launcher("--cancel", str(run.run))
+    run.drover("cancel", str(run.run))
     run.wait_until_gone()
     assert run.state.status == "preempted" and "SIGTERM" in run.state.reason, "cancelled, it saves"
     assert [start["job"] for start in run.starts][-1] == first and run.cluster.state(second) == "CANCELLED"
@@ -80,7 +80,7 @@ def test_a_submission_that_is_killed_after_sbatch_hides_no_job(run, tmp_path):
     run.environment["PATH"] = os.environ["PATH"]
     assert not read_json(run.run / "launch/chain.json")["jobs"]
     job = re.search(r"in the queue already: (\d+) \(mini-train-\w+\)", run.launcher(*command, expect=2))[1]
-    assert f"cancelled {job} (mini-train-" in run.launcher("--cancel", str(run.run))
+    assert f"cancelled {job} (mini-train-" in run.drover("cancel", str(run.run))
     run.wait_until_gone()
     assert run.cluster.state(job) == "CANCELLED"
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from drover.__main__ import main
-from drover.launch import status, submit
+from drover.launch import commands, status, submit
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import run_in
@@ -38,7 +38,7 @@ TOOLS = table("""
 HARNESS = ("lm_eval --model drover --model_args run={model} --tasks capitals --include_path {tasks} --limit 1 --device "
            "cpu", 0)
 REUSING = {
-    "--why": (submit.main, "--why encode"),
+    "why": (commands.why, "encode"),
     "--dry-run": (submit.main, "--stage encode --cluster local --dry-run"),
     "a stage": (lambda arguments: stage_main("encode", encode, arguments), ""),
 }
@@ -98,8 +98,8 @@ def test_who_reuses_a_run_imports_what_its_own_configuration_names(home, ran, fr
 def test_who_looks_at_a_run_or_stops_it_imports_nothing(home, ran, capsys):
     run = str(home / "data")
     assert status.main(["--run", run]) == 0
-    for arguments in (["--logs", run, "train"], ["--stop", run], ["--cancel", run]):
-        submit.main(arguments)
+    for command, *more in [commands.logs, "train"], [commands.stop], [commands.cancel]:
+        command([run, *more])
     assert not ran.exists()
 
 

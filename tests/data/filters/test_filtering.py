@@ -217,6 +217,6 @@ def test_looking_at_a_run_imports_nothing_that_its_configuration_names(tmp_path)
     (tmp_path / "trap.py").write_text("raise SystemExit('executed')\n")
     config = write_config(tmp_path, [files_source("s", tmp_path / "trap.py", format="txt")],
                           filters=[{"kind": "trap:Trap", "x": [1]}])
-    result = run_python(REPOSITORY / "launch/submit.py", "--why", "shard", "--config", config, check=False,
+    result = run_python("-m", "drover", "why", "shard", "--config", config, check=False,
                         PYTHONPATH=str(tmp_path))
     assert result.returncode == 0 and "shard: to do" in result.stdout, result.stdout + result.stderr

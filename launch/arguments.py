@@ -1,0 +1,63 @@
+"""The part of a command line that names a configuration and where it is to run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from drover.pipeline.config.checks import place_problems, problems
+from drover.pipeline.config.loading import load_config, refusal
+from drover.pipeline.config.places import blocked
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.core.command_line import Parser
+from drover.pipeline.core.console import echo
+from drover.pipeline.core.errors import UserError
+
+USUAL = Path("configs") / "demo.yaml"
+CLUSTERS = ("auto", "slurm", "local")
+"""Values of --cluster that are no profiles."""
+
+
+def add_config(parser: Parser) -> None:
+    """Its options."""
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value",
+                        help="overrides a setting of the file")
+    where = parser.add_argument_group("where")
+    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
+                       help="auto (default): Slurm if sbatch is on PATH, else this machine; PROFILE: Slurm with the "
+                            "settings of configs/clusters/PROFILE.yaml, or of a file")
+    where.add_argument("--nodes", type=int, metavar="N", help="nodes for train (launch.train.nodes)")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node (launch.gpus_per_node)")
+
+
+def configuration(options: argparse.Namespace) -> Config:
+    """The configuration with its overrides, whose problems are not looked for yet."""
+    options.config = options.config or _usual_config()
+    return load_config(options.config, overrides(options), check=False)
+
+
+def refuse_unusable_places(config: Config, path: str) -> None:
+    """Refuse a run folder that cannot exist, and URLs in place of paths, before anything is looked up there. The error
+    names all other problems of the configuration too."""
+    obstacle = blocked(config.folder)
+    if obstacle is not None or any(place_problems(config)):
+        raise refusal(([] if obstacle is None else [obstacle]) + problems(config), path)
+
+
+def overrides(options: argparse.Namespace) -> list[str]:
+    """All overrides, those of options for single settings included."""
+    profile = None if options.cluster in CLUSTERS else options.cluster
+    given = {"launch.cluster": profile, "launch.train.nodes": options.nodes,
+             "launch.gpus_per_node": options.gpus_per_node}
+    return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+
+
+def _usual_config() -> str:
+    """The demo's configuration if none is given, which is printed."""
+    for path in (USUAL, REPOSITORY / USUAL):
+        if path.is_file():
+            echo(f"config    {path}, since no --config is given")
+            return str(path)
+    raise UserError("No configuration is given. Add --config FILE (--help shows complete commands).")
