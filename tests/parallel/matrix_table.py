@@ -4,9 +4,11 @@
 """
 
 import json
+import math
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from textwrap import wrap
 
 import torch
@@ -38,66 +40,83 @@ def machine() -> str:
     return f"torch {torch.__version__.split('+')[0]}, {vendor()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def shown(case: Case) -> tuple[str, str]:
-    """How far a case's losses and its gradients are, for the table; printed on the way, since it takes minutes."""
+def measured(case: Case) -> tuple[float, float]:
+    """The differences of a case's losses and of its gradients; NaN for a case that fails, or cannot run here. Printed
+    on the way, since it takes minutes."""
     if lacks(case):
-        return "not run", "not run"
+        return math.nan, math.nan
     try:
         away = differences(case.name)
     except CaseError as error:
         FAULTS.append(f"{case.name}: {str(error).splitlines()[-1]}")
-        return "fails", "fails"
+        return math.nan, math.nan
     FAULTS.extend(f"{case.name}: {what} differs by {value:.1e}, allowed is {case.allows(what):.0e}"
                   for what, value in away.items() if not value <= case.allows(what))
-    losses, gradients = (f"{value:.1e}" if value else "equal"
-                         for value in (away.pop("loss and norm"), max(away.values())))
-    print(f"{case.name}: {losses}, gradients {gradients}", file=sys.stderr, flush=True)
+    losses, gradients = away.pop("loss and norm"), max(away.values())
+    print(f"{case.name}: {written(losses)}, gradients {written(gradients)}", file=sys.stderr, flush=True)
     return losses, gradients
 
 
-def bounds(case: Case) -> str:
-    """What is allowed, for the table: of losses and norms, and where it is another, of gradients."""
-    both = [f"{case.allows(what):.0e}" for what in ("loss and norm", "gradients")]
-    return ", ".join(dict.fromkeys(both)) if case.bound else "equal"
+def written(value: float) -> str:
+    """A difference, for the table."""
+    return "none" if math.isnan(value) else f"{value:.1e}" if value else "equal"
 
 
-def section(title: str, text: str, heads: list[str], rows: Iterable[Sequence[object]]) -> list[str]:
+def largest(cases: Iterable[Case]) -> str:
+    """The largest difference of a gradient in these cases; `none` if one of them has no result."""
+    found = [measured(case)[1] for case in cases]
+    return written(math.nan if any(map(math.isnan, found)) else max(found))
+
+
+def section(title: str, text: str, heads: list[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A part of the page, as Markdown."""
-    return [title, "", *wrap(text, 118), *[""] * bool(text), *markdown([heads, *(list(map(str, row)) for row in rows)]),
-            ""]
+    return [title, "", *wrap(text, 118), "", *markdown([heads, *rows]), ""]
+
+
+def layouts() -> Iterator[list[str]]:
+    """Rows of the first table, by what the cases are compared with and what is allowed."""
+    for (reference, *bounds), cases in groupby(sorted(LAYOUTS, key=compared), key=compared):
+        allowed = "equal" if not bounds[0] else ", ".join(dict.fromkeys(f"{bound:.0e}" for bound in bounds))
+        yield [f"**{reference}** ({allowed})", ""]
+        yield from ([case.name, ", ".join(map(written, measured(case)))] for case in cases)
+
+
+def compared(case: Case) -> tuple[str, float, float]:
+    """What a case is compared with, and what is allowed: of losses and norms, and of gradients."""
+    return str(case.reference), case.allows("loss and norm"), case.allows("gradients")
 
 
 def table() -> str:
     """The matrix with measured differences, as Markdown."""
     product = full_product()
-    columns = [(tied, kept) for tied in (False, True) for kept in CHECKPOINTING]
+    attention: dict[tuple[str, str], list[Case]] = {}
+    for case in ATTENTION:
+        kind, layout = case.name.split(", ")[:2]
+        attention.setdefault((layout, kind), []).append(case)
     missing = sorted({lack for case in product.values() if (lack := lacks(case))})
     return "\n".join([
         "# The matrix: every engine computes the same", "", *wrap(
             f"Made by `make matrix`; `tests/parallel/test_matrix.py` holds cases of it to the bounds. A difference is "
             f"the largest relative one from the case compared with: in the loss and gradient norm of any step, and in "
-            f"the gradient of any parameter (norm of the difference over norm, whole tensors, first step and last); "
+            f"the gradient of any parameter (as whole tensors, first step and last); "
             f"`equal` is to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on "
             f"{platform.machine()}. A descendant has heads of another width, biases of queries, keys and values, "
             f"QK-norm, windows and a layer without rotary embedding.", 118), "",
-        *section("## Layouts", "", ["case", "ranks", "steps", "compared with", "loss, norm", "gradients", "bounds"],
-                 ((case.name, case.ranks, case.settings["steps"], case.reference, *shown(case), bounds(case))
-                  for case in LAYOUTS)),
+        *section("## Layouts", "Bold: what the cases below it are compared with, and the bounds. Five steps, or as "
+                 "named.", ["case", "difference: losses and norms, gradients"], layouts()),
         *section("## Options crossed",
-                 "Every layout with every way to compile, every activation checkpointing, and tied embeddings, in "
-                 "float64 over three steps; accumulation over two micro-batches, attention across documents and "
-                 "`reshard=never` take turns. Shown is the largest difference of any parameter's "
-                 "gradient from one eager process; losses, norms and gradients are all held to 1e-12.",
-                 ["layout", "compiled by", *(f"{kept}{', tied' if tied else ''}" for tied, kept in columns)],
-                 ((layout, backend or "nothing", *(shown(product[layout, tied, backend, kept])[1]
-                                                   for tied, kept in columns))
-                  for layout in CROSSED for backend in BACKENDS)),
+                 "Every layout with every way to compile, activation checkpointing (none, full, selective, every "
+                 "second block) and tied embeddings, in float64 over three steps. A cell has the largest difference of "
+                 "any gradient from one eager process in its eight cases. All are held to 1e-12.",
+                 ["layout", *(backend or "not compiled" for backend in BACKENDS)],
+                 ([layout, *(largest(product[layout, tied, backend, kept] for tied in (False, True)
+                                     for kept in CHECKPOINTING) for backend in BACKENDS)] for layout in CROSSED)),
         *(f"Not run: {lack}.\n" for lack in missing),
         *section("## Attention inside documents",
-                 "Document by document, and varlen's operator with a kernel for the CPU that the tests register, "
-                 "against the dense mask in one process: float64, three steps, every two values of two options "
-                 "together. All are held to 1e-12.", ["case", "ranks", "loss, norm", "gradients"],
-                 ((case.name, case.ranks, *shown(case)) for case in ATTENTION))])
+                 "Document by document, and varlen's operator with a kernel for CPUs of the tests, against the dense "
+                 "mask in one process: float64, three steps, every two values of two options together. The largest "
+                 "difference of any gradient; all are held to 1e-12.", ["layout", "attention", "cases", "gradients"],
+                 ([layout, kind, str(len(cases)), largest(cases)] for (layout, kind), cases in attention.items()))])
 
 
 def store() -> None:
