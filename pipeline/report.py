@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
 
 if TYPE_CHECKING:
@@ -20,15 +21,19 @@ def report(work: Work) -> None:
     from drover.pipeline.reporting.facts import collect
     from drover.pipeline.reporting.render import compose, html, markdown
 
-    document = compose(collect(work.run))
-    pages = {"report.html": html(document), "report.md": markdown(document)}
+    try:
+        document = compose(collect(work.run))
+        pages = {"report.html": html(document), "report.md": markdown(document)}
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise UserError(f"A stage of {work.run.folder} recorded something else than this version of Drover writes "
+                        f"({type(error).__name__}: {str(error)[:200]}). Take the run's files from a copy, or rebuild "
+                        f"the stages with --force.") from error
     for name, text in pages.items():
         write_text(work.folder / name, text)
     for name, text in pages.items():
         write_text(work.run.folder / name, text)
     work.say(document.verdict)
-    work.commit([output_record(work.folder, work.folder / name) for name in pages],
-                {"notices": len(document.notices)})
+    work.commit([output_record(work.folder, work.folder / name) for name in pages], {})
     work.say(f"open {(work.run.folder / 'report.html').absolute()}")
 
 

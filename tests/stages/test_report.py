@@ -2,6 +2,7 @@
 
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import write_json
 from tests.reporting.made_up import write_run
 from tests.stages.here import run_here
 
@@ -26,3 +27,8 @@ def test_both_forms_are_written_committed_and_copied_and_half_a_line_is_left_out
         file.write("{broken}\n")
     assert run_here("report", config, "--force") == 2
     assert "is damaged" in capsys.readouterr().err
+    (run.own_folder("train") / "samples.jsonl").unlink()
+    write_json(run.own_folder("evaluate") / "results.json", {"validation": 3, "tasks": []})
+    assert run_here("report", config, "--force") == 2
+    error = capsys.readouterr().err
+    assert "recorded something else than this version" in error and error.count("\n") == 1

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from drover.pipeline.config.loading import dump_config
 from drover.pipeline.core.files import Record
-from drover.pipeline.reporting.document import NONE, Block, Table, Text, filled, written
+from drover.pipeline.reporting.document import NONE, Block, Table, Text, filled
 from drover.pipeline.reporting.facts import Facts, shareable
 
 
@@ -16,23 +15,18 @@ def provenance(facts: Facts) -> Iterator[Block]:
     rows = list[Record]()
     for name, manifest in facts.manifests.items():
         commit = str(manifest.git.get("commit") or NONE)[:10] + " + changes" * bool(manifest.git.get("changed"))
-        paths = [record["path"] for record in manifest.files]
         rows.append({**vars(manifest), "run_s": facts.run_s(name), "time": manifest.finished.replace("T", " ")[:19],
                      "size": sum(record["bytes"] for record in manifest.outputs), "commit": commit,
-                     "read": shareable(os.path.commonpath(paths)) if paths else None,
                      "reused": facts.reused.get(name)})
     yield Table("Stages", {
         "stage": "{stage}", "run time": "{run_s:s}", "ranks": "{execution[world_size]:n}",
         "processes": "{execution[processes]:n}", "cores": "{execution[cores]:n}", "host": "{execution[host]}",
         "accelerator": "{counts[device_name]}", "finished (UTC)": "{time}", "output": "{size:B}", "commit": "{commit}",
-        "input files in": "{read}", "reused from the run": "{reused}"}, rows,
+        "reused from the run": "{reused}"}, rows,
         "Run time: of the start that finished the stage; of all starts of training. Each stage's manifest.json has the "
         "hashes of its inputs and outputs.")
-    yield filled("The newest checkpoint is train/{checkpoint}, the Hugging Face model convert/hf. train/metrics.jsonl "
-                 "has every step, evaluate/results.json the evaluation.", facts.counts("train"))
+    yield filled("The newest checkpoint is train/{checkpoint}, the Hugging Face model convert/hf. "
+                 "train/metrics.jsonl has every step, evaluate/results.json the evaluation and what its numbers mean.",
+                 facts.counts("train"))
     yield Text("Configuration, with all defaults and without folders", shareable(dump_config(facts.config)),
                folded=True)
-    yield Text("Definitions of the metrics", "\n".join(
-        f"{name}: {meaning}" for name, meaning in facts.results.get("definitions", {}).items()), folded=True)
-    yield Text("Versions of packages, by stage", "\n".join(
-        f"{name}: {written(manifest.software)}" for name, manifest in facts.manifests.items()), folded=True)

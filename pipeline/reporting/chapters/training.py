@@ -118,8 +118,8 @@ def _events(facts: Facts) -> Table:
     """A row for each event."""
     shown = [event for event in facts.events if event.get("event") not in REPORTED_ELSEWHERE]
     return Table("Events", {"time (UTC)": "{at}", "event": "{kind}", "step": "{step:,}", "details": "{details}"}, [
-        {"at": str(event.get("time", "")).replace("T", " ")[:19], "kind": words(event["event"]),
-         "step": event.get("step"), "details": shareable("; ".join(
+        {**event, "at": str(event.get("time", "")).replace("T", " ")[:19], "kind": words(event["event"]),
+         "details": shareable("; ".join(
              f"{words(key)}: {written(event[key])}" for key in EVENT_FIELDS if event.get(key)))}
         for event in shown[:MOST_EVENTS]],
         f"The first {MOST_EVENTS} of {len(shown):,}; all are in train/events.jsonl."
