@@ -529,7 +529,7 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def _holds_rows(value: str, delimiter: str, columns: int) -> bool:
-    """Whether a quoted value goes on for some lines as rows of the file would. Text seldom holds tabs."""
+    """Whether a quoted value continues for some lines as rows of the file would. Text seldom holds tabs."""
     least = 1 if delimiter == "\t" else JOINED_LINES
     lines = value.split("\n", least + 1)[1:least + 1]
     return columns > 1 and len(lines) == least and all(line.count(delimiter) == columns - 1 for line in lines)
