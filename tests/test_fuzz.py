@@ -309,7 +309,7 @@ READERS = (
         runs/small/encode/manifest.json -> fingerprint -> {}
         runs/small/encode/manifest.json -> accepted -> [3]
         runs/small/encode/manifest.json -> files -> [{}]
-        runs/small/shard/started.json -> drift -> {}""")),  # what was hashed is noted in a run's folder
+        runs/small/shard/manifest.json -> start drift -> {}""")),  # what was hashed is noted in a run's folder
     Reader("token shards", make_trained_run, _read_token_shards, (f"{RUN}/encode/*/*.arrow", MANIFEST), known=[
         (MANIFEST, lambda whole: b"[" * 100_000), *planted("""
         runs/small/encode/manifest.json -> outputs 0 docs -> 1152921504606846976

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
 from drover.launch.slurm.nodes import LIFTED, NODES, Strike, failing
-from drover.pipeline.config.loading import read_without_plugins
+from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
@@ -86,8 +86,8 @@ def read_run(folder: Path) -> RunFiles:
     events: list[Record] = _quietly(lambda: read_attempts(folder), [])
     newest = chain.id if chain else events[-1].get("chain") if events else None
     ended = [event for event in events if event["event"] == "ended" and event.get("chain") == newest]
-    # Plugins are not imported: the stages that they add are known by their start records and jobs.
-    added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]
+    # Plugins are not imported: the stages that they add are known by their records and jobs.
+    added = sorted(path.parent.name for name in OF_A_STAGE for path in folder.glob(f"*/{name}"))
     stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
                             [event for event in ended if event["stage"] == stage])
               for stage in dict.fromkeys([*STAGES, *added, *(job.stage for job in jobs)])}

@@ -33,25 +33,26 @@ NETWORK_S = 75.0
 class StageLock:
     """The right to work on one stage. A process that does the whole stage has it alone; parts share it.
 
-    Only one process starts at a time: the constructor waits until no other process is starting. A part keeps others
-    from starting until `begun`, so that the first part does what must be done once, and the others find it done.
+    Only one part starts at a time: the constructor waits until no other part is starting. It keeps others from starting
+    until `begun`, so that the first part does what must be done once, and the others find it done.
     """
 
     def __init__(self, folder: Path, stage: str, part: Part | None) -> None:
         """Take it; UserError if the stage is in use, except by other parts."""
         self.folder, self.stage, self.part = folder, stage, part
-        starting = _open(folder, f"{stage}.start")
-        try:
-            _locked(starting, folder)
-        except BlockingIOError:
-            say(stage, f"waits while {_holder(starting)} starts")
-            _locked(starting, folder, wait=True)
-        self._start = _take(starting, folder, stage, shared=False)
+        self._held = list[IO[str]]()
+        if part is not None:
+            starting = _open(folder, f"{stage}.start")
+            try:
+                _locked(starting, folder)
+            except BlockingIOError:
+                say(stage, f"waits while {_holder(starting)} starts")
+                _locked(starting, folder, wait=True)
+            self._start = _take(starting, folder, stage, shared=False)
+            self._held.append(self._start)
         self._own = lock(folder, stage, shared=part is not None)
-        self._held = [self._start, self._own]
-        if part is None:
-            self._start.close()
-        else:
+        self._held.append(self._own)
+        if part is not None:
             self._held.append(self._claim(part))
 
     def alone(self) -> None:

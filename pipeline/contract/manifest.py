@@ -98,6 +98,7 @@ class Manifest:
         places: the settings that named the places of those files; not part of the identity.
         drift: differences that were accepted with `--accept-drift`, in this stage or one before it.
         scratch: files and folders that the stage needed until its commit, and that are to be removed.
+        start: the record of its start (`StartRecord`), which it replaces.
         accepted: fingerprints that `--accept-drift` declared equal to this one.
         wall_s, started, finished, software, git, code, execution: how it was made; never part of the identity.
     """
@@ -117,6 +118,7 @@ class Manifest:
     software: dict[str, str] = field(default_factory=dict)
     git: Record = field(default_factory=dict)
     scratch: list[Inside] = field(default_factory=list)
+    start: Record = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
     execution: Record = field(default_factory=dict)
     format: int = FORMAT

@@ -13,7 +13,7 @@ from drover.pipeline.contract.manifest import MANIFEST, Drifts, Identity, read_m
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.contract.start_record import sound_start
+from drover.pipeline.contract.start_record import restore_start, sound_start
 from drover.pipeline.contract.state import PROGRESS, STATE, read_state, write_state
 from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.core.console import first, say
@@ -163,6 +163,7 @@ def _earlier_drift(run: Run, name: str) -> Drifts:
 
 def _withdraw(run: Run, name: str) -> None:
     """Make a finished stage unfinished; its outputs stay."""
+    restore_start(run.own_folder(name))
     for record in (MANIFEST, STATE, PROGRESS):
         (run.own_folder(name) / record).unlink(missing_ok=True)
 

@@ -93,7 +93,8 @@ class Run:
     def stage_folder(self, stage: str) -> Path:
         """Where the stage's outputs are: in this run or, by reference, in the reused one."""
         own = self.own_folder(stage)
-        if not STAGES[stage].reusable or self.reused is None or (own / STARTED).exists():
+        made_here = (own / STARTED).exists() or (own / MANIFEST).exists()
+        if not STAGES[stage].reusable or self.reused is None or made_here:
             return own
         elsewhere = self.reused.stage_folder(stage)
         return elsewhere if self._manifest_in(elsewhere) is not None else own

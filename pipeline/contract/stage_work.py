@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,8 +22,17 @@ from drover.pipeline.contract.locks import await_file_system
 from drover.pipeline.contract.manifest import Drifts, Identity, Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
-from drover.pipeline.contract.start_record import StartRecord, sound_start
-from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, now, read_state, write_state
+from drover.pipeline.contract.start_record import STARTED, StartRecord, sound_start
+from drover.pipeline.contract.state import (
+    PROGRESS,
+    STATE,
+    Progress,
+    ProgressRecord,
+    StageState,
+    now,
+    read_state,
+    write_state,
+)
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import (
     PARTS,
@@ -259,9 +268,13 @@ class Work:
             wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": processes(self.config), "cores": os.cpu_count(),
-                       "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
-        gone = [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])] \
-            if scratch else []
+                       "world_size": int(os.environ.get("WORLD_SIZE", "1"))},
+            start=asdict(sound_start(self.folder)))
+        gone = [self.folder / STARTED]
+        if self.phases:  # of a finished stage, status shows what the manifest counts
+            gone.append(self.folder / PROGRESS)
+        if scratch:
+            gone += [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])]
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # the next call that finds the stage done tries again

@@ -1,4 +1,4 @@
-"""The record of a stage's start, which is used until there is a manifest."""
+"""The record of a stage's start: a file until the stage is done, then a part of its manifest."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.manifest import Drifts, Identity, OutsideFiles
+from drover.pipeline.contract.manifest import Drifts, Identity, OutsideFiles, read_manifest
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_record, write_sealed
+from drover.pipeline.core.files import read_record, typed, write_sealed
 
 STARTED = "started.json"
+AGAIN = "Run the stage with --force to start from scratch."
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,13 @@ class StartRecord:
 
 def read_start(folder: Path) -> StartRecord | None:
     """The start record of the stage in `folder`; None if it was not started; UserError if it is damaged."""
-    return read_record(folder / STARTED, StartRecord, "Run the stage with --force to start from scratch.")
+    if (started := read_record(folder / STARTED, StartRecord, AGAIN)) is not None:
+        return started
+    manifest = read_manifest(folder)
+    try:
+        return typed(manifest.start, StartRecord) if manifest is not None and manifest.start else None
+    except ValueError as error:
+        raise UserError(f"The manifest in {folder} is damaged: {error}. {AGAIN}") from None
 
 
 def sound_start(folder: Path) -> StartRecord:
@@ -53,6 +60,13 @@ def sound_start(folder: Path) -> StartRecord:
 
 
 def change_start(folder: Path, **changes: Any) -> None:
-    """Change values of the start record, if there is one."""
-    if (started := read_start(folder)) and (changed := replace(started, **changes)) != started:
+    """Change values of the start record of an unfinished stage."""
+    if (folder / STARTED).exists() and (started := read_start(folder)) and \
+            (changed := replace(started, **changes)) != started:
         changed.write(folder)
+
+
+def restore_start(folder: Path) -> None:
+    """Write the start record of a finished stage as a file again, before its manifest is removed."""
+    if not (folder / STARTED).exists() and (started := read_start(folder)):
+        started.write(folder)

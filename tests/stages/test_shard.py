@@ -228,7 +228,7 @@ def test_what_a_kill_leaves_of_a_finished_stage_is_named_and_goes_with_the_next_
         assert cut_off(lambda: run(config), tmp_path, -1) == -signal.SIGKILL
     folder = folder_of(config)
     scratch = [folder / name for name in read_manifest(folder).scratch]
-    left = {str(path) for place in scratch for path in place.rglob("*") if path.is_file()}
+    left = {str(path) for place in scratch for path in (place, *place.rglob("*")) if path.is_file()}
     assert {folder / "staging", folder / "units/read"} < {*scratch} and len(left) > 2
     found = verify(tmp_path / "runs/a")
     assert not found.problems and {*found.notes[SCRATCH]} == left

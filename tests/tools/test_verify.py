@@ -173,7 +173,7 @@ def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
     del content["seal"]
     write_json(manifest, content)
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
-    names = ("rollbacks.json", "copying.json", "started.json", "wandb.json")
+    names = ("rollbacks.json", "copying.json", "wandb.json")
     for name in names:
         (copied / "train" / name).write_text("{")
     found = {Path(problem.file).relative_to(copied).as_posix(): problem for problem in verify(copied).problems}
@@ -181,7 +181,7 @@ def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
     for name in ("encode/manifest.json", "config.yaml"):
         assert found[name].what == "its checksum is missing: it was cut or edited"
     assert [found[f"train/{name}"].do.partition(":")[0] for name in names] == [
-        *["Restore it from a copy"] * 3, "Delete it"]
+        *["Restore it from a copy"] * 2, "Delete it"]
     config.write_text("name: mini\n")  # what cannot be loaded any more
     assert str(config) in named(verify(copied))
 
