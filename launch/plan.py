@@ -188,47 +188,59 @@ def _linked(job: Job) -> list[Job]:
 
 def _job(config: Config, stage: str, options: Options) -> Job:
     """The whole work on a stage, as one job that is still to do."""
-    launch, spec, asked = config.launch, STAGES[stage], asked_of(config.launch, stage)
-    away = options.cluster == "slurm"
-    if exclude := ",".join(filter(None, (launch.exclude, *options.exclude))):
-        asked = asked.model_copy(update={"extra": {**(asked.extra or {}), "exclude": exclude}})
+    slurm = options.cluster == "slurm"
     force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
     given = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
+    job = Job(
+        key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain, code=options.code,
+        name=f"{config.name}-{stage}", stage=stage,
+        command=((slurm and config.launch.python) or sys.executable, "-m", STAGES[stage].module, "--config", given[0],
+                 *force, *["--accept-drift"] * options.accept_drift, *given[1:]))
+    return _on_slurm(job, config, options) if slurm else _here(job, config, options.machine)
+
+
+def _here(job: Job, config: Config, machine: Machine) -> Job:
+    """The job, fitted to this machine."""
+    if STAGES[job.stage].workers:
+        job = replace(job, processes=config.launch.processes or machine.cores)
+    if not STAGES[job.stage].ranks:
+        return job
+    ranks = local_ranks(config, machine)
+    threads = max(1, machine.cores // ranks)
+    return replace(job, ranks=ranks, tasks_per_node=ranks, cpus_per_task=threads,
+                   environment={"OMP_NUM_THREADS": str(threads)})
+
+
+def _on_slurm(job: Job, config: Config, options: Options) -> Job:
+    """The job, with what it requests from Slurm."""
+    launch, spec, asked = config.launch, STAGES[job.stage], asked_of(config.launch, job.stage)
+    if exclude := ",".join(filter(None, (launch.exclude, *options.exclude))):
+        asked = asked.model_copy(update={"extra": {**(asked.extra or {}), "exclude": exclude}})
     nodes, tasks, threads, gpus = 1, 1, asked.cpus or 1, 0
-    environment = {**launch.environment} if away else {}
-    if spec.ranks and away:
+    environment = {**launch.environment}
+    if spec.ranks:
         nodes, gpus = getattr(asked, "nodes", 1), getattr(asked, "gpus_per_node", launch.gpus_per_node)
         tasks = gpus or launch.processes or 1
-    elif spec.ranks:
-        tasks = local_ranks(config, options.machine)
-        threads = max(1, options.machine.cores // tasks)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
     elif spec.workers:
         threads = max(threads, launch.processes or 0)
-    if spec.ranks:
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
     wrap, srun_args = in_container(launch.container, [config.folder.absolute(), Path.cwd()], gpus,
                                    ["PYTHONPATH", *environment])
-    contained = away and bool(wrap or srun_args or launch.wrap)
+    contained = bool(wrap or srun_args or launch.wrap)
     if contained:  # else the job's script sets it, and keeps what launch.setup adds
         environment["PYTHONPATH"] = code_path(options.code)
-    workers = launch.processes or (threads if away else options.machine.cores)
-    trains = away and stage == "train"
-    fewest, spare = (launch.train.min_nodes or nodes, launch.train.spare_nodes) if trains else (nodes, 0)
-    fewer = (count for count in range(nodes - 1, fewest - 1, -1) if not rank_problems(config, count * tasks))
-    return Job(
-        key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain,
-        name=f"{config.name}-{stage}", stage=stage, environment=environment,
-        asked=asked, minutes=minutes(asked.time or 0),
-        command=((away and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
-                 *["--accept-drift"] * options.accept_drift, *given[1:]),
-        ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
-        node_counts=(nodes, *fewer), spare_nodes=spare,
-        tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
-        wrap=(*wrap, *launch.wrap) if away else (), srun_args=(*srun_args, *launch.srun_args) if away else (),
-        contained=contained,
-        health_check=tuple(launch.health_check),
-        requeue=launch.requeue, signal_s=launch.signal_s, max_restarts=launch.max_restarts,
-        check_owners=launch.check_owners, code=options.code, preflight=trains and launch.preflight)
+    job = replace(
+        job, asked=asked, minutes=minutes(asked.time or 0), environment=environment,
+        ranks=nodes * tasks if spec.ranks else 0, processes=(launch.processes or threads) if spec.workers else 1,
+        nodes=nodes, node_counts=(nodes,), tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
+        wrap=(*wrap, *launch.wrap), srun_args=(*srun_args, *launch.srun_args), contained=contained,
+        health_check=tuple(launch.health_check), requeue=launch.requeue, signal_s=launch.signal_s,
+        max_restarts=launch.max_restarts, check_owners=launch.check_owners)
+    if job.stage != "train":
+        return job
+    fewer = (count for count in range(nodes - 1, (launch.train.min_nodes or nodes) - 1, -1)
+             if not rank_problems(config, count * tasks))
+    return replace(job, node_counts=(nodes, *fewer), spare_nodes=launch.train.spare_nodes, preflight=launch.preflight)
 
 
 def in_container(container: Container, folders: list[Path], gpus: int, variables: Iterable[str] = ()
