@@ -1,7 +1,8 @@
-"""Propose a configuration for your own text: model, vocabulary and steps that fit the files.
+"""Propose a configuration for your own text: model, vocabulary and steps that fit the files and this machine.
 
     drover init notes/
-    drover init notes/ --params 10M --to notes.yaml
+    drover init notes/ --minutes 60 --to notes.yaml
+    drover init notes/ --params 10M
 
 The file gives the reason for each value. Change what you know better.
 """
@@ -14,24 +15,33 @@ import math
 import re
 import shlex
 import sys
+import time
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.model.presets import ladder_step
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
 from drover.pipeline.core.command_line import Parser, Program, refuse_low
-from drover.pipeline.core.console import echo
+from drover.pipeline.core.console import duration, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.pipeline.data.streams import UTF8
 from drover.tools.presets import CHINCHILLA
 from drover.tools.survey import Corpus, look
 
-PARAMETERS = 3_000_000
-"""The most parameters unless --params is given: as many as the demo's model has."""
+CPU_SHARE = 0.6
+"""Share of the speed of matrix products that training reaches on CPUs: the middle of what was measured, from 0.4 to
+1.0."""
+GPU_FLOPS = 0.35 * 300e12
+"""FLOP/s of a GPU: a careful guess that does not depend on its model."""
+SIZE = 1024
+"""Rows and columns of the matrices in the speed test: 2 GFLOP a product, some 10 ms on two cores."""
+TEST_S = 0.1
+"""Seconds of the speed test, however slow the machine is."""
 EPOCHS = 4
 """Up to so many epochs, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
 BYTES = 512
@@ -54,6 +64,7 @@ class Proposal:
     corpus_tokens: int
     tokens: int
     limit: str
+    seconds: float
 
     @property
     def batch_tokens(self) -> int:
@@ -70,8 +81,9 @@ class Proposal:
 def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("data", type=Path, metavar="DATA", help="a folder of text files")
-    parser.add_argument("--params", type=_count, metavar="N",
-                        help="parameters of the model, such as 10M (default: by the text, at most 3M)")
+    how_much = parser.add_mutually_exclusive_group()
+    how_much.add_argument("--minutes", type=float, default=10.0, help="of training on this machine (default 10)")
+    how_much.add_argument("--params", type=_count, metavar="N", help="parameters of the model, such as 10M")
     parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write (default: the folder's name.yaml)")
 
 
@@ -84,12 +96,13 @@ def _count(text: str) -> int:
 
 def work(options: argparse.Namespace) -> None:
     """Write the configuration, and print what it is based on."""
-    refuse_low(options, "params")
+    refuse_low(options, "minutes", "params")
     target = options.to or Path(f"{_name(options.data)}.yaml")
     if target.exists():
         raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
-    corpus = look(options.data)
-    proposal = propose(corpus, options.params)
+    corpus, machine = look(options.data), find_machine()
+    rate = machine.gpus * GPU_FLOPS or CPU_SHARE * matrix_rate(machine.cores)
+    proposal = propose(corpus, rate, options.minutes, options.params)
     write_text(target, as_yaml(corpus, proposal, _name(options.data)))
     load_config(target)
     for remark in corpus.remarks:
@@ -97,24 +110,42 @@ def work(options: argparse.Namespace) -> None:
     echo(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
-         f"({proposal.limit}), {proposal.steps:,} steps\n"
+         f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
          f"{target} is written. Read it, then:\n"
          f"  drover run --config {shlex.quote(str(target))} --cluster local")
 
 
-def propose(corpus: Corpus, params: int | None) -> Proposal:
-    """A model and its training. params: of the model; None: as many as the text can train, up to PARAMETERS."""
+def matrix_rate(cores: int) -> float:
+    """FLOP/s of `cores` cores in float32 products, without importing torch.
+
+    Measured in processor time, which other programs change little: the machine's full speed, not what is free now.
+    """
+    import numpy as np
+
+    left = np.full((SIZE, SIZE), 0.5, dtype=np.float32)
+    best = 0.0
+    began = time.perf_counter()
+    while not best or time.perf_counter() - began < TEST_S:
+        start = time.process_time()  # of all threads together
+        left @ left
+        best = max(best, 2 * SIZE**3 / max(1e-9, time.process_time() - start))
+    return best * cores
+
+
+def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
+    """A model and its training, from the text and the FLOP/s. `params`, if given, replaces the minutes."""
     vocabulary = min(32768, max(BYTES, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
     token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
     text = 1 + int(corpus.text_bytes / token_bytes)
-    tokens = int(min(CHINCHILLA * (params or PARAMETERS), EPOCHS * text))
+    budget = params or math.sqrt(flops * 60 * minutes / (6 * CHINCHILLA))
+    tokens = int(min(CHINCHILLA * budget, EPOCHS * text))
     limit = f"{tokens / text:.2g} epochs of your text" if tokens >= text else f"{tokens / text:.0%} of your text"
     wanted = params or max(1.0, tokens / CHINCHILLA)
     length = 1024 if tokens >= 20e6 else 512 if tokens >= 4e6 else 256
     shapes = [ladder_step(depth).model_copy(update={"context_length": length, "vocab_size": vocabulary})
               for depth in range(2, 49)]
     shape = min(shapes, key=lambda shape: abs(math.log(shape.parameter_count / wanted)))
-    return Proposal(shape, text, tokens, limit)
+    return Proposal(shape, text, tokens, limit, tokens * shape.flops_per_token(length, causal=False) / flops)
 
 
 def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +83,7 @@ def zoo(folder):
 def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     wanted, others = zoo(tmp_path / "zoo")
-    told = printed(capsys, main, "zoo")
+    told = printed(capsys, main, "zoo", "--minutes", "1")
     assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", told)} == set()
     assert run_here("shard", "zoo.yaml", "launch.processes=1", "shard.validation_rule=hash",
                     "shard.validation_share=0.5") == 0
@@ -122,7 +121,7 @@ def test_of_many_files_some_are_opened(notes, monkeypatch):
 
 
 def test_few_files_are_a_corpus_with_held_out_text(notes):
-    assert main([str(notes)]) == 0
+    assert main([str(notes), "--minutes", "1"]) == 0
     config = load_config("my-notes.yaml")
     assert config.shard.validation_rule == "tail" and len(config.shard.sources[0].paths) == 2
     assert config.train.prompts == ["On day 0.0 we", "On day 1.0 we", "On day 2.0 we"]
@@ -131,23 +130,22 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
     assert (counts["documents_in"], counts["rejected"]) == (6, 0)
 
 
-@pytest.mark.parametrize(("text_bytes", "params", "limit", "depth"), table("""
-    0 -> null -> epochs of your text -> 2
-    1e9 -> null -> % of your text -> 2
-    0 -> 30000000 -> epochs of your text -> 8""", float, json.loads, str, int))
-def test_what_the_text_allows(notes, text_bytes, params, limit, depth):
-    """text_bytes: in place of those there are, if above 0."""
-    corpus = look(notes)
-    found = propose(replace(corpus, text_bytes=int(text_bytes) or corpus.text_bytes), params)
+@pytest.mark.parametrize(("flops", "minutes", "params", "limit", "depth"), table("""
+    1e11 -> 10 -> null -> epochs of your text -> 2
+    1e8 -> 0.1 -> null -> % of your text -> 2
+    1e11 -> 10 -> 30000000 -> epochs of your text -> 8""", float, float, json.loads, str, int))
+def test_what_the_text_or_the_time_allows(notes, flops, minutes, params, limit, depth):
+    found = propose(look(notes), flops, minutes, params)
     assert limit in found.limit and found.shape.layers == depth and not found.shape.problems()
 
 
 def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     (tmp_path / "a.md").write_text("a")
-    assert propose(look(tmp_path), None).steps == 20
+    assert propose(look(tmp_path), 1e11, 10, None).steps == 20
 
 
 @pytest.mark.parametrize(("arguments", "said"), table("""
+    'my notes' --minutes 0 -> above 0
     'my notes' --params many -> above 0
     nowhere -> is no folder
     pictures -> left out: photo.png: the name does
