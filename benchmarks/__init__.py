@@ -1,1 +1,1 @@
-"""Measure Drover: `python -m benchmarks NAME`. What was measured, on which machine, is in RESULTS.md."""
+"""Measure Drover: `python -m benchmarks.train`, `.data` and `.gpu`. What was measured, and where, is in RESULTS.md."""

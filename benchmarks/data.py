@@ -1,8 +1,10 @@
 """Measure how fast text becomes tokens, compared with datatrove.
 
-Sections: encode (the stage with each encoder, and datatrove's DocumentTokenizer with the same tokenizer.json; two
-processes each), shard (the stage with one process and with two). Stages are commands, so their start is included. If
-datatrove is not installed, its rows are missing.
+    python -m benchmarks.data
+    python -m benchmarks.data --files 'a*.py' --vocab 1024
+
+The stages shard and encode, and datatrove's DocumentTokenizer with encode's tokenizer.json: commands of two processes,
+so their start is included. They run one after the other: on a machine that does other work, repeat it.
 """
 
 from __future__ import annotations
@@ -10,23 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import sysconfig
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from subprocess import DEVNULL, run
 
-from benchmarks.measuring import RATES, Record, Row, Taken, alternated, command, compared
+from benchmarks.measuring import Row, print_machine, print_table, seconds
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.core.command_line import refuse_low
-from drover.pipeline.core.errors import UserError, installed_version
+from drover.pipeline.core.command_line import Parser, Program, refuse_low
+from drover.pipeline.core.errors import installed_version
 from drover.pipeline.core.files import read_json, write_text
 
-FILES = 4
-"""Files of the corpus: enough for two processes."""
-PROCESSES = 2
-# Forked workers start faster than its default ones, and their CPU time counts for the command.
+COLUMNS = {"MB/s": "{:.2f}", "of datatrove": "{:.2f}", "tokens, with EOS alone": "{:,}"}
+# Forked workers start faster than its default ones.
 THEIRS = """
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
@@ -34,100 +32,70 @@ from datatrove.pipeline.tokens import DocumentTokenizer
 
 if __name__ == "__main__":
     LocalPipelineExecutor(pipeline=[
-        JsonlReader({corpus!r}, glob_pattern="*.jsonl"),
-        DocumentTokenizer({out!r}, {tokenizer!r}, eos_token={eos!r}, shuffle_documents=False)],
-        tasks={processes}, workers={processes}, logging_dir={logs!r}, start_method="fork").run()
+        JsonlReader({folder!r} + "/corpus", glob_pattern="*.jsonl"),
+        DocumentTokenizer({folder!r} + "/theirs", {hf!r} + "/tokenizer.json", eos_token={eos!r},
+                          shuffle_documents=False)],
+        tasks=2, workers=2, start_method="fork", logging_dir={folder!r} + "/logs").run()
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    add = parser.add_argument
-    add("--mb", type=float, default=12.0, help="MB of text, of the standard library (%(default)s)")
-    add("--vocab", type=int, default=16384, help="ids of the vocabulary (%(default)s)")
-    add("--only", default=",".join(SECTIONS), help="sections, by comma (%(default)s)")
+def add_options(parser: Parser) -> None:
+    """The options."""
+    parser.add_argument("--files", default="*.py", metavar="PATTERN", help="of the standard library (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=16384, help="ids of the vocabulary (%(default)s)")
 
 
-def run(options: argparse.Namespace, record: Record) -> None:
-    """Measure each section."""
-    refuse_low(options, "rounds", "mb", "vocab")
-    names = options.only.split(",")
-    if unknown := sorted(set(names) - set(SECTIONS)):
-        raise UserError(f"--only does not know {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}.")
-    texts = corpus(options.mb)
-    record.facts |= {"text_mb": sum(len(text.encode()) for text in texts) / 1e6, "documents": len(texts)}
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
-        for number in range(FILES):
-            lines = "".join(f"{json.dumps({'text': text})}\n" for text in texts[number::FILES])
-            write_text(Path(place) / f"corpus/{number}.jsonl", lines)
-        for name in names:
-            record.add(name, RATES, *SECTIONS[name](record.facts["text_mb"], Path(place), options))
+def work(options: argparse.Namespace) -> None:
+    """Measure the stages and datatrove, and print a table."""
+    refuse_low(options, "vocab")
+    print_machine()
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
+        mb = write_corpus(Path(folder, "corpus"), options.files)
+        config = {"name": "ours", "runs_dir": folder, "launch": {"processes": 2},
+                  "tokenizer": {"kind": "bpe", "vocab_size": options.vocab, "train_mb": min(mb, 8)},
+                  "shard": {"shard_mb": 4, "sources": [
+                      {"kind": "files", "name": "text", "paths": [f"{folder}/corpus/*.jsonl"]}]}}
+        write_text(Path(folder, "ours.yaml"), json.dumps(config))
+        rates = {stage: mb / seconds(partial(python, "-m", f"drover.pipeline.{stage}", "--config",
+                                             f"{folder}/ours.yaml")) for stage in ("shard", "tokenizer", "encode")}
+        rows: dict[str, Row] = {stage: {"MB/s": rates[stage]} for stage in ("shard", "encode")}
+        rows["encode"]["tokens, with EOS alone"] = our_tokens(Path(folder, "ours/encode"))
+        if installed_version("datatrove"):
+            hf = Path(folder, "ours/tokenizer/hf")
+            eos = read_json(hf / "tokenizer_config.json")["eos_token"]
+            write_text(Path(folder, "theirs.py"), THEIRS.format(folder=folder, hf=str(hf), eos=eos))
+            rate = mb / seconds(partial(python, f"{folder}/theirs.py"))
+            tokens = sum(path.stat().st_size // 2 for path in Path(folder, "theirs").glob("*.ds"))
+            rows["datatrove"] = {"MB/s": rate, "tokens, with EOS alone": tokens}
+            rows["encode"]["of datatrove"] = rates["encode"] / rate
+        print_table(rows, COLUMNS)
 
 
-def corpus(most_mb: float) -> list[str]:
-    """Different texts with about `most_mb` MB in all: files of the standard library."""
-    found, left = dict[str, None](), most_mb * 1e6
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if "site-packages" not in path.parts and text.strip() and text not in found:
-            found[text] = None
-            left -= len(text.encode())
-        if left <= 0:
-            break
-    return list(found)
+def python(*arguments: str) -> None:
+    """Run a program. CalledProcessError if it fails; its errors are printed."""
+    run([sys.executable, *arguments], check=True, stdout=DEVNULL)
 
 
-def encode(mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
-    """The stage encode with each encoder, for tiktoken ranks and for the tokenizer.json that datatrove uses too."""
-    bpe = ("tokenizer.kind=bpe", f"tokenizer.vocab_size={options.vocab}", f"tokenizer.train_mb={min(mb, 8)}")
-    ready = ("tokenizer.kind=huggingface", f"tokenizer.path={place}/ranks/tokenizer/hf")
-    kinds = {"ranks": ("tiktoken ranks", bpe), "json": ("tokenizer.json", ready)}
-    contenders: dict[str, Callable[[], Taken]] = {}
-    for name, (about, settings) in kinds.items():
-        for stage in ("shard", "tokenizer"):
-            command(_stage(stage, place, name, *settings))
-        for encoder in ("reference", *(["fastokens"] if installed_version("fastokens") else [])):
-            contenders[f"ours, {about}, {encoder}"] = partial(
-                command, _stage("encode", place, name, *settings, "--force", f"encode.encoder={encoder}"))
-    if installed_version("datatrove"):
-        contenders["datatrove"] = partial(_tokenize, place)
-    rows = compared(alternated(contenders, options.rounds), mb, "MB", "datatrove")
-    if "datatrove" in contenders:
-        made = read_manifest(place / "json/encode")
-        assert made is not None, "the stage has succeeded"
-        total = made.counts["total"]
-        rows[-1] |= {"tokens": sum(path.stat().st_size for path in (place / "theirs").glob("*.ds")) // 2,
-                     "our_tokens": total["tokens"] - total["docs"]}  # ours have BOS as well
-        print(f"tokens with EOS alone: ours {rows[-1]['our_tokens']:,}, datatrove {rows[-1]['tokens']:,}")
-    return rows
+def write_corpus(folder: Path, pattern: str) -> float:
+    """Write the different files of the standard library into two files, one for each process; the MB of text."""
+    library = Path(json.__file__).parents[1]
+    paths = [path for path in sorted(library.rglob(pattern)) if "site-packages" not in path.parts]
+    texts = [*filter(str.strip, dict.fromkeys(path.read_text("utf-8", "replace") for path in paths))]
+    for number in (0, 1):
+        lines = [json.dumps({"text": text}) for text in texts[number::2]]
+        write_text(folder / f"{number}.jsonl", "\n".join([*lines, ""]))
+    return sum(len(text.encode()) for text in texts) / 1e6
 
 
-def shard(mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
-    """The stage shard with one process and with two."""
-    contenders = {name: partial(command, _stage("shard", place, "sharding", "--force",
-                                                f"launch.processes={count}"))
-                  for count, name in ((1, "1 process"), (2, "2 processes"))}
-    return compared(alternated(contenders, options.rounds), mb, "MB", "1 process")
+def our_tokens(folder: Path) -> int:
+    """Tokens of the stage encode without BOS, which datatrove does not add."""
+    manifest = read_manifest(folder)
+    assert manifest is not None, "the stage has succeeded"
+    total: dict[str, int] = manifest.counts["total"]
+    return total["tokens"] - total["docs"]
 
 
-def _stage(stage: str, place: Path, run: str, *settings: str) -> list[str]:
-    """Write the configuration, and return the command of a stage."""
-    sources = [{"kind": "files", "name": "text", "paths": [f"{place}/corpus/*.jsonl"]}]
-    config = place / f"{run}.yaml"
-    config.write_text(json.dumps({"name": run, "runs_dir": str(place), "launch": {"processes": PROCESSES},
-                                  "shard": {"shard_mb": 4, "sources": sources, "validation_share": 0.05}}))
-    return [sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(config), *settings]
+main = Program("python -m benchmarks.data", __doc__, add_options, work)
 
-
-def _tokenize(place: Path) -> Any:
-    """Run datatrove with as many processes, and new logs each time: it would skip finished tasks."""
-    tokenizer = place / "ranks/tokenizer/hf/tokenizer.json"
-    eos = read_json(tokenizer.with_name("tokenizer_config.json"))["eos_token"]
-    with tempfile.TemporaryDirectory(dir=place) as logs:
-        script = Path(logs) / "theirs.py"
-        script.write_text(THEIRS.format(corpus=str(place / "corpus"), out=str(place / "theirs"), eos=eos,
-                                        tokenizer=str(tokenizer), processes=PROCESSES, logs=f"{logs}/logs"))
-        return command([sys.executable, str(script)])
-
-
-SECTIONS = {"encode": encode, "shard": shard}
+if __name__ == "__main__":
+    sys.exit(main())

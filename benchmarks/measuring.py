@@ -1,141 +1,210 @@
-"""Measure: contenders take turns, ratios are taken within a round, rows become a table and a record."""
+"""What the benchmarks share: training steps, each case in processes of its own, and tables."""
 
 from __future__ import annotations
 
+import json
 import os
-import platform
-import resource
 import statistics
-import subprocess
+import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, TypeVar
+from subprocess import TimeoutExpired
+from typing import TYPE_CHECKING, Any
 
+from drover.launch.processes import answer_of
+from drover.pipeline.config.tree import Config
+from drover.pipeline.core.command_line import Parser
 from drover.pipeline.core.console import markdown
 from drover.pipeline.core.errors import installed_version
-from drover.pipeline.core.files import write_json, write_text
 
-PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
-            "pyarrow", "rensa")
-"""Packages whose versions are recorded if they are installed."""
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from drover.pipeline.data.sampling.batch import Batch
+    from drover.pipeline.parallel.ranks import Ranks
+
+DOCUMENT_TOKENS = 1024
+WARM_UP, STEPS = 3, 5
+LIMIT_S = 900.0
+"""A case that takes longer has failed."""
+PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "fastokens")
+COLUMNS = {"tokens/s": "{:,.0f}", "of transformers": "{:.2f}", "step ms": "{:.1f}", "MFU": "{:.1%}",
+           "peak GB of a rank": "{:.2f}", "rehearsed": "{:.2f}", "compiled": "{:.0%}", "failure": "{}"}
 Row = dict[str, Any]
-"""A measurement: `name`, `rate` (more is better) and other figures by name."""
-RATES = {"": "{name}", "{unit}/s": "{rate:,.2f}", "{unit}/s of CPU time": "{cpu_rate:,.2f}",
-         "times as fast as": "{baseline}", "wall time, median (min - max)": "{wall_ratio:.2f} ({wall_least:.2f} - "
-         "{wall_most:.2f})", "CPU time, median": "{cpu_ratio:.2f}"}
-"""Columns for the rows of `compared`."""
+"""Figures by their column; missing or None if they are not known."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The wall time and CPU time of a measurement, in seconds."""
+class Case:
+    """A training step to be measured.
 
-    wall: float
-    cpu: float
-
-
-def command(arguments: Sequence[str]) -> Taken:
-    """Run a command to its end. Returns its time, with its children's. RuntimeError, with its output, if it fails."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-2000:]}"
-                           f"{done.stderr[-2000:]}")
-    return Taken(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-
-
-def turns(contenders: Sequence[T], rounds: int) -> list[T]:
-    """Each contender `rounds` times, in alternating order (A B, B A, A B), so that a slow moment affects all."""
-    return [one for number in range(rounds) for one in contenders[::-1 if number % 2 else 1]]
-
-
-def alternated(contenders: Mapping[str, Callable[[], Taken]], rounds: int) -> dict[str, list[Taken]]:
-    """Measure each contender `rounds` times, in turns."""
-    taken: dict[str, list[Taken]] = {name: [] for name in contenders}
-    for name in turns([*contenders], rounds):
-        taken[name].append(contenders[name]())
-    return taken
-
-
-def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, baseline: str) -> list[Row]:
-    """A row per contender: `amount` of `unit` over the median time, and ratios to `baseline` within each round."""
-    rows = []
-    for name, times in taken.items():
-        row: Row = {"name": name, "unit": unit, "seconds": [one.wall for one in times],
-                    "rate": amount / statistics.median(one.wall for one in times),
-                    "cpu_rate": amount / max(1e-9, statistics.median(one.cpu for one in times))}
-        if baseline in taken and name != baseline:
-            row["baseline"] = baseline
-            for which in ("wall", "cpu"):
-                ratios = [getattr(other, which) / max(1e-9, getattr(own, which))
-                          for own, other in zip(times, taken[baseline], strict=True)]
-                row |= {f"{which}_ratio": statistics.median(ratios), f"{which}_least": min(ratios),
-                        f"{which}_most": max(ratios)}
-        rows.append(row)
-    return rows
-
-
-def cell(form: str, row: Row) -> str:
-    """Format the figures of a row; "-" where one is missing or None."""
-    try:
-        return form.format(**row).replace("|", "/").replace("\n", " ")
-    except (KeyError, TypeError, ValueError):
-        return "-"
-
-
-class Record:
-    """Prints rows as they are measured, and writes them to results.json and results.md in `folder`.
-
-    A section's columns are formats of a row's figures, such as {"tokens/s": "{rate:,.0f}"}. facts: about the machine
-    and the measurement.
+    settings: values by `section.key`, on top of `recipe`. library: transformers' step at the same shape, not ours.
+    documents: sequences hold documents of DOCUMENT_TOKENS, which attention keeps apart; else it is plain causal.
     """
 
-    def __init__(self, name: str, folder: Path | None) -> None:
-        self.name, self.folder, self.facts = name, folder, machine()
-        self.rows: list[Row] = []
-        self.sections: dict[str, dict[str, str]] = {}
-        self._shown = ""
-
-    def add(self, section: str, columns: Mapping[str, str], *rows: Row) -> None:
-        """Add rows to a section."""
-        again = section == self._shown
-        self.sections[section], self._shown = dict(columns), section
-        self.rows += [{"section": section, **row} for row in rows]
-        lines = self._table(section).splitlines()
-        print("\n".join([*([] if again else ["", section, *lines[:2]]), *lines[-len(rows):]]), flush=True)
-        self.save()
-
-    def save(self) -> None:
-        """Write both files, if there is a folder."""
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / "results.json", {"benchmark": self.name, **self.facts, "rows": self.rows})
-            facts = ", ".join(f"{key} {value}" for key, value in self.facts.items() if value is not None)
-            tables = [f"## {section}\n\n{self._table(section)}" for section in self.sections]
-            write_text(self.folder / "results.md", "\n\n".join([f"# {self.name}", facts, *tables]) + "\n")
-
-    def _table(self, section: str) -> str:
-        columns, rows = self.sections[section], [row for row in self.rows if row["section"] == section]
-        return "\n".join(markdown([[cell(name, rows[0]) if name else "" for name in columns],
-                                   *([cell(form, row) for form in columns.values()] for row in rows)]))
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str = ""
+    library: bool = False
+    documents: bool = False
+    ranks: int = 1
 
 
-def machine() -> dict[str, Any]:
-    """Time, processor, load and versions."""
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": processor(), "cores": os.cpu_count(),
-            "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
-            **{name: version for name in PACKAGES if (version := installed_version(name))}}
+def add_options(parser: Parser, cases: Sequence[Case]) -> None:
+    """The options of benchmarks of training steps."""
+    names = [case.name for case in cases]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE",
+                        help=f"measure these: {'; '.join(names)} (default: all)")
+    parser.add_argument("--here", action="store_true", help="measure one in this process, and print JSON")
 
 
-def processor() -> str:
-    """The processor's name, as far as the system says it."""
+def run_cases(module: str, cases: Sequence[Case], options: Namespace, config_of: Callable[[Case], Config],
+              *arguments: str) -> int:
+    """Measure the cases of `--only` and print their table; 1 if one failed.
+
+    module: the benchmark, which is started for each case with `--here` and the arguments.
+    """
+    chosen = [case for case in cases if case.name in options.only]
+    if options.here:
+        row = measured_step(config_of(chosen[0]), chosen[0])
+        if os.environ.get("RANK", "0") == "0":
+            print("\n" + json.dumps(row), flush=True)
+        return 0
+    print_machine()
+    rows = {case.name: in_processes(module, case, arguments) for case in chosen}
+    baseline = rows.get("transformers", {}).get("tokens/s")
+    for row in rows.values():
+        if baseline and "tokens/s" in row:
+            row["of transformers"] = row["tokens/s"] / baseline
+    print_table(rows, COLUMNS)
+    return int(any("failure" in row for row in rows.values()))
+
+
+def in_processes(module: str, case: Case, arguments: Sequence[str]) -> Row:
+    """Measure a case in processes of its own, so that no memory, compiled code or failure of another counts."""
+    starter = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", "-m"] * (case.ranks > 1)
+    command = [sys.executable, "-m", *starter, module, "--here", *arguments, "--only", case.name]
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+        status, output, errors = answer_of(command, os.environ, LIMIT_S)
+    except TimeoutExpired:
+        return {"failure": f"it took longer than {LIMIT_S:.0f} s"}
+    if status:
+        return {"failure": next((line for line in errors.splitlines() if "rror: " in line), f"status {status}")}
+    row: Row = json.loads(output.splitlines()[-1])
+    return row
+
+
+def measured_step(config: Config, case: Case) -> Row:
+    """Take training steps on the ranks of a case. MFU is by the FLOPs of full attention. On GPUs `rehearsed` is the
+    peak that a rehearsal counts."""
+    from drover.pipeline.parallel.compiling import compiled_share
+    from drover.pipeline.parallel.ranks import start_ranks
+    from drover.pipeline.rehearsal.apart import rehearse_apart
+    from drover.pipeline.training.device_facts import memory_mb, peak_flops
+
+    ranks, train = start_ranks(), config.train
+    step = library_step(config, ranks.device) if case.library else our_step(config, ranks, case.documents)
+    middle = statistics.median([seconds(step) for _ in range(WARM_UP + STEPS)][WARM_UP:])
+    peak = peak_flops(ranks.device)
+    flops = train.batch_tokens * config.model.flops_per_token(train.sequence_length, causal=False)
+    row: Row = {"tokens/s": train.batch_tokens / middle, "step ms": 1e3 * middle,
+                "MFU": peak and flops / middle / ranks.world / peak, "peak GB of a rank": memory_mb(ranks.device) / 1e3,
+                "compiled": compiled_share()}
+    if ranks.device.type == "cuda" and not case.library and config.parallel.engine == "fsdp2":
+        row["rehearsed"] = rehearse_apart(config, 1, [0])[0].peak.bytes / 1e9
+    ranks.barrier()
+    return row
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Time one call."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def our_step(config: Config, ranks: Ranks, documents: bool) -> Callable[[], None]:
+    """A step of our engine over all ranks, each time on the same batch; at its end the host reads the loss.
+
+    It raises ArithmeticError after a NaN.
+    """
+    import torch
+
+    from drover.pipeline.config.batch import BatchPlan
+    from drover.pipeline.parallel.grid import Grid
+    from drover.pipeline.training.engines.build import build_engine
+    from drover.pipeline.training.guards import StepLimits
+    from drover.pipeline.training.precision import DTYPES
+
+    def initial(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        drawn = 0.02 * torch.randn(*size, device=ranks.device)
+        return drawn + 1 if name.endswith("norm.weight") else drawn
+
+    torch.manual_seed(0)  # replicas draw equal weights
+    grid, plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
+    dtype = DTYPES["bf16" if config.train.precision == "fp8" else config.train.precision]
+    engine: Any = build_engine(config, config.model, grid, dtype, plan.accumulation, initial)
+    engine.across_documents = not documents
+    data = batch(config, plan.micro_batch * plan.accumulation, documents)
+
+    def step() -> None:
+        result = engine.step(data.split(plan.micro_batch), plan.accumulation, plan.tokens, 1e-5, StepLimits())
+        if not result.applied:
+            raise ArithmeticError(f"the step gave {result}")
+    return step
+
+
+def batch(config: Config, sequences: int, documents: bool) -> Batch:
+    """Random tokens, in packed documents or one document a sequence."""
+    import numpy as np
+
+    from drover.pipeline.data.sampling.batch import pack
+
+    random, length = np.random.default_rng(0), config.train.sequence_length
+    starts = np.arange(0, length, DOCUMENT_TOKENS if documents else length)
+    return pack([(random.integers(0, config.model.vocab_size or 0, length + 1), starts) for _ in range(sequences)])
+
+
+def library_step(config: Config, device: torch.device) -> Callable[[], None]:
+    """A plain step of transformers: SDPA with plain causal attention, float32 weights (bf16 by autocast),
+    cross-entropy, clipping, fused AdamW."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from drover.pipeline.formats.huggingface import config_to_json
+
+    theirs = {**config_to_json(config.model, torch.float32), "attn_implementation": "sdpa", "use_cache": False}
+    with device:
+        model: Any = LlamaForCausalLM(LlamaConfig(**theirs)).float().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    data = batch(config, config.train.batch_tokens // config.train.sequence_length, documents=False)
+    tokens, labels = data.tokens.to(device), data.labels.to(device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision != "fp32"):
+            logits = model(tokens).logits
+            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+    return step
+
+
+def print_machine() -> None:
+    """Print time, cores, load and versions."""
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES)
+    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {versions}")
+
+
+def print_table(rows: Mapping[str, Row], columns: Mapping[str, str]) -> None:
+    """Print a table of Markdown. columns: formats of the figures."""
+    cells = [[name, *("-" if row.get(column) is None else form.format(row[column]) for column, form in columns.items())]
+             for name, row in rows.items()]
+    print("\n".join(["", *markdown([["", *columns], *cells])]))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suite import cases_of
 from drover.pipeline.contract.stages import STAGES
 from tests.conftest import run_python
 from tests.refusal import table
@@ -134,9 +133,8 @@ def test_nothing_is_there_for_tests_only():
                 named[node.id if isinstance(node, ast.Name) else node.attr] += 1
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
                 named.update(re.findall(r"\w+", node.value))  # "module:function", "{name}_{kind}"
-    cases = {case.get("kind", "step") for case in cases_of("gpu")}  # methods of benchmarks.cases.Bench
     assert {name: str(path) for name, path in defined.items()
-            if not name.startswith("__") and not named[name] and name not in cases} == {}
+            if not name.startswith("__") and not named[name]} == {}
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
@@ -154,7 +152,9 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     launch/submit.py -> --stage nope --config {CONFIG} -> nope
     launch/status.py -> --run nope -> {NO_RUN}
     drover.pipeline.storage -> file:///nope -> required: folder
-    benchmarks -> layouts --only nope -> No case of layouts contains nope
+    benchmarks.train -> --only nope -> invalid choice: 'nope'
+    benchmarks.gpu -> --only nope -> invalid choice: 'nope'
+    benchmarks.data -> --vocab 0 -> --vocab must be above 0
     drover.tools.audit -> nope -> {NO_RUN}
     drover.tools.chat -> --model nope x -> nope is no folder
     drover.tools.compare -> --models nope --tasks nope --to x -> --tasks names nope
