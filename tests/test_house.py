@@ -157,7 +157,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     benchmarks.data -> --vocab 0 -> --vocab must be above 0
     drover.tools.audit -> nope -> {NO_RUN}
     drover.tools.chat -> --model nope x -> nope is no folder
-    drover.tools.compare -> --models nope --tasks nope --to x -> --tasks names nope
+    drover.tools.compare -> --models nope --tasks nope -> --tasks names nope
     drover.tools.copy_tokens -> nope --to file:///nope -> {NO_RUN}
     drover.tools.export_tokens -> --run nope --out x --format hf -> {NO_RUN}
     drover.launch.doctor -> --write {CONFIG} -> exists already

@@ -1,17 +1,17 @@
-"""Several models measured on the same items: rows of scores, and the differences between pairs of models."""
+"""Several models measured on the same items: rows of scores, with differences from the first model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, sha256_file
+from drover.pipeline.core.files import Record
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
 from drover.pipeline.evaluation.paired import difference, scored
 
@@ -19,18 +19,8 @@ if TYPE_CHECKING:
     from drover.pipeline.config.evaluation import EvaluateConfig
     from drover.pipeline.contract.run import Run
     from drover.pipeline.evaluation.harness import HarnessModel
-    from drover.pipeline.evaluation.kept import Kept
     from drover.pipeline.evaluation.tasks import TaskFile
     from drover.pipeline.parallel.ranks import Ranks
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A model to compare: the name it is shown by, where it lies, and the tokens it was trained on, where known."""
-
-    name: str
-    path: Path
-    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,58 +29,42 @@ class Conditions:
 
     Attributes:
         tasks: to measure, in this order.
-        settings: how, as the stage evaluate has it: task_limit, dtype, batch, sequence_length, bootstrap_iters.
+        settings: how, as the stage evaluate has it: task_limit, dtype, batch, sequence_length. The limit also holds for
+            the validation documents of each source.
         validation: the run whose validation documents are measured; None: none.
-        documents: validation documents per source; None: all.
     """
 
     tasks: Sequence[TaskFile]
     settings: EvaluateConfig
     validation: Run | None = None
-    documents: int | None = None
 
 
-def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ranks, log: Path) -> dict[str, Record]:
-    """One candidate's results by task, and for validation text if requested: those of `measure_task`, including
-    `per_item`. The model is opened only if a result is not cached.
+def measured(path: Path, conditions: Conditions, ranks: Ranks) -> dict[str, Record]:
+    """One model's results by task, and for validation text if requested: those of `measure_task`, including
+    `per_item`. ranks: share the requests.
 
-    ranks: share the requests. log: file for the harness's messages. UserError if the windows exceed the model's
-    context.
+    Raises:
+        UserError: the windows exceed the model's context, or a task cannot be measured.
     """
+    import torch
+
+    from drover.pipeline.evaluation.harness import HarnessModel
+    from drover.pipeline.evaluation.open_model import open_model
+    from drover.pipeline.evaluation.prompts import eos_ids
+    from drover.pipeline.evaluation.running import measure_task
+
     settings, validation = conditions.settings, conditions.validation
-
-    @cache
-    def harness() -> HarnessModel:
-        import torch
-
-        from drover.pipeline.evaluation.harness import HarnessModel
-        from drover.pipeline.evaluation.open_model import open_model
-        from drover.pipeline.evaluation.prompts import eos_ids
-
-        opened = open_model(candidate.path, ranks.device, getattr(torch, settings.dtype), ranks=ranks)
-        try:
-            return HarnessModel(opened.placed, opened.tokenizer, batch=settings.batch, length=settings.sequence_length,
-                                ranks=ranks, ends=eos_ids(opened))
-        except UserError as error:
-            raise UserError(f"{candidate.name}: {error}") from None
-
-    def by_task(task: TaskFile) -> Record:
-        from drover.pipeline.evaluation.running import measure_task
-
-        return measure_task(harness(), task, settings.task_limit, settings.bootstrap_iters, log)
-
-    own: Record = {"weights": weights_identity(candidate.path), "dtype": settings.dtype,
-                   "length": settings.sequence_length}
+    opened = open_model(path, ranks.device, getattr(torch, settings.dtype), ranks=ranks)
+    try:
+        harness = HarnessModel(opened.placed, opened.tokenizer, batch=settings.batch, length=settings.sequence_length,
+                               ranks=ranks, ends=eos_ids(opened))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     found = {}
     for task in conditions.tasks:
-        decides = {**own, "task": [[name, sha256_file(path)] for name, path in task.inputs()],
-                   "limit": settings.task_limit, "bootstrap_iters": settings.bootstrap_iters}
-        found[task.name] = kept.get(f"{candidate.name} {task.name}", decides, partial(by_task, task))
+        found[task.name] = measure_task(harness, task, settings.task_limit, settings.bootstrap_iters, Path(os.devnull))
     if validation is not None:
-        decides = {**own, "text": validation.finished("shard").digest, "documents": conditions.documents}
-        found[f"validation text of {validation.config.name}"] = kept.get(
-            f"{candidate.name} validation text", decides,
-            lambda: _validation(harness(), validation, conditions.documents))
+        found[f"validation text of {validation.config.name}"] = _validation(harness, validation, settings.task_limit)
     return found
 
 
@@ -112,43 +86,34 @@ def _validation(harness: HarnessModel, run: Run, documents: int | None) -> Recor
     items = [(-value / math.log(2), float(len(text.encode())))
              for value, text in zip(harness.documents(ids), texts.values(), strict=True)]
     return {"metrics": {BITS: scored(items)}, "items": len(items), "few_shot": 0, "version": manifest.digest[:12],
-            "chance": None, "contexts_truncated": 0,
-            "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
+            "chance": None, "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
 
 
-def weights_identity(path: Path) -> list[list[Any]]:
-    """Names, sizes and times of a model's files, at any depth. If they differ, the model is measured again."""
-    from drover.pipeline.formats.weights import open_weights
+def rows(results: dict[str, dict[str, Record]]) -> list[Record]:
+    """A row a task, metric and model: its score, and its difference from the first model on the same items.
 
-    with open_weights(path) as weights:
-        folder = weights.path
-    return [[file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns]
-            for file in sorted(folder.rglob("*")) if file.is_file()]
-
-
-def rows(candidate: Candidate, parts: dict[str, Record]) -> list[Record]:
-    """A model's scores, one row a task and metric, each with everything that it needs to be read alone."""
+    results: of `measured`, by the models' names. UserError if two models had other items.
+    """
+    first, *others = results
     found = []
-    for name, part in parts.items():
-        metrics, of_answers = part["metrics"], part["per_item"]["metrics"].get(ANSWER_BITS)
-        if of_answers is not None:
-            metrics = {**metrics, ANSWER_BITS: scored(of_answers)}
-        found += [{"model": candidate.name, "tokens": candidate.tokens, "task": name, "version": part["version"],
-                   "metric": metric, "n": part["items"], "few_shot": part["few_shot"], **entry,
-                   "chance": part["chance"] if metric.startswith("acc") else None,
-                   "contexts_truncated": part["contexts_truncated"]} for metric, entry in metrics.items()]
+    for task, part in results[first].items():
+        for other in others:
+            if results[other][task]["per_item"]["hashes"] != part["per_item"]["hashes"]:
+                raise UserError(f"{first} and {other} were measured on different items of the task {task}: its data "
+                                f"changed in between. Compare them again.")
+        of_items = part["per_item"]["metrics"]
+        for metric in [*part["metrics"], *([ANSWER_BITS] if ANSWER_BITS in of_items else [])]:
+            found += [_row(task, metric, model, results[model][task], None if model == first else part)
+                      for model in results]
     return found
 
 
-def differences(pairs: Iterable[tuple[Candidate, Candidate]], measured: dict[str, dict[str, Record]]) -> list[Record]:
-    """One row a pair, task and metric that can be paired; `measured` has each candidate's parts by its name."""
-    found = []
-    for first, second in pairs:
-        for name, part in measured[first.name].items():
-            one, other = part["per_item"], measured[second.name][name]["per_item"]
-            assert one["hashes"] == other["hashes"], "both measured the same items"
-            for metric, items in one["metrics"].items():
-                found.append({"first": first.name, "second": second.name, "task": name, "metric": metric,
-                              **asdict(difference(items, other["metrics"][metric],
-                                                  one["forms"].get(metric, "ratio")))})
-    return found
+def _row(task: str, metric: str, model: str, part: Record, first: Record | None) -> Record:
+    """first: the first model's results; None for its own row."""
+    items, form = part["per_item"]["metrics"].get(metric), part["per_item"]["forms"].get(metric, "ratio")
+    before = None if first is None else first["per_item"]["metrics"].get(metric)
+    apart = asdict(difference(before, items, form)) if before and items else {}
+    score = scored(items) if metric == ANSWER_BITS else part["metrics"][metric]
+    return {"task": task, "version": part["version"], "few_shot": part["few_shot"], "metric": metric,
+            "n": part["items"], "model": model, **score, "chance": part["chance"] if metric.startswith("acc") else None,
+            **apart}

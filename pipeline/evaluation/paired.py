@@ -1,4 +1,4 @@
-"""Two models on the same items: how much they differ, and whether that may be chance.
+"""Scores of a model over items, and how far two models differ on the same items.
 
 A score over n items is made of a sum of values over a sum of weights,
 
@@ -18,17 +18,8 @@ Each item changes S, to first order (Cochran, Sampling Techniques, 1977, 2.11, f
 with S'(R) = 1, of perplexities exp(R). For weights of 1 that is the sample standard deviation over sqrt(n). For two
 models on the same items, D = S of the second less S of the first, and its standard error has the same formula with the
 u_i of the second less those of the first. It is smaller than the root of the sum of the two squared errors if the
-models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4).
-
-Two tests:
-
-- z: D / stderr(D), two-sided by the normal distribution; for some 30 items and more.
-- the exact sign test: of the items that differ, is the second higher in about half? With b higher and c lower,
-  p = min(1, 2 * sum over k <= min(b, c) of binomial(b + c, k) / 2^(b + c)). Of right and wrong answers, and so of f1,
-  where an item's value is whether it was classified rightly, this is the exact McNemar test. It holds for any number of
-  items.
-
-The p-values are not corrected for multiple comparisons.
+models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4). D +- 1.96 stderr(D) holds the
+true difference in 95 of 100 comparisons, by the normal distribution: of some 30 items and more.
 """
 
 from __future__ import annotations
@@ -43,29 +34,17 @@ from drover.pipeline.evaluation.measurement import exp
 Item = tuple[float, float] | None
 """(value, weight) of an item; None where it has none."""
 Form = Literal["ratio", "perplexity", "f1"]
+NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The second model less the first, on the items that both have.
+    """The second model less the first, on the items that both have: nan for no items. low, high: the 95% interval; None
+    for fewer than two items or if it exceeds a float."""
 
-    Attributes:
-        items: how many.
-        difference: D; nan for no items.
-        stderr: of D; None for fewer than two items or if it exceeds a float.
-        higher, lower: items on which the second has the higher, or the lower, value; for f1, items that it alone
-            classifies correctly, or wrongly.
-        p_sign: of the exact sign test.
-        p_normal: of z; None without a standard error.
-    """
-
-    items: int
     difference: float
-    stderr: float | None
-    higher: int
-    lower: int
-    p_sign: float
-    p_normal: float | None
+    low: float | None
+    high: float | None
 
 
 def scored(items: Sequence[Item], form: Form = "ratio") -> dict[str, float | None]:
@@ -83,25 +62,9 @@ def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "rati
         raise ValueError("the items weigh differently: they are not the same ones")
     (start, before), (end, after) = (_moves([pair[side] for pair in both], form) for side in (0, 1))
     stderr = _stderr(end - start, [late - early for early, late in zip(before, after, strict=True)])
-    apart = [_own(other, form) - _own(one, form) for one, other in both]
-    higher, lower = sum(value > 0 for value in apart), sum(value < 0 for value in apart)
-    return Difference(len(both), end - start, stderr, higher, lower, sign_test(higher, lower),
-                      _p_normal(end - start, stderr))
-
-
-def _own(item: tuple[float, float], form: Form) -> float:
-    """An item's value for the sign test; for f1, whether it was classified correctly."""
-    value, weight = item
-    return float(value == weight) if form == "f1" else value
-
-
-def sign_test(higher: int, lower: int) -> float:
-    """Two-sided p of these counts of signs if both signs are equally likely; 1 if there are none."""
-    count, tail, term = higher + lower, 0, 1
-    for taken in range(min(higher, lower) + 1):  # integers: exact for any count
-        tail += term
-        term = term * (count - taken) // (taken + 1)
-    return min(1.0, 2 * tail / 2**count)
+    if stderr is None:
+        return Difference(end - start, None, None)
+    return Difference(end - start, end - start - NORMAL_95 * stderr, end - start + NORMAL_95 * stderr)
 
 
 def _moves(items: Sequence[tuple[float, float]], form: Form) -> tuple[float, list[float]]:
@@ -122,11 +85,3 @@ def _stderr(found: float, moves: Sequence[float]) -> float | None:
         return math.sqrt(count / (count - 1) * math.fsum(move**2 for move in moves))
     except OverflowError:  # of a perplexity near the largest float
         return None
-
-
-def _p_normal(found: float, stderr: float | None) -> float | None:
-    if stderr is None:
-        return None
-    if stderr == 0:
-        return 1.0 if found == 0 else 0.0
-    return math.erfc(abs(found) / stderr / math.sqrt(2))

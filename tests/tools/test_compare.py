@@ -1,17 +1,18 @@
-"""Models and a run's checkpoints on the same items: the table, what differs, the plot, going on after a kill."""
+"""Models and checkpoints on the same items: the table, and what cannot be compared."""
 
+import json
 import shlex
-from itertools import combinations
 
 import pytest
 
-from drover.pipeline.core.files import Ledger, read_json, write_json
-from drover.pipeline.evaluation import running
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, write_json
+from drover.pipeline.evaluation.comparing import rows
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.compare import main
 from tests.evaluation.test_contamination import corpus, text_of
 from tests.evaluation.test_task_packs import write_pack
-from tests.refusal import table
+from tests.refusal import printed, refused, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 TOKENIZER = ByteTokenizer()
@@ -20,7 +21,7 @@ STEPS = (2, 7)
 
 
 def write_trained(folder, models, held=TEXTS):
-    """A run with checkpoints after some tokens, and with validation text."""
+    """A run with checkpoints, and with validation text."""
     run = write_run(folder, models, TOKENIZER)
     for step in models:
         marker = run / f"train/checkpoints/step-{step:08d}/COMPLETE.json"
@@ -43,83 +44,58 @@ def home(tmp_path_factory):
     return folder
 
 
-def compared(home, to, *arguments, expect=0):
-    assert main([*arguments, "--to", str(to), "--task-folders", str(home / "tasks"), "--bootstrap-iters", "20",
-                 "--batch", "4"]) == expect
-    return read_json(to / "comparison.json") if not expect else None
+def compared(home, capsys, *arguments, expect=0):
+    return printed(capsys, main, *arguments, "--task-folders", home / "tasks", "--batch", "4", expect=expect)
 
 
-@pytest.fixture(scope="module")
-def over_time(home):
-    to = home / "over_time"
-    return to, compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--validation",
-                        str(home / "run"))
-
-
-def row(results, part="scores", **wanted):
-    found, = (row for row in results[part] if wanted.items() <= row.items())
-    return found
-
-
-def test_each_checkpoint_is_compared_with_the_one_before(over_time):
+def test_models_of_any_form_are_compared_with_the_first(home, capsys):
     """Scores and their errors are tested in tests/evaluation."""
-    _, results = over_time
-    for found in results["scores"]:
-        assert found["version"] and found["stderr"] >= 0 and found["tokens"] == 1000 * int(found["model"][-1])
-        assert (found["chance"] is None) == (not found["metric"].startswith("acc"))
-    assert len(results["differences"]) == len(results["scores"]) / 2 == 7
-    for apart in results["differences"]:
-        first, second = (row(results, model=f"step-{step:08d}", task=apart["task"], metric=apart["metric"])
-                         for step in STEPS)
-        assert apart == {**apart, "first": first["model"], "second": second["model"], "items": first["n"],
-                         "difference": pytest.approx(second["value"] - first["value"], rel=1e-6)}
+    models = [str(home / name) for name in ("run/train/checkpoints/step-00000002", "run", "hf")]
+    arguments = ("--models", *models, "--tasks", "capitals", "pages", "--validation", home / "run", "--limit", "2")
+    results = json.loads(compared(home, capsys, *arguments, "--json"))
+    by_score = {}
+    for row in results["rows"]:
+        by_score.setdefault((row["task"], row["metric"]), []).append(row)
+    assert len(by_score) == 7 and {row["n"] for row in results["rows"]} == {2}
+    for (_, metric), (first, second, export) in by_score.items():
+        assert [first["model"], second["model"], export["model"]] == models and first["version"]
+        assert (first["chance"] is None) == (not metric.startswith("acc"))
+        assert "difference" not in first and second["low"] <= second["difference"] <= second["high"]
+        assert second["difference"] == pytest.approx(second["value"] - first["value"], rel=1e-4, abs=2e-6)
+        assert export["value"] == pytest.approx(second["value"], rel=1e-5), "the same weights in another form"
+    heading, *lines = compared(home, capsys, *arguments).strip().splitlines()
+    assert heading.split()[:5] == ["task", "metric", "n", "chance", "model"] and len(lines) == len(results["rows"])
 
 
-@pytest.mark.slow
-def test_again_nothing_is_measured_and_a_kill_costs_one_part(over_time, home, monkeypatch):
-    to, results = over_time
-    measured, original = [], running.measure_task
-
-    def measure(model, task_file, *how):
-        measured.append(task_file.name)
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        return original(model, task_file, *how)
-
-    def again(*more, expect=0):
-        return compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--validation",
-                        str(home / "run"), *more, expect=expect)
-    monkeypatch.setattr(running, "measure_task", measure)
-    assert again() == results and not measured
-    ledger = Ledger(to / "items")
-    for name, key, _ in [*ledger.lines()]:
-        if "pages" in name:
-            ledger.add(name, key, None)
-    again(expect=130)
-    assert again() == results and measured == ["pages"] * 3, "one, the kill, the other"
-    again("--limit", "2")
-    assert measured[3:] == ["capitals", "pages"] * 2, "other conditions are measured again"
+def part(hashes, **metrics):
+    """Results of a task, as `measured` has them."""
+    return {"t": {"metrics": {name: {"value": value, "stderr": None} for name, value in metrics.items()}, "items": 2,
+                  "few_shot": 0, "version": "1", "chance": None, "per_item": {
+                      "hashes": hashes, "forms": {},
+                      "metrics": {name: [(value, 1.0)] * 2 for name, value in metrics.items() if value is not None}}}}
 
 
-@pytest.mark.slow
-def test_models_of_any_form_in_one_table(home, capsys):
-    to, models = home / "models", [str(home / name) for name in (
-        "run", "run/train/checkpoints/step-00000002", "hf")]
-    results = compared(home, to, "--models", *models, "--tasks", "capitals")
-    assert [(row["first"], row["second"]) for row in results["differences"] if row["metric"] == "acc"] == list(
-        combinations(models, 2))
-    alike = row(results, "differences", first=models[0], second=models[2], metric="answer_bits_per_byte")
-    assert alike["difference"] == pytest.approx(0, abs=1e-6)
-    assert f"| {models[2]} |" in (to / "comparison.md").read_text() and models[2] in capsys.readouterr().out
+def test_a_metric_without_a_value_has_no_difference():
+    items = ["x", "y"]
+    _, acc, _, bleu = rows({"a": part(items, acc=0.5, bleu=0.1), "b": part(items, acc=1.0, bleu=None)})
+    assert (acc["metric"], acc["difference"], acc["low"]) == ("acc", 0.5, 0.5)
+    assert (bleu["metric"], bleu["value"]) == ("bleu", None) and "difference" not in bleu
+
+
+def test_other_items_are_refused():
+    refused(UserError, "a and b were measured on different items of the task t", rows,
+            {"a": part(["x", "y"], acc=0.5), "b": part(["x", "z"], acc=0.5)})
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("""
-    --models {home}/hf {home}/hf --tasks capitals -> twice
-    --models {home}/hf -> nothing to measure
-    --models {home}/hf --tasks capitals --limit 0 -> --limit must be above 0
-    --models {home}/hf --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
-    --models {home}/hf --validation {home}/empty -> has no validation text
-    --checkpoints {home}/hf --tasks capitals -> There is no run"""))
-def test_what_cannot_be_compared_is_said(home, arguments, message, capsys, tmp_path):
-    compared(home, tmp_path, *shlex.split(arguments.format(home=home)), expect=2)
-    assert message.format(home=home) in capsys.readouterr().err
+    --models {home}/hf {home}/hf --tasks capitals -> two or more models, each once
+    --models {home}/hf --tasks capitals -> two or more models, each once
+    --models {home}/hf {home}/run -> nothing to measure
+    --models {home}/hf {home}/tasks --tasks capitals -> {home}/tasks has no weights in a format that Drover knows
+    --models {home}/hf {home}/nope --tasks capitals -> {home}/nope is no folder
+    --models {home}/hf {home}/run --tasks capitals --limit 0 -> --limit must be above 0
+    --models {home}/hf {home}/run --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
+    --models {home}/hf {home}/run --validation {home}/empty -> has no validation text"""))
+def test_what_cannot_be_compared_is_said(home, arguments, message, capsys):
+    said = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
+    assert message.format(home=home) in said
