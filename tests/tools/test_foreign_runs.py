@@ -31,9 +31,7 @@ TOOLS = table("""
     copy-tokens --run {data} --to file://{out} -> 0
     export-tokens --run {data} --out {out} --format megatron --processes 1 -> 0
     chat --model {model} x --max-tokens 1 -> 0
-    compare --models {model} --to {out} --tasks nope -> 2
-    compare --checkpoints {model} --to {out} --tasks nope -> 2
-    compare --models {out} --validation {data} --to {out} -> 2
+    compare --models {out} {tasks} --validation {data} -> 2
     weights --from {model} --to {out} --format hf -> 0""", str, int)
 HARNESS = ("lm_eval --model drover --model_args run={model} --tasks capitals --include_path {tasks} --limit 1 --device "
            "cpu", 0)
