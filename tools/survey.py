@@ -24,6 +24,7 @@ from drover.pipeline.core.errors import UserError, printable
 from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Unreadable, damage, value_in
 from drover.pipeline.data.file_kinds import mistaken, utf16_order
+from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
 from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, name_as_text
@@ -93,6 +94,8 @@ class Corpus:
 
 
 EMPTY = "it is empty"
+DESCRIPTIONS = ("dataset_info.json", "config.json")
+"""Files in JSON that lie beside the text of data sets or weights."""
 
 
 class NoTextError(Exception):
@@ -115,7 +118,10 @@ def look(folder: Path) -> Corpus:
     folder = folder.resolve()
     closed = list[OSError]()
     paths = sorted(files_below(folder, closed.append))
-    by_kind, left_out, opened = _by_kind(paths)
+    tests = _test_split(paths, folder)
+    by_kind, left_out, opened = _by_kind([path for path in paths if path not in tests])
+    if tests:
+        left_out["a test split, by its name: what a model is tested on, it should not learn"] = sorted(tests)
     for error in closed:
         left_out[f"it cannot be read: {error.strerror}"].append(Path(error.filename))
     sources = _distinct(by_kind, left_out)
@@ -126,8 +132,8 @@ def look(folder: Path) -> Corpus:
                                      *remarks]))
     remarks += [f"read as {kind.encoding}, which is a guess: {_shown(own.paths, folder)}"
                 for kind, own in sources.items() if not kind.encoding.startswith("utf")]
-    if opened < len(paths):
-        remarks.append(f"{opened:,} of {len(paths):,} files were opened")
+    if opened < len(paths) - len(tests):
+        remarks.append(f"{opened:,} of {len(paths) - len(tests):,} files were opened")
     beginnings = sorted(beginning for own in sources.values() for beginning in own.beginnings)
     prompts = [prompt for _, text in beginnings for prompt in _prompt(text)][:3]
     empty = set(left_out.get(EMPTY, ()))  # patterns may match them: nothing is read of them
@@ -137,6 +143,13 @@ def look(folder: Path) -> Corpus:
     size = sum(_text_bytes(path) for own in files.values() for path in own)
     return Corpus(folder, _patterns(folder, matchable, files), sum(map(len, files.values())), int(size), prompts,
                   remarks)
+
+
+def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
+    """The files that are a test split by their names, where others are for training."""
+    words = {path: set(re.split(r"[\W\d_]+", path.relative_to(folder).as_posix().lower())) for path in paths}
+    return {path for path, own in words.items() if own & {"test", "testing", "eval", "evaluation"}} \
+        if any("train" in own for own in words.values()) else set()
 
 
 def _distinct(by_kind: Mapping[FileKind, _Files], left_out: dict[str, list[Path]]) -> dict[FileKind, _Files]:
@@ -189,6 +202,8 @@ def _kind(path: Path, guesses: _Guesses) -> tuple[FileKind, list[str]]:
         raise NoTextError("it is a link that leads nowhere, a pipe or a device")
     if form is None:
         raise NoTextError("the name does not show a format")
+    if path.name in (*CARDS, *SAVED, *DESCRIPTIONS) and form == "json":
+        raise NoTextError("it describes a data set or a model")
     if is_page(path):
         raise NoTextError("an HTML page, of which the model would learn the markup; take its text out first")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
@@ -11,16 +12,18 @@ from drover.pipeline.config.kinds import Kind, impossible
 from drover.pipeline.config.section import LocalPath, Section, added, execution
 from drover.pipeline.config.shipped import FILTERS
 
+PYTHONS = ("punycode", "idna", "unicode-escape", "raw-unicode-escape")
+"""Codecs of Python from text to text or names, in which no file is written."""
+
 
 def _encoding(name: str) -> str:
     """An encoding of text under its usual name; UTF-8 with a byte order mark is UTF-8."""
-    try:
+    with suppress(LookupError, ValueError):
         "".encode(name)
         codecs.getincrementaldecoder(name)("replace").decode(b"", final=True)
-        return codecs.lookup(name).name.replace("utf-8-sig", "utf-8")
-    except (LookupError, ValueError):
-        raise impossible(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are "
-                         f"some") from None
+        if (usual := codecs.lookup(name).name) not in PYTHONS:
+            return usual.replace("utf-8-sig", "utf-8")
+    raise impossible(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are some")
 
 
 class StdlibSource(Section):

@@ -95,7 +95,7 @@ def _row_group(parquet: Any, group: int, first: int, columns: list[str], file: I
                limit: Limit) -> Records:
     about, done = parquet.metadata.row_group(group), 0
     rows = max(1, min(ROWS, limit.bytes * about.num_rows // max(1, about.total_byte_size)))
-    size = about.total_byte_size // max(1, about.num_rows)
+    size = max(1, about.total_byte_size // max(1, about.num_rows))
     file.content += about.total_byte_size
     try:
         for batch in parquet.iter_batches(rows, row_groups=[group], columns=columns):

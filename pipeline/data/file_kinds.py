@@ -6,7 +6,7 @@ import codecs
 import re
 import zlib
 
-from drover.pipeline.data.streams import UTF8, Input, recoder, unpacked
+from drover.pipeline.data.streams import UTF8, WIDE, Input, recoder, unpacked
 
 HEAD = 4096
 """Bytes that are looked at."""
@@ -32,8 +32,9 @@ _SIGNATURES = (
     (b"\x89PNG", "PNG", "a PNG file; leave it out"), (b"\xff\xd8\xff", "JPEG", "a JPEG file; leave it out"),
     (b"\x7fELF", "ELF", "an ELF file; leave it out"))
 """First bytes of files that are not text, the name of their format, and what a user reads about it."""
-PAGE = re.compile(r"\ufeff?\s*+(?>(<\?xml[^>]*>|<!--.*?-->)\s*)*+<(!doctype\s+html|html[\s>])", re.I | re.S)
-"""How an HTML page begins."""
+PAGE = re.compile(r"\ufeff*+\s*+(?>---\s*?\n.*?\n---\s+)?+(?>(<\?xml[^>]*>|<!--.*?-->)\s*)*+"
+                  r"<(!doctype\s+html|(html|head|body)[\s>])", re.I | re.S)
+"""How an HTML page begins, also after front matter in YAML."""
 _FORMATS = {"parquet": "Parquet", "arrow": "Arrow"}
 FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
@@ -103,7 +104,7 @@ def _not_encoded(encoding: str, head: bytes) -> str | None:
     if encoding in ("utf-16", "utf-32") and head and _signature(head)[0] != encoding.upper():
         return (f"it has no byte-order mark of {encoding.upper()}; set the source's `encoding` to {encoding}-le or "
                 f"{encoding}-be, or leave it out where the text is UTF-8")
-    is_wide = encoding.startswith(("utf-16", "utf-32"))
+    is_wide = encoding.startswith(WIDE)
     if _is_utf8(head) and (0 not in head if is_wide else not head.isascii()) and head:
         return f"it is UTF-8, not {encoding}; make a source without `encoding` of such files"
     return None

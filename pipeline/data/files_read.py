@@ -67,7 +67,7 @@ class FileRead:
             self.documents += 1
 
     def record(self) -> dict[str, Any]:
-        """Remarks on it."""
+        """What differs from a file of which nothing is known."""
         return {name: value for name, value in vars(self).items() if value != getattr(FileRead, name, None)}
 
     def add(self, part: dict[str, Any]) -> None:

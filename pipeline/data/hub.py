@@ -29,7 +29,7 @@ def dataset_files(source: HubSource) -> tuple[list[str], dict[str, str]]:
     leaves out others. Of a dataset on the Hub those others are the files of its other splits only.
 
     Raises:
-        UserError: the library cannot say.
+        UserError: the library does not find them.
     """
     require(f"source {source.name}: `kind: hf`", "datasets")
     import datasets

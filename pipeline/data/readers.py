@@ -222,7 +222,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield from _json_records(file, source, limit)
         return
     whole, field, is_nested = file.piece.whole, source.text_field, "." in source.text_field
-    has_key_once = _key_test(field, str.encode)
+    has_keys_once = _key_test(source, str.encode)
     line: bytes | int = b""
 
     def current() -> tuple[int, bool]:
@@ -241,7 +241,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             record = None
         if type(record) is dict and field:
             text = value_in(record, field) if is_nested else record.get(field)
-            if type(text) is str and has_key_once(line, text):
+            if type(text) is str and has_keys_once(line, text):
                 yield place, record
                 continue
         elif record is not None and not field:
@@ -249,23 +249,34 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             continue
         end = file.piece.bytes if file.is_plain else file.content
         alone = offset <= len(codecs.BOM_UTF8) and offset + len(line) + len(b'{"a":""}') >= end
-        yield from _odd_line(file, place, line.decode("utf-8", "surrogateescape"), field, alone)
+        yield from _odd_line(file, place, line.decode("utf-8", "surrogateescape"), source, alone)
         file.current = current
 
 
-def _key_test(field: str, form: Callable[[str], Any] = str) -> Callable[[Any, str], bool]:
-    """A test of a record's JSON: whether the key of its text, as a parser returns it, surely stands once in it. A
-    parser returns the last one of several. form: makes a string what the JSON is given as: `str.encode` for bytes."""
-    name = field.rpartition(".")[2]
+def _key_test(source: FilesSource, form: Callable[[str], Any] = str) -> Callable[[Any, str], bool]:
+    """A test of a record's JSON: whether the keys of its text, as a parser returns it, and of its other fields surely
+    stand once in it. A parser returns the last one of several. form: makes a string what the JSON is given as:
+    `str.encode` for bytes."""
+    has_text_once = _once(source.text_field.rpartition(".")[2], form)
+    others = [_once(part, form) for part in {part for name in wanted_columns(source) if name != source.text_field
+                                             for part in name.split(".")}]
+
+    def has_keys_once(record: Any, text: str) -> bool:
+        # The last text's key stands before as many characters, and so do those before it.
+        return has_text_once(record[:len(record) - len(text)]) and all(has_once(record) for has_once in others)
+    return has_keys_once
+
+
+def _once(name: str, form: Callable[[str], Any]) -> Callable[[Any], bool]:
+    """A test whether a key surely stands once in JSON."""
     key, escape = form(json.dumps(name)), form("\\u")
     key_and_colon = re.compile(re.escape(key) + form(r"\s*:"))
     escapes = [*map(form, {f"\\u{ord(own) >> 4:03x}" for own in name})]  # how those of its characters begin
 
-    def has_key_once(record: Any, text: str) -> bool:
-        before = record[:len(record) - len(text)]  # the last text's key stands here, and those before it
-        return (before.count(key) == 1 or len(key_and_colon.findall(before)) == 1) and (
-            escape not in before or not any(own in before for own in escapes))
-    return has_key_once
+    def has_once(text: Any) -> bool:
+        return (text.count(key) == 1 or len(key_and_colon.findall(text)) == 1) and (
+            escape not in text or not any(own in text for own in escapes))
+    return has_once
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -294,7 +305,7 @@ def _is_other_json(head: bytes) -> bool:
     return "\n" in text[:end] or ("\n" not in text and text[end:].lstrip(" \t,").startswith(("{", "[")))
 
 
-def _odd_line(file: Input, place: Place, line: str, field: str, alone: bool) -> Records:
+def _odd_line(file: Input, place: Place, line: str, source: FilesSource, alone: bool) -> Records:
     """The records of a line that is not simply one of them. alone: the rest of the file has no room for another."""
     if not line.strip():
         return
@@ -304,13 +315,13 @@ def _odd_line(file: Input, place: Place, line: str, field: str, alone: bool) -> 
         lines = [own for own in line.split("\r") if own.strip()]
         if len(lines) > 1:
             for own in lines:
-                yield from _odd_line(file, place, own, field, alone=False)
+                yield from _odd_line(file, place, own, source, alone=False)
         else:
             size = len(line.encode("utf-8", "surrogateescape")) + 1
             yield Unreadable(place, f"the line is not JSON: {_said(error)}", lost_bytes=size)
         return
-    for record in _records_of(file, values, field, alone and len(values) == 1):
-        yield _unless_twice(file, place, record, field)
+    for record in _records_of(file, values, source.text_field, alone and len(values) == 1):
+        yield _unless_twice(file, place, record, source)
 
 
 def _values_of(line: str) -> Iterator[Any]:
@@ -377,19 +388,20 @@ _SIMPLE = json.JSONDecoder()
 _DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
 
 
-def _unless_twice(file: Input, place: Place, record: Any, field: str) -> tuple[Place, Any] | Unreadable:
-    """The record, unless its text's field occurs in it more than once."""
-    value = record
-    for name in [field] if isinstance(record, dict) and field in record else field.split("."):
-        if isinstance(value, Repeating) and name in value.repeated:
-            return Unreadable(place, f"the field '{field}' occurs more than once", lost_bytes=file.current()[0])
-        value = value.get(name) if isinstance(value, dict) else None
+def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -> tuple[Place, Any] | Unreadable:
+    """The record, unless a field that the source names occurs in it more than once."""
+    for field in wanted_columns(source):
+        value = record
+        for name in [field] if isinstance(record, dict) and field in record else field.split("."):
+            if isinstance(value, Repeating) and name in value.repeated:
+                return Unreadable(place, f"the field '{field}' occurs more than once", lost_bytes=file.current()[0])
+            value = value.get(name) if isinstance(value, dict) else None
     return place, record
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
-    field, has_key_once = source.text_field, _key_test(source.text_field)
+    field, has_keys_once = source.text_field, _key_test(source)
     with file.open() as stream:
         text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
         file.current = text.current
@@ -406,7 +418,7 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 try:
                     value = text.value(limit.bytes)
                     own = value_in(value, field) if isinstance(value, dict) else None
-                    if not field or (isinstance(own, str) and has_key_once(text.last, own)):
+                    if not field or (isinstance(own, str) and has_keys_once(text.last, own)):
                         number += 1
                         yield number, value
                         continue
@@ -424,7 +436,7 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 alone = number == 0 and within == "values" and not text.next(_SPACE)
                 for record in _records_of(file, [value], field, alone):
                     number += 1
-                    yield _unless_twice(file, number, record, field)
+                    yield _unless_twice(file, number, record, source)
                 file.current = text.current
         if wrong or within == "array":
             yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True,
@@ -529,7 +541,7 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def _holds_rows(value: str, delimiter: str, columns: int) -> bool:
-    """Whether a quoted value continues for some lines as rows of the file would. Text seldom holds tabs."""
+    """Whether lines of a quoted value look like rows of the file. Text seldom holds tabs, so one is enough there."""
     least = 1 if delimiter == "\t" else JOINED_LINES
     lines = value.split("\n", least + 1)[1:least + 1]
     return columns > 1 and len(lines) == least and all(line.count(delimiter) == columns - 1 for line in lines)

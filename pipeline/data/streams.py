@@ -42,6 +42,10 @@ UNPACKED = 1 << 16
 LEAST_PACKED, MOST_PACKED = 1 << 6, 1 << 13
 """Bytes of zstd data that are unpacked at a time: fewer where they become very many. What is among them is lost where
 damage is."""
+WIDE = ("utf-16", "utf-32")
+"""How the encodings begin that are not ASCII where text is."""
+SURELY_UTF8 = 8
+"""So many bytes beyond ASCII are UTF-8 by chance in no text of another encoding."""
 LARGEST_WINDOW = 1 << 31
 """Bytes of memory that unpacking zstd data may take: what `zstd --long=31` needs, the most that it offers."""
 
@@ -325,13 +329,28 @@ class _Recoded(_Converted):
 
     def __init__(self, file: Any, encoding: str) -> None:
         super().__init__(file)
-        self._recode = recoder(encoding)
+        self._recode, self._encoding = recoder(encoding), encoding
+        self._as_utf8 = None if encoding.startswith(WIDE) else codecs.getincrementaldecoder(UTF8)()
+        self._beyond = 0  # bytes of UTF-8 that are more than its characters
 
     def _more(self) -> bytes:
         while data := self._file.read(CHUNK):
+            self._refuse_utf8(data, SURELY_UTF8)
             if recoded := self._recode(data, False):
                 return recoded
+        self._refuse_utf8(b"", 1, final=True)
         return self._recode(b"", True)
+
+    def _refuse_utf8(self, data: bytes, enough: int, *, final: bool = False) -> None:
+        """OSError if all so far is UTF-8, and enough of it is not ASCII."""
+        if self._as_utf8 is not None:
+            try:
+                self._beyond += len(data) - len(self._as_utf8.decode(data, final))
+            except UnicodeDecodeError:
+                self._as_utf8 = None
+            else:
+                if self._beyond >= enough:
+                    raise OSError(f"it is UTF-8, not {self._encoding}; make a source without `encoding` of such files")
 
 
 def recoder(encoding: str) -> Callable[[bytes, bool], bytes]:

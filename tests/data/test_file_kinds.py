@@ -38,6 +38,10 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
     ("a.txt", b"<html>", "it is an HTML page, of which the model would learn the markup"),
     ("a.md.gz", gzip.compress(b"\xef\xbb\xbf <?xml version='1.0'?>\n<!-- of a\nserver --><HTML lang=en>"),
      "`html: keep`"),
+    ("a.md", b"---\nlayout: page\ntitle: a\n---\n\n<html>", "`html: keep`"),
+    ("a.txt", b"---\r\nlang: en\r\n---\r\n<!doctype html>", "`html: keep`"),
+    ("a.txt", b"<head><title>a</title>", "`html: keep`"), ("a.md", b"\n<body class='x'>\n<p>", "`html: keep`"),
+    ("a.jsonl", b"<HEAD>", "it is an HTML page, as"), ("a.txt", b"\xef\xbb\xbf" * 2 + b"<html>", "`html: keep`"),
     ("a.jsonl", "parquet", "it is a Parquet file; name it .parquet, or set the source's `format: parquet`"),
     ("a.parquet", "arrow", "it is an Arrow file")])
 def test_a_file_is_named_for_what_it_is(tmp_path, name, data, said):
@@ -48,7 +52,8 @@ def test_a_file_is_named_for_what_it_is(tmp_path, name, data, said):
 
 
 @pytest.mark.parametrize(("name", "data", "wanted"), [
-    ("a.txt", b"<htmlx>", ["<htmlx>"]), ("a.txt", b"BZh is a word", ["BZh is a word"]),
+    ("a.txt", b"<htmlx>", ["<htmlx>"]), ("a.txt", b"<header>", ["<header>"]),
+    ("a.txt", b"---\na\n---\nb <html>", ["---\na\n---\nb <html>"]), ("a.txt", b"BZh is a word", ["BZh is a word"]),
     ("a.txt", b"w" * 145 + bytes(16), ["w" * 145 + "\0" * 16]), ("a.txt", bytes(15), ["\0" * 15]),
     ("a.txt", ("x" * 4095 + "ü\0").encode(), ["x" * 4095 + "ü\0"]), ("a.txt", b"", [""]), ("a.txt.gz", b"", [""]),
     ("a.jsonl", b"\xef\xbb\xbf" + LINES, ["one", "two"]), ("a.JSONL.GZ", GZIPPED, ["one", "two"]),

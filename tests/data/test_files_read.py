@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import pyarrow as pa
 import pytest
 
 from drover.pipeline.config.data import HubSource
@@ -13,7 +14,7 @@ from drover.pipeline.data.hub import files_record
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html, markdown
-from tests.data.source_files import batch, files_source, lines, payload_of, write_batches
+from tests.data.source_files import COMPRESS, batch, files_source, lines, payload_of, write_batches
 from tests.reporting.made_up import write_run
 from tests.stages.conftest import run  # noqa: F401 - a fixture
 from tests.stages.test_shard import files_source as source_of
@@ -85,13 +86,33 @@ def test_more_records_within_the_one_document_of_a_file_are_named(tmp_path, name
 
 @pytest.mark.parametrize(("name", "content", "records"), [
     ("f.tsv", '1\t"Hello\n2\tbye"\n3\t"a\nb"\n4\t"c\td"\n', 1), ("f.csv", '1\ta\n2\t"Yes\n3\tno\n4\tno"\n5\t"a"\n', 1),
-    ("f.tsv.gz", '1\t"a\nb"\r\n2\tc "d\r\n3\t"e"\r\n', 0)])
+    ("f.tsv.gz", '1\t"a\nb"\r\n2\tc "d\r\n3\t"e"\r\n', 0),
+    ("f.csv", '1,"a\n2,b\n3,c\n4,d\n5,e"\n6,f\n', 1), ("f.csv.gz", '1;"a\n2;b, c\n3;d\n4;e"\n', 1),
+    ("f.csv", '1,"a\nb, c\nd, e\nf"\n2,"a, b\nc"\n', 0), ("f.csv", '1;"a;\nb;\nc;\nd"\n', 0)])
 def test_rows_that_quotation_marks_may_have_joined_are_counted(tmp_path, name, content, records):
-    data = f"n\ttext\n{content}".encode()
+    delimiter = content[1]
+    data = f"n{delimiter}text\n{content}".encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    said = list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter="\t")]))
+    said = list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter=delimiter)]))
     assert len(said) == records and all(f"in {records} records of 1 files ({name}) a quoted" in own for own in said)
-    assert not list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter="\t", quote="")]))
+    assert not list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter=delimiter, quote="")]))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_packed_file_that_is_cut_off_is_said_to_miss_a_rest(tmp_path, ending):
+    path = tmp_path / f"f.jsonl{ending}"
+    path.write_bytes((COMPRESS[ending](GOOD) * 2)[:-5])
+    file = about(path)
+    assert file.lost and file.documents and "read, but more is missing: the file cannot be read" in str(file)
+    path.write_bytes(COMPRESS[ending](GOOD + b"{\n"))
+    assert " of " in str(about(path)) and "missing" not in str(about(path))
+
+
+@pytest.mark.parametrize("name", ["f.parquet", "f.arrow"])
+def test_rows_of_nulls_have_bytes(tmp_path, name):
+    write_batches(tmp_path / name, batch(("text", pa.array([None] * 5000, pa.string()))))
+    file = about(tmp_path / name)
+    assert (file.became, file.rejected) == ("unread", 5000) and file.lost_bytes > 0.9 * file.bytes
 
 
 def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(tmp_path, run):  # noqa: F811

@@ -93,6 +93,23 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     assert texts == wanted and run.finished("shard").counts["rejected"] == 0
 
 
+@pytest.mark.parametrize(("files", "left_out"), [
+    ("train.md eval/a.md test_1.md latest.md", ["eval/a.md", "test_1.md"]), ("a.md test.md", []),
+    ("data/train-0.jsonl data/test-0.jsonl dataset_infos.json", ["data/test-0.jsonl", "dataset_infos.json"]),
+    ("a.jsonl config.json state.json", ["config.json", "state.json"])])
+def test_a_test_split_and_descriptions_of_data_sets_are_left_out(tmp_path, files, left_out):
+    for number, name in enumerate(files.split()):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"description": wide(number)} if name.endswith("json") else
+                                                {"text": wide(number)}))
+    found = look(tmp_path)
+    assert found.files == len(files.split()) - len(left_out)
+    assert {name for name in files.split() if re.search(rf"left out: (.*, )?{name}[:,]", "\n".join(found.remarks))
+            } == set(left_out)
+    source = files_source(*(path for own in found.sources.values() for path in own))
+    assert {name for name, _ in input_files(config_of(source))} & {f"s/{name}" for name in left_out} == set()
+
+
 def test_a_folder_that_is_closed_is_left_out_by_name(notes, monkeypatch):
     (notes / "deep/closed").mkdir(parents=True)
     (notes / "deep/a.md").write_text("a")

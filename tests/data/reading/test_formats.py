@@ -152,6 +152,19 @@ def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
         assert texts(documents) == ["a", "b"] and "'text' occurs more than once" in rejection.reason
 
 
+@pytest.mark.parametrize("record", [
+    '{"id": 1, "text": "x", "id": 2}', '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}',
+    '{"text": "x", "id": 1, "m": {"lang": "en", "l\\u0061ng": "de"}}', '{"id": 1, "\\u0069d": 1, "text": "x"}'])
+@pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
+def test_a_record_with_two_ids_or_meta_fields_is_rejected(tmp_path, name, record):
+    good = '{"text": "the \\"id\\": 5, \\u0061", "id": 7, "m": {"lang": "en", "id": 8}, "n": {"id": 9}}\n'
+    (tmp_path / name).write_text(f"{good}{record}\n{good}")
+    documents, [rejection] = read(files_source(tmp_path / name, id_field="id", meta_fields=["m.lang"]))
+    assert [(own.id, own.meta) for own in documents] == [("7", {"m.lang": "en"})] * 2
+    assert "occurs more than once" in rejection.reason and rejection.lost_bytes >= len(record)
+    assert len(read(files_source(tmp_path / name))[0]) == 3
+
+
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.parquet", "f.arrow"])
 def test_a_text_in_an_object_is_read(tmp_path, name):
     records = [{"content": {"text": "a", "lang": "en"}, "m": {"n": {"id": "1"}}},
