@@ -171,9 +171,10 @@ def absence(run: Run, jobs: Sequence[Job], absent: Sequence[str]) -> list[str]:
     """A sentence, if stages are absent."""
     are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
     wanted = _named({job.stage for job in jobs}.union(absent))
+    may_reuse = run.config.reuse is None and all(STAGES[stage].reusable for stage in absent)
+    other = ", or use the finished stages of another run with reuse=<folder>" if may_reuse else ""
     return [f"{', '.join(_running(jobs))} cannot start: {', '.join(absent)} of {run.folder} {are} not done and not "
-            f"requested. Request {them} too ({wanted}, or --stage all), or use the finished stages of another run with "
-            f"reuse=<folder>."] * bool(absent)
+            f"requested. Request {them} too ({wanted}, or --stage all){other}."] * bool(absent)
 
 
 def _named(stages: set[str]) -> str:

@@ -55,7 +55,7 @@ LEAST_DISTINCT = 8
 """A value with fewer different characters does not look random."""
 _ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
 _GIVEN = re.compile(r"--([a-z][a-z-]*)[= ](\"[^\"]+\"|'[^']+'|[^\s;,-][^\s;,]*)")
-_HEX = re.compile(r"(?<![\w@/:=.-])(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?![\w@/:.-])")
+_HEX = re.compile(r"(?<![\w@/:=.-])(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?![\w@/:.-])", re.I)
 """Keys of many services look like this, Weights & Biases' and Datadog's among them; so do hashes."""
 _HARMLESS = re.compile(r"|[-+]?[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|~|"
                        r"[$`].*")

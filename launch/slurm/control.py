@@ -14,12 +14,12 @@ from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import FINISHED, SILENT, go_on
 from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.scheduler import Scheduler
-from drover.launch.slurm.start_logs import last_lines, output, rank_log
+from drover.launch.slurm.start_logs import last_lines, output, rank_log, skip
 from drover.launch.status import look, show
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import STOP, read_attempts
 from drover.pipeline.core.command_line import in_colour
-from drover.pipeline.core.console import echo
+from drover.pipeline.core.console import echo, readable
 from drover.pipeline.core.errors import UserError, printable
 from drover.pipeline.core.files import Record, opened, read_bytes, write_text
 
@@ -94,6 +94,8 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
                 if path != shown and path.is_file():
                     shown, file = path, closing.enter_context(opened(path))
                     echo(f"==> {path} <==")
+                    if (left_out := skip(file)):
+                        echo(f"The first {readable(left_out)} are left out.")
                     _print(file, rank)
                 if not follow:
                     if file is None:

@@ -25,6 +25,8 @@ PIECE = 1024
 BLOCK = 1 << 16
 MOST = 1000
 """The longest cause, in characters."""
+MOST_SHOWN = 1 << 24
+"""Bytes of a log that are read, the last ones."""
 KEPT = 30
 """Number of starts, the newest ones, that keep their folders."""
 
@@ -41,6 +43,11 @@ def output(file: IO[bytes], rank: int) -> Iterator[bytes]:
         yield from (piece for found, piece in labelled(file) if found == rank)
     else:
         yield from iter(lambda: file.read(BLOCK), b"")
+
+
+def skip(file: IO[bytes]) -> int:
+    """Go to the last MOST_SHOWN bytes of a log; how many are before them."""
+    return file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_SHOWN))
 
 
 def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -75,6 +82,7 @@ def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list
     left out."""
     try:
         with opened(rank_log(folder, rank, ranks_per_node)) as file:
+            skip(file)
             text = b"".join(deque(output(file, rank), 1000)).decode(errors="replace")
     except OSError:
         return []

@@ -132,8 +132,9 @@ class Run:
         """The manifest of a finished stage; UserError if there is none."""
         manifest = self.manifest(stage)
         if manifest is None:
-            raise UserError(f"The stage {stage} of {self.folder} is not done. Run it first "
-                            f"(--stage {stage}, or --stage all), or take it from another run with reuse=<folder>.")
+            other = ", or take it from another run with reuse=<folder>" if STAGES[stage].reusable else ""
+            raise UserError(f"The stage {stage} of {self.folder} is not done. Run it first (--stage {stage}, or "
+                            f"--stage all){other}.")
         return manifest
 
     def fingerprint(self, stage: str) -> Identity:

@@ -143,6 +143,13 @@ def test_between_phases_memory_is_given_back(tmp_path, forked):
     assert max(after) - min(before) < 20_000_000 // os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.parametrize("most", [10**9, 10**30])
+def test_no_more_processes_start_than_there_are_units(tmp_path, most):
+    units = [Unit(str(number), 1000) for number in range(2)]
+    with closing(Workers(most)) as workers, StopRequest() as stop:
+        assert len(list(workers.do(leave_pieces, tmp_path, units, stop))) == len(workers._started) == 2
+
+
 HELD = threading.Lock()
 
 

@@ -108,7 +108,9 @@ def test_names_and_values_together(name, value, secret):
 
 @pytest.mark.parametrize(("settings", "secret"), [
     ({"setup": [f"wandb login {WANDB}"]}, True), ({"wrap": ["run", WANDB]}, True),
-    ({"extra": {"comment": WANDB}}, True),
+    ({"extra": {"comment": WANDB}}, True), ({"setup": [f"wandb login {WANDB.upper()}"]}, True),
+    ({"wrap": ["run", f"-k{WANDB[:20]}", WANDB[:20].upper() + WANDB[20:]]}, True),
+    ({"setup": [f"git checkout {WANDB.upper()}"]}, False),
     ({"setup": [f"git checkout {WANDB}"]}, False), ({"setup": [f"pip install git+https://host/x@{WANDB}"]}, False),
     ({"container": {"image": f"host/x@sha256:{drawn('<64 hex>')}"}}, False),
     ({"setup": [f"cd /data/{WANDB}"]}, False),

@@ -235,6 +235,23 @@ def test_where_there_is_no_slurm_the_command_that_would_start_runs_here(launcher
                               "train,convert,evaluate --config config.yaml --cluster local\n")
 
 
+@pytest.mark.parametrize("words", [
+    "--stage train --cluster local launch.processes=1000000000", "--stage all launch.processes=1e30 --cluster local"])
+def test_a_huge_number_of_processes_is_refused(launcher, words):
+    said = launcher.refused(words)
+    assert len(said) < 2000 and ("0 data-parallel ranks" in said or "launch.processes" in said)
+
+
+@pytest.mark.parametrize(("words", "advised"), [
+    ("--stage evaluate --cluster local reuse=runs/other", False), ("--stage evaluate --cluster local", False),
+    ("--stage tokenizer --cluster local", True), ("--stage tokenizer --cluster local reuse=runs/other", False)])
+def test_reuse_is_advised_where_it_helps(launcher, words, advised):
+    """Nothing takes training from another run, and one run is reused at most."""
+    (launcher.work / "runs/other").mkdir(parents=True)
+    (launcher.work / "runs/other/config.yaml").write_text("name: other\n")
+    assert ("reuse=<folder>" in launcher.refused(words).partition("This command")[0]) is advised
+
+
 def test_packages_that_jobs_lack_are_named_with_all_else(launcher, monkeypatch):
     launcher.with_slurm(monkeypatch)
     monkeypatch.setattr(errors, "find_spec", lambda module: None)

@@ -108,7 +108,10 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
     """Options that `extra` must not contain, for all stages and for each, and those that contradict the job."""
     own = {f"launch.{stage}.extra": launch.of(stage).extra or {} for stage in STAGES}
     for where, extra in {"launch.extra": launch.extra, **own}.items():
-        for name in long_options(extra):
+        for name, value in long_options(extra).items():
+            if not str(value).isprintable():
+                yield (f"{where}.{name} holds a line end or a control character, which an #SBATCH line cannot hold. "
+                       f"Leave it out.")
             if len(name) == 1:
                 yield f"{where} has {name}; write the long name of sbatch's option -{name} (man sbatch)."
             elif where == "launch.extra" and name in OPTIONS:
@@ -119,7 +122,9 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
                 yield f"{where} has {name}, which the launcher sets itself. {way}"
     for word in launch.srun_args:
         name = word.lstrip("-").partition("=")[0]
-        if name in DECIDED or name in SRUN or name.startswith("container"):
+        if re.match(r"-[A-Za-z]", word):
+            yield f"launch.srun_args has {word}; write the long name of srun's option {word[:2]} (man srun)."
+        elif name in DECIDED or name in SRUN or name.startswith("container"):
             yield f"launch.srun_args has {word}, which the launcher or launch.container sets. Leave it out."
     if launch.gpu_type and not launch.request_gpus:
         yield "launch.gpu_type requests GPUs of a type, but launch.request_gpus is false. Leave one out."

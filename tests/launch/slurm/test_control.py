@@ -1,9 +1,11 @@
 """Cancelling, stopping and reading the logs of runs made by hand."""
 
+import os
+
 import pytest
 import yaml
 
-from drover.launch.slurm import control
+from drover.launch.slurm import control, start_logs
 from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.control import cancel, logs, stop, why
 from drover.pipeline.contract.state import STOP
@@ -120,6 +122,21 @@ def test_logs(run, capsys):
     assert logs(run.folder, "train", 3) == 0
     assert capsys.readouterr().out == (f"==> {run.folder}/logs/train/16.1/node1.log <==\n"
                                        "output 1 \N{SNOWMAN}\nerror\n")
+
+
+@pytest.mark.parametrize("name", ["node1.log", "output.log"])
+def test_of_an_endless_log_the_end_is_shown(run, capsys, monkeypatch, name):
+    """Sparse, as after a write far beyond its end."""
+    monkeypatch.setattr(start_logs, "MOST_SHOWN", 100)
+    two_starts(run)
+    with open(run.folder / f"logs/train/16.1/{name}", "ab") as file:
+        file.truncate(1 << 42)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n3: the end\n")
+    assert logs(run.folder, "train", 3) == 0
+    said = capsys.readouterr().out
+    assert "The first 4.4 TB are left out." in said and said.endswith("the end\n") and len(said) < 1000
+    assert start_logs.last_lines(run.folder / "logs/train/16.1", 3, 2, 9)[-1].endswith("the end")
 
 
 def test_a_log_commands_no_terminal(run, capsys):

@@ -97,6 +97,16 @@ def test_gpus_may_be_given_to_each_task(launcher, settings):
     launcher.accepted(f"--stage train {DRY} launch.gpus_per_node=8 train.micro_batch=1 {settings}")
 
 
+@pytest.mark.parametrize(("setting", "said"), [
+    ("srun_args=[-N7]", "has -N7; write the long name of srun's option -N"),
+    ("srun_args=[--mem-bind=local, -n, '4']", "has -n; write the long name"),
+    ("srun_args=[--nodes=7]", "has --nodes=7, which the launcher"),
+    ('extra={comment: "a\\nb"}', "launch.extra.comment holds a line end"),
+    ('train.extra={account: "a\\u2028b"}', "launch.train.extra.account holds a line end")])
+def test_options_that_a_line_cannot_hold_and_short_ones_are_refused(launcher, setting, said):
+    assert said in launcher.refused(f"--stage train {DRY}", f"launch.{setting}")
+
+
 @pytest.mark.parametrize("mask", [
     "CUDA_VISIBLE_DEVICES='\"0\"'", "ROCR_VISIBLE_DEVICES=0,1", "HIP_VISIBLE_DEVICES=GPU-1"])
 def test_a_variable_that_gives_all_tasks_the_same_few_gpus_is_refused(launcher, mask):
