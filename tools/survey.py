@@ -95,7 +95,7 @@ class Corpus:
 
 EMPTY = "it is empty"
 DESCRIPTIONS = ("dataset_info.json", "config.json")
-"""Files in JSON that lie beside the text of data sets or weights."""
+"""Files in JSON that lie next to the text of data sets or weights."""
 
 
 class NoTextError(Exception):
