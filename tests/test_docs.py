@@ -1,4 +1,4 @@
-"""The documentation builds without a warning; it and the source use the words that docs/style.md asks for."""
+"""The documentation builds without a warning; it and the source use the words that CONTRIBUTING.md asks for."""
 
 import io
 import re
@@ -16,7 +16,7 @@ INCLUDED = [REPOSITORY / path for path in re.findall(r': "([\w/]+\.md)"', (REPOS
 """Files of other folders that are pages of the site."""
 FSTRING = getattr(kinds, "FSTRING_MIDDLE", STRING)
 """Python 3.12 splits f-strings into tokens."""
-WRITTEN = [page for page in [*PAGES, *INCLUDED] if page.stem not in ("matrix", "style")]  # made; names the words
+WRITTEN = [page for page in [*PAGES, *INCLUDED] if page.stem != "matrix"]  # made
 FORBIDDEN = re.compile(
     r"\b((is|are|was|were|be) (said|told|asked)|which (is said|says)|afresh|anew|laid over|likeliest|owed|let go|"
     r"near[- ]copies|time lost by waiting|last words?|set aside|goes on|go on|went on|told|tells?|mend(s|ed)?|torn|"
