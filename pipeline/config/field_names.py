@@ -107,7 +107,8 @@ DELETED_SETTINGS: dict[str, str] = {
                             "folder above it.",
     "train.cache": "train.tokens_from downloads all token shards once per node, into train.tokens_folder.",
     "launch.evaluate.every_checkpoints": "train.validation_every measures validation loss during training, and "
-                                         "`drover compare --checkpoints` evaluates checkpoints that were kept.",
+                                         "`drover compare --models RUN/train/checkpoints/*` evaluates checkpoints that "
+                                         "were kept.",
 }
 """Former setting or section, dotted: what to use instead, as a sentence."""
 BOUNDS = {"least": "min", "most": "max"}
