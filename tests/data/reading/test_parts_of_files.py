@@ -121,12 +121,14 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
         monkeypatch.setattr(f"drover.pipeline.{module}.BLOCK_BYTES", 1000)
     monkeypatch.setattr(streams, "BUFFER", 4096)
     about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
+    of_source = {"source": "s", "file": "f.jsonl"}
     assert read(payload_of(path))[3] == [
-        {**about, "whole": True, "start": 0, "digests": [hashlib.sha256(content).hexdigest()], "documents": 3000}]
+        {**about, **of_source, "whole": True, "start": 0, "digests": [hashlib.sha256(content).hexdigest()],
+         "documents": 3000}]
     borders = [0, 1, 999, 1000, 1001, 70_500, 70_999, size - 1, size]
     seen = in_parts(path, borders)[3]
-    assert sum(part.pop("documents") for part in seen) == 3000
-    assert seen == [{**about, "whole": False, "start": start, "digests": digests(start, stop)}
+    assert sum(part.pop("documents", 0) for part in seen) == 3000
+    assert seen == [{**about, **of_source, "whole": False, "start": start, "digests": digests(start, stop)}
                     for start, stop in pairwise(borders)]
     whole = f"blocks:{hashlib.sha256(b''.join(map(bytes.fromhex, digests(0, size)))).hexdigest()}"
     assert content_hash(str(path), whole) == whole and gathered(seen[::-1]) == [{**about, "sha256": whole}]
