@@ -138,8 +138,13 @@ class ProgressRecord:
         self._latest, self._next = None, time.monotonic() + PROGRESS_EVERY_S
 
 
+KILLED = "killed"
+"""Event of a runner's death: the last one of its restart."""
+
+
 def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> None:
-    """Append an event of the launcher: `job` (allocation started), `preflight`, `attempt` (ranks started), `ended`."""
+    """Append an event of the launcher: `job` (allocation started), `preflight`, `attempt` (ranks started), `ended`,
+    KILLED."""
     append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
 
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from math import inf
 from pathlib import Path
 
-from drover.pipeline.contract.state import read_attempts
+from drover.pipeline.contract.state import KILLED, read_attempts
 from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.records.hangs import HANGS, read_hang
 from drover.pipeline.records.metrics import Event, Line
@@ -215,7 +215,7 @@ def _between(lost: dict[str, float], launcher: Sequence[Record], end: float, beg
         lost[PREFLIGHT] += tried
         lost[HANG if hung else cause] += passed - tried
         at = max(at, min(record["at"], ready))
-        cause = AFTER.get(record.get("next", ""), QUEUE) if record["event"] == "ended" else STARTUP
+        cause = AFTER.get(record.get("next", ""), QUEUE) if record["event"] in ("ended", KILLED) else STARTUP
     lost[cause] += max(0.0, ready - at)
 
 

@@ -277,7 +277,7 @@ def clear(cluster: Cluster) -> None:
             cluster.start_node(node)
 
     def empty() -> bool:
-        """Cancel and kill until nothing is left."""
+        """Cancel and kill until nothing is left: a job whose runner is killed may queue itself again."""
         if cluster.is_idle():
             return True
         cluster.cancel_all()

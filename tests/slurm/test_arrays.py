@@ -1,5 +1,6 @@
 """The data stages shared out over the elements of arrays, phase after phase: the bytes are those of one process."""
 
+import shutil
 import sys
 
 import pytest
@@ -71,3 +72,24 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(c
 def token_shards(run):
     """When encode's token shards were written, by path."""
     return {path: path.stat().st_mtime_ns for path in (run / "encode").rglob("*.arrow")}
+
+
+def test_an_element_whose_runner_is_killed_restarts_alone(cluster, tmp_path, encoded):
+    """The one whose id equals the array's, which means all of them to Slurm."""
+    starts, config = tmp_path / "starts", tmp_path / "config.yaml"
+    # The shell of the script becomes the runner's parent.
+    killer = f"""if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+echo $SLURM_ARRAY_TASK_ID ${{SLURM_RESTART_COUNT:-0}} >> {starts}
+if [ $SLURM_JOB_ID = $SLURM_ARRAY_JOB_ID ] && mkdir {tmp_path}/killed; then
+  parent=$$; (until pkill -9 -P $parent -f slurm.job.runner; do sleep 0.02; done) &
+fi
+fi"""
+    mini = yaml.safe_load(encoded.read_text())
+    config.write_text(yaml.safe_dump({**mini, "runs_dir": str(tmp_path / "runs"), "launch": {
+        "processes": 1, "setup": [killer]}}))
+    shutil.copytree(encoded.parent / "runs/mini", tmp_path / "runs/mini", symlinks=True)
+    cluster.run(sys.executable, REPOSITORY / "launch/submit.py", "--config", config, "--stage", "encode", "--cluster",
+                "lab", "launch.encode.array=3", "--force", cwd=tmp_path)
+    wait_for(cluster.is_idle)
+    assert sorted(starts.read_text().splitlines()) == ["0 0", "1 0", "2 0", "2 1"]
+    assert read_manifest(tmp_path / "runs/mini/encode") is not None

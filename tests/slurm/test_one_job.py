@@ -50,13 +50,15 @@ def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run):
     run.go_on()
 
 
-def test_a_killed_runner_takes_its_ranks_along_and_the_same_command_continues(run):
+def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run):
     run.next_wait()
+    rank = run.rank(1)
     os.kill(run.runner(), signal.SIGKILL)
-    run.wait_until_gone()
-    assert run.cluster.state(run.job()) == "FAILED"
-    run.submit(stages="train,convert")
-    assert run.next_start()["job"] == run.job()
+    run.until(lambda: rank not in run.processes(), "the end of the ranks")
+    run.requeued()
+    end = run.next_end()
+    # Slurm asks the ranks to end before it kills them: fast ones have saved by then.
+    assert end.status in ("crashed", "preempted") and "runner was killed" in end.reason
 
 
 def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):

@@ -146,7 +146,7 @@ def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool, others: bool
     return Decision("requeue", "preempted", reason)
 
 
-def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], step: int | None,
+def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], killed: bool, step: int | None,
            events: Sequence[Mapping[str, Any]], spec: JobSpec) -> Decision:
     """What follows from a start whose end its runner did not see: Slurm has queued the job again, so that the stage is
     started again, unless such starts bring nothing again and again.
@@ -154,13 +154,15 @@ def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], s
     Args:
         state, committed: as of an `Outcome`.
         down: nodes that failed, each with its state in Slurm.
+        killed: the runner was killed.
         step: of the newest checkpoint. events: logged before (`fruitless`).
     """
     if committed and (state is None or state.status in ("done", "running")):
         return Decision("requeue", "done", "done")
     reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}" if down else \
+        "its runner was killed (out of memory, perhaps)" if killed else \
         "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
-    status = "preempted" if state and state.status == "preempted" else "crashed" if down else OUTSIDE
+    status = "preempted" if state and state.status == "preempted" else "crashed" if down or killed else OUTSIDE
     events = [*events, {"event": "ended", "status": status, "step": step}]
     for counted, most in (FRUITLESS, spec.max_restarts), ((*FRUITLESS, OUTSIDE), max(MOST_OUTSIDE, spec.max_restarts)):
         if (count := fruitless(events, counted)) > most:

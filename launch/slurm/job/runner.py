@@ -3,10 +3,10 @@ leaves.
 
     python -m drover.launch.slurm.job.runner SPEC.json
 
-is a job of Slurm: it runs once, in the batch step on the first node. `drover.launch.local` runs the same for stages on
-one machine. `drover.launch.host` is what it needs of either. It records its actions in `launch/attempts/`. Slurm's
-signal before the time limit goes to the ranks, not to the runner. Asked to end (SIGTERM), it starts nothing more, waits
-for what runs, and ends.
+is a job of Slurm: it runs once, in the batch step on the first node, as a child of `drover.launch.slurm.job`.
+`drover.launch.local` runs the same for stages on one machine. `drover.launch.host` is what it needs of either. It
+records its actions in `launch/attempts/`. Slurm's signal before the time limit goes to the ranks, not to the runner.
+Asked to end (SIGTERM), it starts nothing more, waits for what runs, and ends.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
     ATTEMPTS,
+    KILLED,
     STOP,
     StageState,
     log_attempt,
@@ -156,9 +157,11 @@ class Runner:
         return None
 
     def _account_for_the_last(self) -> Decision | None:
-        """Record a start of this job whose end no runner saw: the job lost its nodes. A decision if that happens again
-        and again without a new checkpoint."""
+        """Record a start of this job whose end no runner saw: the job lost its nodes, one of them died, or the runner
+        was killed. A decision if that happens again and again without a new checkpoint."""
         spec, events = self.spec, self._events(own=True)
+        killed = bool(events) and events[-1]["event"] == KILLED
+        events = events[:-1] if killed else events
         if not events or events[-1]["event"] not in ("job", "attempt"):
             return None
         nodes, restart, start = (events[-1][name] for name in ("nodes", "restart", "start"))
@@ -169,7 +172,7 @@ class Runner:
         # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
         committed = (state is not None or self.part is not None) and self._is_committed()
         step = self._newest_step()
-        decision = unseen(state, committed, down, step, self._events(), spec)
+        decision = unseen(state, committed, down, killed, step, self._events(), spec)
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
         self._log("ended", restart=restart, start=start, status=decision.status, reason=decision.reason, step=step,
                   next=decision.action)

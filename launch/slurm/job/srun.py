@@ -52,7 +52,7 @@ class SlurmHost(Host):
     def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
         """UserError outside of a job."""
         if "SLURM_JOB_ID" not in environment:
-            raise UserError("drover.launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes "
+            raise UserError("drover.launch.slurm.job is what a Slurm job runs; `python launch/submit.py` makes "
                             "jobs.")
         job, element = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_TASK_ID")
         name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"

@@ -159,5 +159,5 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         *directives(dict(sorted(options.items()))), "",
         *preamble(launch),
         f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1", "",
-        # `exec`: on scancel the runner gets the signal, and cleans up.
-        f"exec {python} -m drover.launch.slurm.job.runner {shlex.quote(str(_spec_path(config, job)))}", ""])
+        # `exec`: on scancel it gets the signal, and waits for the runner to clean up.
+        f"exec {python} -m drover.launch.slurm.job {shlex.quote(str(_spec_path(config, job)))}", ""])

@@ -100,7 +100,7 @@ def test_fruitless_starts(ends, begin, expected):
 def test_ends_that_nobody_saw_again_and_again(down, most):
     for times in (most - 1, most):
         events = attempts([("crashed" if down else "requeued", None)] * times)
-        found = unseen(STATES["running"], False, down, None, events, terms())
+        found = unseen(STATES["running"], False, down, False, None, events, terms())
         assert found.action == ("requeue" if times < most else "stop")
     assert (found.status, found.exit_status) == ("crashed", 1) and found.final
     assert found.reason.startswith(f"given up after {most + 1} starts") and ("lost n3" in found.reason) == bool(down)

@@ -299,16 +299,19 @@ def test_the_start_that_nobody_saw_the_end_of(job):
     assert [strike["node"] for strike in read_lines(job.run / "launch/nodes.jsonl")] == ["n2", "n2"]
 
 
-@pytest.mark.parametrize("down", [True, False])
-def test_lost_nodes_without_progress_stop_the_stage_for_good(job, down):
+@pytest.mark.parametrize("cause", ["lost n2", "its runner was killed", ""])
+def test_ends_without_progress_stop_the_stage_for_good(job, cause):
     """A requeue from outside is no crash."""
     job.crashed(0)
     job.unseen(1)
-    job.slurm.down = {"n2": "down*"} if down else {}
+    if cause == "lost n2":
+        job.slurm.down = {"n2": "down*"}
+    elif cause:
+        job.log("killed", 1, "12")
     status, log = job.go("work", max_restarts=1, restart=2)
-    assert job.ends()[1:] == (["crashed stop"] if down else ["requeued requeue", DONE]), log
-    assert status == down and (not down or (job.state().status == "failed" and re.match(
-        "given up after 2 starts in a row without .*lost n2", job.state().reason)))
+    assert job.ends()[1:] == (["crashed stop"] if cause else ["requeued requeue", DONE]), log
+    assert status == bool(cause) and (not cause or (job.state().status == "failed" and re.match(
+        f"given up after 2 starts in a row without .*{cause}", job.state().reason)))
 
 
 def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):

@@ -77,7 +77,7 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
 def test_whose_python_runs_the_runner(script, launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage. What is in a
     container is called so there only."""
-    assert f"\nexec {python} -m drover.launch.slurm.job.runner " in script(**launch)
+    assert f"\nexec {python} -m drover.launch.slurm.job " in script(**launch)
 
 
 def test_a_site_that_does_not_count_gpus(script, launcher):

@@ -51,7 +51,7 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 module load cuda
 export PYTHONPATH='{code}'${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
-exec {python} -m drover.launch.slurm.job.runner '{work}/runs/trial/launch/jobs/CHAIN-train.json'
+exec {python} -m drover.launch.slurm.job '{work}/runs/trial/launch/jobs/CHAIN-train.json'
 """
 FOUR_NODES = """--stage all --dry-run --nodes 4 --gpus-per-node 8 --no-rehearse launch.cpus=6 launch.account=physics
 launch.mem=500G launch.time=600 launch.train.time=1-01:00:00 launch.train.partition=gpu
