@@ -35,11 +35,14 @@ def home(tmp_path_factory, corpus):
     """A folder that looks like the checkout, with miniature configurations under the README's names."""
     folder = checkout(tmp_path_factory.mktemp("home"))
     shutil.copytree(REPOSITORY / "configs/tasks", folder / "configs/tasks")
-    path = write_config(folder, corpus, name="demo", runs_dir="runs", evaluate={"tasks": ["python_line"]},
+    texts = sorted(corpus.glob("*.txt"))
+    shutil.copytree(corpus, folder / "text")
+    shutil.move(folder / "text" / texts[0].name, folder / "text/argparse.py")  # which a command looks up
+    path = write_config(folder, folder / "text", name="demo", runs_dir="runs", evaluate={"tasks": ["python_line"]},
+                        shard={"sources": [{"kind": "files", "name": "code", "paths": [f"{folder}/text/*"]}]},
                         train={"steps": 30, "warmup_steps": 5, "validation_every": 10, "micro_batch": 8})
     path.rename(folder / "configs/demo.yaml")
     (folder / "configs/mine.yaml").write_text(files("../README")["configs/mine.yaml"])
-    texts = sorted(corpus.glob("*.txt"))
     (folder / "data/notes/deep").mkdir(parents=True)
     for file in texts[::2]:
         shutil.copy(file, folder / "data/notes/deep" / file.name)
