@@ -54,6 +54,7 @@ from drover.pipeline.core.files import (
     Record,
     problem_of,
     read_json,
+    remove_orphans,
     remove_temporary,
     renamed,
     sha256_json,
@@ -314,6 +315,7 @@ def begin(run: Run, name: str, fingerprint: Identity, drift: Drifts, part: Part 
     work.folder.mkdir(parents=True, exist_ok=True)
     if part is None:
         remove_temporary(work.folder)  # not for a part: without locks, other parts may be writing
+    remove_orphans(run.folder / "config.yaml")
     save_config(run.config, run.folder / "config.yaml")
     chain = os.environ.get("DROVER_CHAIN")  # all starts of a chain count as one attempt
     before = sound_start(work.folder)

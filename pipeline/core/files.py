@@ -328,6 +328,17 @@ def remove_temporary(folder: Path) -> None:
         remove(path, ignore_errors=True)  # an orphan may still write into a folder, which the next start removes
 
 
+def remove_orphans(path: Path) -> None:
+    """Delete the temporary files of `atomic_file(path)` whose writers on this machine were killed."""
+    import psutil
+
+    start = f"{path.name}.{platform.node()}-"
+    for temporary in path.parent.glob(f"{path.name}.*.tmp"):
+        process = temporary.name.removeprefix(start).removesuffix(".tmp")
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
+            temporary.unlink(missing_ok=True)
+
+
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
     """Delete a file, a folder or a link, but not the link's target. ignore_errors: delete as much of a folder as
     possible."""
