@@ -46,10 +46,10 @@ def refuse_foreign_files(run: Path, files: Iterable[Path] = ()) -> None:
 def owner_problems(paths: Iterable[Path]) -> list[str]:
     """Sentences, with what to do, about those of the paths and of the folders above them that others own or may write.
     Missing paths do not count."""
-    paths = [path.absolute() for path in paths]
+    paths = {path.absolute() for path in paths}
     found: dict[str, list[Path]] = {}
     for path in _reached(paths):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             if problem := _problem(path, above=path not in paths):
                 found.setdefault(problem, []).append(path)
     return [f"{_names(several)} {problem}. {_remedy(several, problem)}" for problem, several in found.items()]
