@@ -46,7 +46,7 @@ def refuse_foreign_files(run: Path, files: Iterable[Path] = ()) -> None:
 def owner_problems(paths: Iterable[Path]) -> list[str]:
     """Sentences, with what to do, about those of the paths and of the folders above them that others own or may write.
     Missing paths do not count."""
-    paths = {path.absolute() for path in paths}
+    paths = dict.fromkeys(path.absolute() for path in paths)
     found: dict[str, list[Path]] = {}
     for path in _reached(paths):
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
 """Text shards: WebDataset tars with one `.json` member a document. webdataset writes and reads them.
 
 It reads a truncated tar as a shorter one. So readers compare the number of documents, and the file's hash or each
-document's key. Its import takes two seconds, because it brings torch; stages import it before they fork workers.
+document's key. Its import takes two seconds, because it brings torch, so it is imported where it is used.
 """
 
 from __future__ import annotations
@@ -97,15 +97,16 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
     path, count = folder / record["path"], 0
     with _open(path) as file:
         for count, (key, member) in enumerate(_members(file, path), 1):
-            if only is None or count - 1 in only:
-                try:
-                    document = from_json(member, key)
-                except _WRONG as error:
-                    raise UserError(f"{path} is no text shard, at the member {key}{SUFFIX}: {error}. {_FIX}") from None
-                if not key_fits(document):
-                    raise UserError(f"{path} is damaged: the text of the document {document.id} does not have the hash "
-                                    f"that its name {document.key} says. {_FIX}")
-                yield document
+            if only is not None and count - 1 not in only:
+                continue
+            try:
+                document = from_json(member, key)
+            except _WRONG as error:
+                raise UserError(f"{path} is no text shard, at the member {key}{SUFFIX}: {error}. {_FIX}") from None
+            if not key_fits(document):
+                raise UserError(f"{path} is damaged: the text of the document {document.id} does not have the hash "
+                                f"that its name {document.key} says. {_FIX}")
+            yield document
     _refuse_other_count(path, count, record["docs"])
 
 

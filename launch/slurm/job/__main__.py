@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -45,10 +44,12 @@ def _queue_again(path: Path) -> None:
         return
     scheduler = Scheduler()
     here = SlurmHost.from_environment(os.environ, scheduler, [])
-    with suppress(OSError):  # without this record the next start takes the end for one from outside, and counts it
+    print("the runner was killed (out of memory, perhaps): queueing the job again", flush=True)
+    try:
         log_attempt(Path(spec.run), KILLED, job=here.name, stage=spec.stage, chain=spec.chain, restart=here.restart,
                     start=0)
-    print("the runner was killed (out of memory, perhaps): the job is queued again", flush=True)
+    except OSError as error:  # the next start then counts this one as ended from outside
+        print(f"that the runner was killed could not be recorded: {error}", flush=True)
     if refusal := scheduler.requeue(here.name, patience_s=CONTROLLER_S):
         print(f"Slurm did not queue it again ({refusal}). Submit the same command again.", flush=True)
 
