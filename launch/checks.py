@@ -15,8 +15,8 @@ from drover.launch.devices import masks_in, visible_gpus
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options, queued
 from drover.launch.processes import Environment
+from drover.launch.slurm.options import option_problems, options_of, setup_problems
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
-from drover.launch.slurm.submit.options import option_problems, options_of, setup_problems
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.launching import SiteLimits, minutes
 from drover.pipeline.config.loading import refusal

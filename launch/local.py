@@ -15,11 +15,11 @@ from pathlib import Path
 
 from drover.launch.checks import refuse_stale
 from drover.launch.devices import MASKS, smi, visible_gpus
-from drover.launch.host import Host, StepEnd, process_end
+from drover.launch.job.host import Host, StepEnd, process_end
+from drover.launch.job.runner import Runner
+from drover.launch.job.spec import JobSpec
 from drover.launch.plan import Job, Machine, Options
 from drover.launch.processes import Each, Environment, run_here, stop_requests, tell
-from drover.launch.slurm.job.runner import Runner
-from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS, rank_log
 from drover.pipeline.config.tree import Config

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.job.spec import JobSpec
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.launching import Container, LaunchConfig, Resources, minutes
 from drover.pipeline.config.plugins import plugin_folders

@@ -45,9 +45,9 @@ from drover.launch.forecast import Disk, disk
 from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.rehearsing import rehearse_training
+from drover.launch.slurm.sbatch import scripts
 from drover.launch.slurm.scheduler import Scheduler
-from drover.launch.slurm.submit.request import for_slurm, submit_chain, with_site_limits
-from drover.launch.slurm.submit.sbatch import scripts
+from drover.launch.slurm.submission import for_slurm, submit_chain, with_site_limits
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.tree import Config, changed

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from drover.launch.commands import cancel, logs, stop
+from drover.launch.job.joblock import JobLock
+from drover.launch.job.runner import trusted_spec
 from drover.launch.slurm.chain import read_chains
-from drover.launch.slurm.job.joblock import JobLock
-from drover.launch.slurm.job.runner import trusted_spec
 from drover.launch.slurm.nodes import strikes
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.status import main as status

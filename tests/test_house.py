@@ -195,7 +195,7 @@ def test_every_program_has_a_wrong_argument_here():
                 if re.search(r"= Program\(\"python|ArgumentParser\(prog", text := path.read_text(), re.MULTILINE)
                 and "__main__" in text}
     scripts = {"drover.launch.submit": "launch/submit.py", "drover.launch.status": "launch/status.py"}
-    internal = {"drover.launch.slurm.job.rank"}
+    internal = {"drover.launch.job.rank"}
     stages = {f"drover.pipeline.{name}" for name in STAGES}  # whose arguments are looked at elsewhere
     assert {scripts.get(name, name) for name in programs} - internal == REFUSED.keys() - stages
 
@@ -222,7 +222,7 @@ def all_of(*rooms):
      "from drover.pipeline.config.loading import load_config; "
      "[stage.input_files(load_config('configs/demo.yaml')) for stage in STAGES.values()]", set()),
     ("from drover.tools.presets import main; main(['llama3_8b'])", set()),
-    ("import drover.launch.slurm.job.rank", set()),
+    ("import drover.launch.job.rank", set()),
     ("import drover.tools.verify.__main__, drover.tools.trace.__main__", set()),
     (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
     ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.trace.forward, "
@@ -243,7 +243,7 @@ def test_imports_take_in_only_what_is_needed(code, needed):
 
 
 @pytest.mark.parametrize("code", [
-    "import drover.model, drover.launch.slurm.job.rank", "import drover.pipeline.report, drover.pipeline.encode"])
+    "import drover.model, drover.launch.job.rank", "import drover.pipeline.report, drover.pipeline.encode"])
 def test_workers_and_ranks_start_without_the_configuration(code):
     status, text, modules = imported_by("-c", code, cwd=REPOSITORY)
     assert status == 0, text

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from drover.launch.host import StepEnd
+from drover.launch.job import runner, srun
+from drover.launch.job.host import StepEnd
+from drover.launch.job.preflight import Found
+from drover.launch.job.spec import JobSpec
+from drover.launch.job.srun import SlurmHost, read_end
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import Chain, ChainJob
-from drover.launch.slurm.job import runner, srun
-from drover.launch.slurm.job.preflight import Found
-from drover.launch.slurm.job.srun import SlurmHost, read_end
-from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from drover.launch.slurm import submission
 from drover.launch.slurm.chain import Chain, read_chain
-from drover.launch.slurm.submit import request
-from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.submit import main
 from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract.manifest import Manifest
@@ -91,8 +91,8 @@ class Launcher:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("QUEUE", str(self.queue))
         patch.setenv("PYTHONPATH", str(REPOSITORY))
-        patch.setattr(request, "planned_snapshot", partial(planned_snapshot, repository=self.checkout))
-        patch.setattr(request, "take_snapshot", partial(take_snapshot, repository=self.checkout))
+        patch.setattr(submission, "planned_snapshot", partial(planned_snapshot, repository=self.checkout))
+        patch.setattr(submission, "take_snapshot", partial(take_snapshot, repository=self.checkout))
 
     @property
     def run(self) -> Path:

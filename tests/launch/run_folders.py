@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from drover.launch.job.spec import JobSpec
 from drover.launch.slurm.chain import Chain, ChainJob
-from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED

@@ -10,10 +10,10 @@ import termios
 
 import pytest
 
-from drover.launch.host import process_end
+from drover.launch.job import runner
+from drover.launch.job.host import process_end
 from drover.launch.local import LocalHost, find_machine
 from drover.launch.plan import Machine, local_ranks
-from drover.launch.slurm.job import runner
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.state import read_state, write_state
 from tests.refusal import table

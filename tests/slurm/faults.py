@@ -206,7 +206,7 @@ class Training(OnCluster):
 
     def runner(self) -> int:
         """Process id of the runner of the train job."""
-        return self._process("drover.launch.slurm.job.runner")
+        return self._process("drover.launch.job.runner")
 
     def running(self, *words: str, variable: str = "") -> set[int]:
         """Processes of the train job with these words in their command, and a variable in their environment."""

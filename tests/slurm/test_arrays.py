@@ -81,7 +81,7 @@ def test_an_element_whose_runner_is_killed_restarts_alone(cluster, tmp_path, enc
     killer = f"""if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
 echo $SLURM_ARRAY_TASK_ID ${{SLURM_RESTART_COUNT:-0}} >> {starts}
 if [ $SLURM_JOB_ID = $SLURM_ARRAY_JOB_ID ] && mkdir {tmp_path}/killed; then
-  parent=$$; (until pkill -9 -P $parent -f slurm.job.runner; do sleep 0.02; done) &
+  parent=$$; (until pkill -9 -P $parent -f launch.job.runner; do sleep 0.02; done) &
 fi
 fi"""
     mini = yaml.safe_load(encoded.read_text())

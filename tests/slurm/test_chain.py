@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from drover.launch.slurm.chain import read_chains
-from drover.launch.slurm.submit.snapshot import PARTS
+from drover.launch.slurm.snapshot import PARTS
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_lines
@@ -78,7 +78,7 @@ def done(cluster, tmp_path_factory, corpus):
     config.rename(home / "configs/demo.yaml")
     submitted = Submitted(cluster, home)
     submitted.type(COMMANDS[0], HF_TOKEN=TOKEN, OUR_KEY=KEY)
-    whole = {path: path.read_text() for path in (home / "launch/slurm/job/runner.py",
+    whole = {path: path.read_text() for path in (home / "launch/job/runner.py",
                                                    *(home / "pipeline").glob("*.py"))}
     for path in whole:
         path.write_text("raise SystemExit('this was edited after the submission')\n")

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from drover.launch.job.spec import JobSpec
 from drover.launch.slurm.control import logs
-from drover.launch.slurm.jobspec import JobSpec
 from tests.conftest import REPOSITORY
 from tests.waiting import wait_for
 
@@ -45,7 +45,7 @@ def submit(cluster, folder, spec, *options):
     (folder / "run/launch").mkdir(parents=True)
     spec.save(folder / "spec.json")
     return cluster.run("sbatch", "--parsable", f"--output={folder}/log", *options, "--wrap",
-                       f"{sys.executable} -m drover.launch.slurm.job.runner {folder}/spec.json", cwd=REPOSITORY
+                       f"{sys.executable} -m drover.launch.job.runner {folder}/spec.json", cwd=REPOSITORY
                        ).stdout.strip()
 
 

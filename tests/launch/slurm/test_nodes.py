@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import yaml
 
+from drover.launch.job.runner import Runner
+from drover.launch.job.srun import SlurmHost
 from drover.launch.processes import PORTS, free_port
-from drover.launch.slurm.job.runner import Runner
-from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.nodes import NODES, failing, few, lost, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState

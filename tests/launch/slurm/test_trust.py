@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from drover.launch.job.rank import defaults
+from drover.launch.job.runner import trusted_spec
+from drover.launch.job.spec import JobSpec
 from drover.launch.slurm import trust
-from drover.launch.slurm.job.rank import defaults
-from drover.launch.slurm.job.runner import trusted_spec
-from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.trust import node_folder, owner_problems, private_folder
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file, write_text

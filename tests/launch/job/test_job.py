@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from drover.launch.slurm.job import __main__ as job_process
+from drover.launch.job import __main__ as job_process
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import read_attempts
 from tests.launch.fake_job import make_job

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from drover.launch.job.joblock import JobLock
+from drover.launch.job.spec import JobSpec
 from drover.launch.processes import Each, Environment
-from drover.launch.slurm.job.joblock import JobLock
-from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
 
 

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 import yaml
 
-from drover.launch.slurm.job.decisions import MOST_OUTSIDE, Outcome, decide, fruitless, unseen
-from drover.launch.slurm.job.srun import read_end
-from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.job.decisions import MOST_OUTSIDE, Outcome, decide, fruitless, unseen
+from drover.launch.job.spec import JobSpec
+from drover.launch.job.srun import read_end
 from drover.pipeline.contract.state import StageState
 from tests.launch.fake_job import NO_STEP
 from tests.refusal import table

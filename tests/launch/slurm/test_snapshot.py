@@ -2,7 +2,7 @@
 
 import pytest
 
-from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
 from tests.launch.launcher import commit, git, snapshot_of

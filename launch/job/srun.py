@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from drover.launch.host import Host, StepEnd, process_end
+from drover.launch.job.host import Host, StepEnd, process_end
+from drover.launch.job.joblock import JobLock
+from drover.launch.job.rank import PREFLIGHT
+from drover.launch.job.spec import JobSpec
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Group, Say, free_port, meeting, started
-from drover.launch.slurm.job.joblock import JobLock
-from drover.launch.slurm.job.rank import PREFLIGHT
-from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import address, named
 from drover.launch.slurm.scheduler import Scheduler, literal
 from drover.pipeline.core.errors import UserError
@@ -52,7 +52,7 @@ class SlurmHost(Host):
     def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
         """UserError outside of a job."""
         if "SLURM_JOB_ID" not in environment:
-            raise UserError("drover.launch.slurm.job is what a Slurm job runs; `python launch/submit.py` makes "
+            raise UserError("drover.launch.job is what a Slurm job runs; `python launch/submit.py` makes "
                             "jobs.")
         job, element = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_TASK_ID")
         name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"
@@ -123,7 +123,7 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Seq
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             *([f"--nodelist={','.join(nodes)}"] * spec.survives_nodes), "--distribution=block", "--overlap",
             "--label", f"--output={literal(folder)}/node%n.log",
-            *spec.srun_args, python, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
+            *spec.srun_args, python, "-m", "drover.launch.job.rank", spec.stage, *command]
 
 
 def run_step(command: Sequence[str], environment: Environment, folder: Path, each: Each,

@@ -15,9 +15,9 @@ from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
 from drover.launch.slurm.nodes import failing, few, named
+from drover.launch.slurm.sbatch import LOGS, submit
 from drover.launch.slurm.scheduler import Scheduler, has_accounting, most_elements, of_another_job
-from drover.launch.slurm.submit.sbatch import LOGS, submit
-from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.outside import needed_modules

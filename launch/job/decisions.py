@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from drover.launch.host import StepEnd
-from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.job.host import StepEnd
+from drover.launch.job.spec import JobSpec
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.errors import UserError
 

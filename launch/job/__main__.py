@@ -1,7 +1,7 @@
 """What a job's script starts, in the batch step on the first node: the runner. If something kills the runner, the job
 is queued again, where that is allowed.
 
-    python -m drover.launch.slurm.job SPEC.json
+    python -m drover.launch.job SPEC.json
 
 A system that is out of memory kills processes. The runner's ranks end with it; this process needs next to nothing.
 """
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda number, _: stopped.append(number))
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
-    status = subprocess.run([sys.executable, "-m", "drover.launch.slurm.job.runner", *arguments]).returncode
+    status = subprocess.run([sys.executable, "-m", "drover.launch.job.runner", *arguments]).returncode
     if status == -signal.SIGKILL and not stopped:
         _queue_again(Path(arguments[0]))
     return status if status >= 0 else 128 - status
@@ -32,9 +32,9 @@ def main(arguments: list[str]) -> int:
 def _queue_again(path: Path) -> None:
     """Record that the runner was killed, for the next start, which counts such ends; queue this job, or this element of
     an array, again."""
-    from drover.launch.slurm.job.runner import CONTROLLER_S
-    from drover.launch.slurm.job.srun import SlurmHost
-    from drover.launch.slurm.jobspec import JobSpec
+    from drover.launch.job.runner import CONTROLLER_S
+    from drover.launch.job.spec import JobSpec
+    from drover.launch.job.srun import SlurmHost
     from drover.launch.slurm.scheduler import Scheduler
     from drover.pipeline.contract.state import KILLED, log_attempt
 

@@ -1,6 +1,6 @@
 """The preflight, a short test of every node before training: memory, clock, GPUs, a product, network, run folder.
 
-Each rank runs `drover.launch.slurm.job.node_trial`. Here the nodes are judged by the ranks' reports, and when the time
+Each rank runs `drover.launch.job.node_trial`. Here the nodes are judged by the ranks' reports, and when the time
 is up by those that exist. A node that has not answered yet is slow, not bad. A node is blamed only for what
 distinguishes it from the others, and never more than a few at once (`nodes.few`). If more of them have a problem, or if
 it is in the shared run folder, the cause is common to them.
@@ -17,11 +17,11 @@ from math import inf
 from pathlib import Path
 from statistics import median
 
-from drover.launch.host import Host
+from drover.launch.job.host import Host
+from drover.launch.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report, read_reports
+from drover.launch.job.rank import PREFLIGHT
+from drover.launch.job.spec import JobSpec
 from drover.launch.processes import Each
-from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report, read_reports
-from drover.launch.slurm.job.rank import PREFLIGHT
-from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
 from drover.launch.slurm.start_logs import last_lines
 from drover.pipeline.core.console import counted
@@ -57,7 +57,7 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
     limit_s = min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
     nodes = here.nodes
     places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
-    trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}",
+    trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.node_trial", spec.run, f"{limit_s:.0f}",
              *spec.health_check]
     reports, look_at = list[Report](), 0.0
     began = last = time.monotonic()  # last: when the newest report came

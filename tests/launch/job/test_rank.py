@@ -11,7 +11,7 @@ import pytest
 
 from drover.launch import devices
 from drover.launch.devices import gpu_of, visible_gpus
-from drover.launch.slurm.job.rank import SAVES, defaults, rank_environment
+from drover.launch.job.rank import SAVES, defaults, rank_environment
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused, table
@@ -100,7 +100,7 @@ def test_visible_gpus_of_amd(tmp_path, monkeypatch):
 
 
 def rank(stage, command=(sys.executable, "-c", ASK, "RANK", "NCCL_DEBUG")):
-    return [sys.executable, "-m", "drover.launch.slurm.job.rank", stage, *command]
+    return [sys.executable, "-m", "drover.launch.job.rank", stage, *command]
 
 
 def environment(**more):

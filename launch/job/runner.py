@@ -1,10 +1,10 @@
 """What a job does: it starts the stage where it runs, judges each end, and starts it again, queues itself again, or
 leaves.
 
-    python -m drover.launch.slurm.job.runner SPEC.json
+    python -m drover.launch.job.runner SPEC.json
 
-is a job of Slurm: it runs once, in the batch step on the first node, as a child of `drover.launch.slurm.job`.
-`drover.launch.local` runs the same for stages on one machine. `drover.launch.host` is what it needs of either. It
+is a job of Slurm: it runs once, in the batch step on the first node, as a child of `drover.launch.job`.
+`drover.launch.local` runs the same for stages on one machine. `drover.launch.job.host` is what it needs of either. It
 records its actions in `launch/attempts/`. Slurm's signal before the time limit goes to the ranks, not to the runner.
 Asked to end (SIGTERM), it starts nothing more, waits for what runs, and ends.
 """
@@ -24,10 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from drover.launch.host import Host, StepEnd
-from drover.launch.processes import stop_requests
-from drover.launch.slurm.chain import ChainJob, read_chain
-from drover.launch.slurm.job.decisions import (
+from drover.launch.job.decisions import (
     TERMINATED,
     Decision,
     Outcome,
@@ -40,9 +37,12 @@ from drover.launch.slurm.job.decisions import (
     without_bad_nodes,
     without_requeue,
 )
-from drover.launch.slurm.job.preflight import run_preflight
-from drover.launch.slurm.job.srun import SlurmHost
-from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.job.host import Host, StepEnd
+from drover.launch.job.preflight import run_preflight
+from drover.launch.job.spec import JobSpec
+from drover.launch.job.srun import SlurmHost
+from drover.launch.processes import stop_requests
+from drover.launch.slurm.chain import ChainJob, read_chain
 from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lost, named
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, last_word, prune

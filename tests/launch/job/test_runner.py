@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.launch.host import StepEnd, process_end
+from drover.launch.job import joblock, runner, srun
+from drover.launch.job.host import StepEnd, process_end
+from drover.launch.job.joblock import JobLock
+from drover.launch.job.preflight import Found
 from drover.launch.slurm.chain import Chain, ChainJob
-from drover.launch.slurm.job import joblock, runner, srun
-from drover.launch.slurm.job.joblock import JobLock
-from drover.launch.slurm.job.preflight import Found
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET

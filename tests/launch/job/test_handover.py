@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from drover.launch.slurm.job import joblock
-from drover.launch.slurm.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
+from drover.launch.job import joblock
+from drover.launch.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 from tests.refusal import refused, table

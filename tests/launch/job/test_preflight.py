@@ -17,11 +17,9 @@ import psutil
 import pytest
 import yaml
 
-from drover.launch.host import StepEnd
-from drover.launch.run_status import run_status
-from drover.launch.run_status.run_files import read_run
-from drover.launch.slurm.job import node_trial, preflight
-from drover.launch.slurm.job.node_trial import (
+from drover.launch.job import node_trial, preflight
+from drover.launch.job.host import StepEnd
+from drover.launch.job.node_trial import (
     EXCHANGE,
     PRODUCT,
     REDUCE,
@@ -33,9 +31,11 @@ from drover.launch.slurm.job.node_trial import (
     partner_of,
     read_reports,
 )
-from drover.launch.slurm.job.preflight import Found, conclusion, judge, run_preflight
-from drover.launch.slurm.job.srun import SlurmHost
-from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.job.preflight import Found, conclusion, judge, run_preflight
+from drover.launch.job.spec import JobSpec
+from drover.launch.job.srun import SlurmHost
+from drover.launch.run_status import run_status
+from drover.launch.run_status.run_files import read_run
 from drover.launch.slurm.nodes import add_strike, few, strikes
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
@@ -339,7 +339,7 @@ sys.exit(max(task.wait() for task in tasks))
 LATE = """import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from drover.launch.slurm.job.node_trial import try_node
+from drover.launch.job.node_trial import try_node
 exchange = dist.batch_isend_irecv
 if os.environ["SLURMD_NODENAME"] == "n3":
     dist.batch_isend_irecv = lambda operations: time.sleep(1.0) or exchange(operations)
@@ -366,7 +366,7 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in read_reports(folder)] == [True, False] * 3
-    assert programs.calls("python")[0].startswith("python -m drover.launch.slurm.job.node_trial")
+    assert programs.calls("python")[0].startswith("python -m drover.launch.job.node_trial")
 
 
 def test_whose_process_uses_a_gpu(monkeypatch):

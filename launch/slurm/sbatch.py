@@ -12,8 +12,8 @@ from pathlib import Path
 
 from drover.launch.plan import Job
 from drover.launch.slurm.chain import Chain, ChainJob, token
+from drover.launch.slurm.options import directives, gpus_asked, options_of, outer_python, preamble
 from drover.launch.slurm.scheduler import Scheduler, literal, of_another_job
-from drover.launch.slurm.submit.options import directives, gpus_asked, options_of, outer_python, preamble
 from drover.launch.slurm.wait_reasons import refusal
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.plugins import plugin_files, plugin_folders
@@ -160,4 +160,4 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         *preamble(launch),
         f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1", "",
         # `exec`: on scancel it gets the signal, and waits for the runner to clean up.
-        f"exec {python} -m drover.launch.slurm.job {shlex.quote(str(_spec_path(config, job)))}", ""])
+        f"exec {python} -m drover.launch.job {shlex.quote(str(_spec_path(config, job)))}", ""])

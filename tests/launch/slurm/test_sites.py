@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drover.launch.job.spec import JobSpec
+from drover.launch.job.srun import srun_command
 from drover.launch.plan import in_container
-from drover.launch.slurm.job.srun import srun_command
-from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.config.launching import Container
 from tests.conftest import REPOSITORY
 from tests.refusal import table
@@ -38,7 +38,7 @@ def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, p
     """The rank's own program runs with the Python that is there."""
     job = JobSpec("t", "train", (PYTHON, "-m", "x"), run="/runs/t", chain="c", **changes)
     command = srun_command(job, Path("/logs"), [*job.wrap, *job.command])
-    at = command.index("drover.launch.slurm.job.rank")
+    at = command.index("drover.launch.job.rank")
     assert command[at - 2:] == [python, "-m", command[at], "train", *job.wrap, *job.command]
     assert ("--container-image=i" in command[:at]) == (not job.wrap)
 

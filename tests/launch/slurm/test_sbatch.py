@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drover.launch.job.spec import JobSpec
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import go_on
-from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm import sbatch, submission
 from drover.launch.slurm.nodes import add_strike
-from drover.launch.slurm.submit import request, sbatch
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
@@ -51,7 +51,7 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 module load cuda
 export PYTHONPATH='{code}'${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
-exec {python} -m drover.launch.slurm.job '{work}/runs/trial/launch/jobs/CHAIN-train.json'
+exec {python} -m drover.launch.job '{work}/runs/trial/launch/jobs/CHAIN-train.json'
 """
 FOUR_NODES = """--stage all --dry-run --nodes 4 --gpus-per-node 8 --no-rehearse launch.cpus=6 launch.account=physics
 launch.mem=500G launch.time=600 launch.train.time=1-01:00:00 launch.train.partition=gpu
@@ -205,7 +205,7 @@ def test_two_submissions_of_a_run_do_not_meet(slurm):
 def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypatch):
     """Where sbatch is cut off, the queue is asked for the job's token."""
     monkeypatch.setattr(sbatch, "SBATCH_S", 1)
-    monkeypatch.setattr(request, "_new_id", lambda: "now")
+    monkeypatch.setattr(submission, "_new_id", lambda: "now")
     queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
     said = slurm.refused("--stage shard", SLOW="1")
     assert "did not answer within 1 s" in said and "Nothing else is queued" in said

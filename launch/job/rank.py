@@ -1,6 +1,6 @@
 """The first program of every task of a step: it makes its process a rank of torch.distributed, and becomes the stage.
 
-    python -m drover.launch.slurm.job.rank STAGE COMMAND...
+    python -m drover.launch.job.rank STAGE COMMAND...
 
 `srun` starts it once per rank. A moment later the stage has replaced it, so that no signal has to pass through it, and
 the exit status is the stage's own. It imports nothing heavy.

@@ -9,9 +9,9 @@ import sys
 import pytest
 import yaml
 
-from drover.launch.slurm.submit.options import setup_lines
+from drover.launch.slurm.options import setup_lines
 from drover.pipeline.config.launching import LaunchConfig
-from tests.launch.slurm.submit.test_sbatch import scripts
+from tests.launch.slurm.test_sbatch import scripts
 from tests.refusal import table
 
 DRY = "--cluster slurm --dry-run --no-rehearse"
@@ -77,7 +77,7 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
 def test_whose_python_runs_the_runner(script, launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage. What is in a
     container is called so there only."""
-    assert f"\nexec {python} -m drover.launch.slurm.job " in script(**launch)
+    assert f"\nexec {python} -m drover.launch.job " in script(**launch)
 
 
 def test_a_site_that_does_not_count_gpus(script, launcher):

@@ -1,11 +1,11 @@
 """A rank's part of the preflight: test its node, measure with the others, and print a report.
 
-    srun ... python -m drover.launch.slurm.job.rank preflight \\
-        python -m drover.launch.slurm.job.node_trial RUN_FOLDER SECONDS
+    srun ... python -m drover.launch.job.rank preflight \\
+        python -m drover.launch.job.node_trial RUN_FOLDER SECONDS
 
 One task per rank, as in training. The first task of a node tests the node; all measure. Each prints its report as a
 line of JSON twice: before it meets the others, and at the end. A node thus writes one file, its log.
-`drover.launch.slurm.job.preflight` judges the reports.
+`drover.launch.job.preflight` judges the reports.
 """
 
 from __future__ import annotations

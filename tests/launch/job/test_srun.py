@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from drover.launch import processes
-from drover.launch.host import StepEnd
-from drover.launch.slurm.job import srun
-from drover.launch.slurm.job.srun import read_end, run_step
+from drover.launch.job import srun
+from drover.launch.job.host import StepEnd
+from drover.launch.job.srun import read_end, run_step
 from tests.refusal import table
 from tests.waiting import HANG_S
 

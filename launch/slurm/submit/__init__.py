@@ -1,1 +1,0 @@
-"""On the login node: requests, scripts, the copy of the code."""
