@@ -228,7 +228,7 @@ def all_of(*rooms):
     ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.trace.forward, "
      "drover.tools.trace.documents", {"numpy"}),
     ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
-    ("import drover.pipeline.training.loop", {"torch", "numpy"}),
+    ("import drover.pipeline.training.set_up", {"torch", "numpy"}),
     (all_of("pipeline/reporting"), {"numpy", "jinja2"}),
     ("import torch; from drover.model.attention.choosing import Where, choose; "
      "from drover.model.config import ModelConfig; "

@@ -36,7 +36,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.utils.tensorboard",
-            "numpy.ma", "sentencepiece", "drover.pipeline.training.loop", "tests.faulty",
+            "numpy.ma", "sentencepiece", "drover.pipeline.training.set_up", "tests.faulty",
             "drover.pipeline.training.watchdog",
             "drover.pipeline.training.engines.fsdp")
 """What every child finds imported."""

@@ -1,226 +1,106 @@
-"""The training loop: its parts, set up in order, its steps, and its end."""
+"""The training loop: its steps, and its end. `set_up` makes it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import os
-import shlex
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
+from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
-from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.shipped import HOOKS
-from drover.pipeline.config.tree import changed
-from drover.pipeline.contract.run import code_hashes
-from drover.pipeline.contract.stage_work import Work, git_state, software_versions
-from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import write_state
-from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, output_record
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.parallel.compiling import compiles
-from drover.pipeline.parallel.fp8 import fp8_lines
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+from drover.pipeline.parallel.ranks import Ranks, stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
 from drover.pipeline.records.generation_settings import FILE
-from drover.pipeline.records.hangs import write_places
-from drover.pipeline.records.metrics import OTHER_ORDER, new_drift, read_metrics
-from drover.pipeline.records.rollbacks import ROLLBACKS, no_longer_left_out
+from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
-from drover.pipeline.training.data.opening import refuse_beyond
 from drover.pipeline.training.data.step_batches import StepBatches
 from drover.pipeline.training.data.token_check import DamagedTokensError, TokenCheck
-from drover.pipeline.training.determinism import is_deterministic, make_deterministic
+from drover.pipeline.training.determinism import is_deterministic
 from drover.pipeline.training.device_facts import memory_explained
-from drover.pipeline.training.engines.build import build_engine
-from drover.pipeline.training.engines.engine import StepResult
+from drover.pipeline.training.engines.engine import Engine, StepResult
 from drover.pipeline.training.guard_runner import GuardRunner
 from drover.pipeline.training.guards import Verdict
 from drover.pipeline.training.hooks import Hook
-from drover.pipeline.training.housekeeping import Garbage, Saving
-from drover.pipeline.training.initial_weights import initial_values
-from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
 from drover.pipeline.training.optimizers.schedule import planned_rate
-from drover.pipeline.training.precision import DTYPES
-from drover.pipeline.training.profiling import Profiling
-from drover.pipeline.training.rank_agreement import RankAgreement
 from drover.pipeline.training.recorder import Recorder, train_s
-from drover.pipeline.training.replicas import ReplicaCheck
-from drover.pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
+from drover.pipeline.training.resume import load
 from drover.pipeline.training.stop_agreement import Stop, StopAgreement
-from drover.pipeline.training.summary import kernel_lines, packing_facts, summary_lines
-from drover.pipeline.training.uploads import Uploads
-from drover.pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
-
-STARTUP = {"_meet": "rendezvous", "_open_data": "data", "_find_checkpoint": "checkpoint", "_check_plan": "data",
-           "_build_engine": "model", "_prepare_saving": "checkpoint"}
-"""What the parts of a start are called in its record. Compiling is part of the first step."""
+from drover.pipeline.training.summary import packing_facts
+from drover.pipeline.training.watchdog import Watchdog
 
 
+@dataclasses.dataclass(eq=False)
 class Loop:
     """One start of training, from the newest valid checkpoint to the end or to a request to stop.
 
     Attributes:
-        progress: steps, samples and tokens done so far.
+        nodes: the node of each rank.
+        plan: the phases. phase_batches: the batch of each.
+        batches: this rank's batches, step by step.
+        checkpoints: those on disk. saver: writes further ones. has_checkpoint: whether there is one, written or begun.
         hooks: all hooks, in the order in which they are called.
+        progress: steps, samples and tokens done so far.
+        plan_changes: what changed in the plan since the checkpoint, a sentence each.
+        startup: seconds of each part of the start. rehearsal: the arguments that rehearse this run's memory.
+        token_check: None if the configuration turns it off.
         save_asked: whether a hook requested a checkpoint after the current step.
         done: steps of this start.
         current: this rank's batch of the current or last step, and the target tokens of the global batch.
-        startup: seconds of each part of the start.
     """
 
-    def __init__(self, work: Work, watchdog: Watchdog) -> None:
-        self.work, self.config, self.watchdog = work, work.config, watchdog
-        self.save_asked, self.done = False, 0
+    work: Work
+    watchdog: Watchdog
+    ranks: Ranks
+    nodes: Sequence[str]
+    grid: Grid
+    plan: PhasePlan
+    phase_batches: Sequence[BatchPlan]
+    model_config: ModelConfig
+    batches: StepBatches
+    engine: Engine
+    checkpoints: Checkpoints
+    saver: AsyncSaver
+    recorder: Recorder
+    guards: GuardRunner
+    stop: StopAgreement
+    hooks: list[Hook]
+    progress: TrainingProgress
+    has_checkpoint: bool
+    plan_changes: list[str]
+    startup: dict[str, float]
+    rehearsal: str
+    token_check: TokenCheck | None
+    save_asked: bool = False
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.config = self.work.config
+        self.data = self.batches.data
+        self.paused = partial(self.watchdog.paused, self.ranks.barrier)
+        self.engine.before_update = self._before_update
 
     def run(self) -> None:
         """Train to the configured number of steps and commit, or save and leave on a request to stop."""
-        with ExitStack() as self.ends:
-            self.startup = {"imports": round(time.time() - psutil.Process().create_time(), 3)}
-            for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
-                         self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
-                began, name = time.perf_counter(), STARTUP.get(part.__name__, "other")
-                part()
-                self.startup[name] = round(self.startup.get(name, 0.0) + time.perf_counter() - began, 3)
-            self.ends.push(self._end)
-            self.ends.enter_context(self.stop)
+        with ExitStack() as ends:
+            ends.push(self._end)
+            ends.enter_context(self.stop)
             self._train()
-
-    # ---- set-up, in this order
-
-    def _meet(self) -> None:
-        """Connect to the other ranks, and check that all run the same code and configuration."""
-        if self.config.train.deterministic:
-            make_deterministic()
-        self.ranks = start_ranks(longest_wait(self.config), self.work.store, self.config.launch.device)
-        self.paused = partial(self.watchdog.paused, self.ranks.barrier)
-        agreement = RankAgreement.gather(self.ranks, self.work)
-        self.nodes = agreement.nodes
-        self.say(str(agreement))
-        if warning := agreement.warning():
-            self.say(warning)
-        if self.ranks.leads:
-            write_places(self.work.folder, self.nodes)
-
-    def _lay_out(self) -> None:
-        """Give each rank its place and its part of the batch; UserError if the batch does not divide evenly."""
-        if problems := rank_problems(self.config, self.ranks.world):
-            raise UserError(f"This run does not fit {self.ranks.world} ranks: {listed(problems)}")
-        self.grid = Grid(self.ranks, self.config.parallel)
-        self.plan = PhasePlan.of(self.config.train)
-        self.batch_of_phase = [BatchPlan.of(phase.train, self.config.parallel, self.ranks.world)
-                               for phase in self.plan.phases]
-        self.batch = self.batch_of_phase[0]
-
-    def _open_data(self) -> None:
-        with self.paused():
-            self.batches = StepBatches(self.work, self.grid, self.plan, self.batch_of_phase, self.say)
-        self.data = self.batches.data
-        self.model_config = self.config.model.with_vocabulary(self.work.input("tokenizer")[1].counts["vocab_size"])
-
-    def _find_checkpoint(self) -> None:
-        self.checkpoints = Checkpoints(
-            self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step:
-            step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
-        self.recorder = Recorder(self.work, self.ranks, self.plan)
-        self.uploads: Uploads | None = None
-        with self.paused():
-            if (url := self.config.train.checkpoint.copy_to) is not None:
-                self.uploads = Uploads(self.work, self.ranks, self.checkpoints, url, self.say, self.recorder.event)
-                self.ends.callback(self.uploads.close)  # its thread would keep this process
-            self.found = (self.uploads or self.checkpoints).newest_valid()
-        self.has_checkpoint = self.found is not None
-
-    def _check_plan(self) -> None:
-        """Check that the checkpoint can be continued along the configured plan."""
-        found = self.found
-        self.plan_changes = self.ranks.by_leader(
-            lambda: (found and changed_future(*found, self.plan)) or new_drift(self.work.folder, self.work.drift))
-        with self.paused():  # the rest of an epoch may have to be packed
-            self.guards = GuardRunner(self.work, self.ranks, self.data, self.say)
-        if self.plan_changes:
-            self.plan_changes += no_longer_left_out(self.guards.rollbacks, self.data.order.links)
-        plan = self.data.order.plan_at(found[1].samples if found else 0)
-        self.progress = continued(*found, plan, bool(self.work.drift)) if found else TrainingProgress(plan_sha256=plan)
-        if found:
-            self.say(f"continuing after step {self.progress.step} ({self.progress.samples:,} samples used) from "
-                     f"{found[0].name}")
-            if self.ranks.leads and (warning := changed_code(found[0], self._about()["code"])):
-                self.say(warning)
-        if self.plan_changes and found and found[1].plan_sha256 != plan:
-            self.plan_changes.append(OTHER_ORDER)
-        for text in self.plan_changes:
-            self.say(f"plan changed: {text}")
-        if many := refuse_beyond(self.config.train, self.data, self.say):
-            self.recorder.event("many_epochs", step=self.progress.step, planned_epochs=many)
-        self.tokens = TokenCheck(self) if self.config.train.shard_checks else None
-        if self.tokens is None:
-            self.say("token shards are not compared with the encode stage's manifest: train.shard_checks is false")
-
-    def _build_engine(self) -> None:
-        train = self.config.train
-        chosen, self.precision_reason = agreed_precision(train.precision, self.progress.precision, self.ranks)
-        self.progress, precision = dataclasses.replace(self.progress, precision=chosen), DTYPES[chosen]
-        self.decided = changed(self.config, {"train.precision": chosen})
-        # Nothing uses this generator yet. Later uses must not differ between starts, nor may checkpoints' bytes.
-        torch.manual_seed(self.config.seed + self.ranks.rank)
-        self.as_rehearsed = (f"--config {shlex.quote(str(self.work.run.folder.absolute() / 'config.yaml'))} "
-                             f"model.vocab_size={self.model_config.vocab_size}")
-        with (initial_values(self.work, self.model_config, self.ranks, begun=self.has_checkpoint) as initial,
-              memory_explained(None, self.ranks, self.progress.step, self.as_rehearsed, first=True)):
-            self.engine = build_engine(self.decided, self.model_config, self.grid, precision, self.batch.accumulation,
-                                       initial)
-        if compiles(train, self.ranks.device, self.config.parallel):
-            self.watchdog.step_s = COMPILED_STEP_S
-
-    def _prepare_saving(self) -> None:
-        self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
-                                self.recorder.event, self._saved,
-                                (lambda: None) if self.tokens is None else self.tokens.refuse_damaged)
-        with self.paused():
-            if self.found:
-                load(self.found[0], self.engine, self.ranks, self.progress.updates)
-            self.saver.prepare(self.engine.state_shards())
-
-    def _open_log(self) -> None:
-        precision = DTYPES[self.progress.precision]
-        # Peak FLOP/s are known for bf16. fp8 is measured against them too, so that its MFU compares with that of bf16.
-        self.recorder.open(self.progress, precision == torch.bfloat16)
-        for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
-                     *kernel_lines(self.config, self.engine, self.ranks.device, precision),
-                     *fp8_lines(self.decided, self.model_config, self.grid.tensor, self.ranks.device)]:
-            self.say(text)
-
-    def _make_hooks(self) -> None:
-        train = self.config.train
-        self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
-        compared_every = train.guards.replica_hash_every if self.ranks.world > 1 else None
-        with self.paused():  # validation text and the vocabulary are read
-            self.hooks: list[Hook] = [
-                Saving(train.checkpoint.every_minutes),
-                *([] if self.tokens is None else [self.tokens]),
-                *([] if self.uploads is None else [self.uploads]),
-                self.stop,
-                *([] if compared_every is None else [ReplicaCheck(self.ranks, self.nodes, compared_every)]),
-                *(settings.open(self) for settings in HOOKS.made(train.hooks)),
-                *([] if train.norms_every is None else [Norms()]),
-                Validation(self),
-                *([Fp8Watch(self.engine, self.ranks.device)] if self.progress.precision == "fp8" else []),
-                Samples(self),
-                *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
-                Garbage()]
-        self.engine.before_update = self._before_update
-        self.work.run.forget_manifests()  # with very many shards they are large
 
     # ---- the loop
 
@@ -289,7 +169,7 @@ class Loop:
         step = self.progress.step + 1
         self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
         self.watchdog.step_begins()
-        with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.done):
+        with memory_explained(self.engine, self.ranks, step, self.rehearsal, first=not self.done):
             result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
                                       self.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
@@ -354,7 +234,7 @@ class Loop:
         self.step_began = time.perf_counter()
         self.watchdog.pulse(first=entered)  # a new phase has new shapes
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Continue from `self.progress`: at the start, and after a rollback."""
         self.guards.go_on(self.progress.guards, len(self.guards.rollbacks))
         self._enter_phase()
@@ -365,7 +245,7 @@ class Loop:
     def _enter_phase(self) -> None:
         """Use the batch and the sequence length of the next step's phase. Log the phase if it begins here."""
         self.phase = self.plan.phase_of(self.progress.step + 1)
-        self.batch = self.batch_of_phase[self.phase.number]
+        self.batch = self.phase_batches[self.phase.number]
         self.guards.batch_sequences = self.batch.sequences
         # By the full-attention formula: 6 x matrix parameters + attention, not halved.
         self.recorder.flops_per_token = self.model_config.flops_per_token(self.batch.sequence_length, causal=False)
@@ -398,7 +278,7 @@ class Loop:
         self.recorder.event("rolled_back", step=progress.step, train_s=train_s(progress),
                             lost_s=round(time.perf_counter() - self.step_began, 3))
         self.recorder.flush()  # before the next step's line, from whose time it would be dated
-        self._begin()
+        self.begin()
 
     # ---- the end
 
@@ -487,10 +367,10 @@ class Loop:
             if error is None:  # after a failure the other ranks are not here, so no barrier
                 ends.callback(stop_ranks)
             ends.callback(self.recorder.close)
-            if self.tokens is not None:
+            if self.token_check is not None:
                 if isinstance(error, DamagedTokensError):
-                    ends.callback(self.tokens.note_damage)
-                ends.callback(self.tokens.close)
+                    ends.callback(self.token_check.note_damage)
+                ends.callback(self.token_check.close)
             if isinstance(error, (UserError, OSError)):
                 # The save in flight is valid, and all ranks are still there. On a full disk an unfinished save is
                 # removed, which makes room for the error message.
@@ -512,16 +392,9 @@ class Loop:
         ranks, train = self.ranks, self.config.train
         return {"samples": self.progress.samples, "startup": self.startup, "drift": self.work.drift,
                 "parallel": self.config.parallel.model_dump(),
-                "micro_batch": [batch.micro_batch for batch in self.batch_of_phase] if self.plan.declared else
+                "micro_batch": [batch.micro_batch for batch in self.phase_batches] if self.plan.declared else
                 self.batch.micro_batch, "device": ranks.device_name or ranks.device.type,
                 "deterministic": is_deterministic(ranks.device, train.deterministic),
                 "precision": self.progress.precision, "attention": self.engine.attention.backend.name,
                 "flash": self.engine.flash, "compile": train.compile, **packing_facts(self.data),
                 "torch": torch.__version__, "job": os.environ.get("SLURM_JOB_ID", "")}
-
-    def _about(self) -> Record:
-        """Fields of a checkpoint's marker on how it was made. Rank 0 writes the marker; {} on the others."""
-        if not self.ranks.leads:
-            return {}
-        return {"config": self.config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),
-                "code": code_hashes(STAGES["train"], self.config)}

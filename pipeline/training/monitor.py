@@ -68,7 +68,7 @@ class Validation(Hook):
 
     def __init__(self, loop: Loop) -> None:
         texts = loop.ranks.by_leader(lambda: validation_texts(loop))
-        first = loop.batch_of_phase[0]  # the first phase's length in all phases, so that the values form one curve
+        first = loop.phase_batches[0]  # the first phase's length in all phases, so that the values form one curve
         self.batches = ValidationBatches(texts, length=first.sequence_length, batch=first.micro_batch,
                                          rank=loop.grid.data_rank, world=loop.grid.data_ranks)
         self.batches.keep_own()

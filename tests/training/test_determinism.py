@@ -8,7 +8,7 @@ import torch
 import torch._inductor.config as inductor
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.training import loop
+from drover.pipeline.training import set_up
 from drover.pipeline.training.determinism import is_deterministic, make_deterministic
 from tests.refusal import refused
 
@@ -52,9 +52,9 @@ def test_own_choices_stay_and_one_that_cannot_be_is_refused(monkeypatch):
 
 def test_training_asks_for_it_before_it_touches_a_device(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    monkeypatch.setattr(loop, "start_ranks", lambda patience: pytest.fail("the device was there first"))
+    monkeypatch.setattr(set_up, "start_ranks", lambda patience: pytest.fail("the device was there first"))
     config = SimpleNamespace(train=SimpleNamespace(deterministic=True))
-    refused(UserError, "CUBLAS_WORKSPACE_CONFIG", loop.Loop(SimpleNamespace(config=config), None).run)
+    refused(UserError, "CUBLAS_WORKSPACE_CONFIG", set_up.set_up, SimpleNamespace(config=config), None, None)
 
 
 def test_a_cpu_always_is_and_a_gpu_where_it_is_asked_to_be():

@@ -21,7 +21,11 @@ from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from drover.pipeline.contract.stage_work import Work
+    from drover.pipeline.parallel.ranks import Ranks
+    from drover.pipeline.training.data.step_batches import StepBatches
     from drover.pipeline.training.loop import Loop
+    from drover.pipeline.training.recorder import Recorder
 
 DAMAGED = "token_shards_damaged"
 """The event: the steps after `step`, the newest checkpoint's, may have read damaged tokens and are repeated."""
@@ -35,13 +39,15 @@ class TokenCheck(Hook):
     """This rank's part of the comparison. Each shard is hashed by one rank; one that was downloaded to every node, by
     one rank of each node."""
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop, table = loop, loop.batches.table
-        readers = [rank for rank, node in enumerate(loop.nodes) if node == loop.nodes[loop.ranks.rank]]
-        if loop.config.train.tokens_from is None:
-            readers = list(range(loop.ranks.world))
+    def __init__(self, work: Work, ranks: Ranks, nodes: Sequence[str], batches: StepBatches, recorder: Recorder
+                 ) -> None:
+        self.work, self.ranks, self.batches, self.recorder = work, ranks, batches, recorder
+        table = batches.table
+        readers = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
+        if work.config.train.tokens_from is None:
+            readers = list(range(ranks.world))
         self._unread = np.zeros(len(table), bool)
-        self._unread[readers.index(loop.ranks.rank)::len(readers)] = True
+        self._unread[readers.index(ranks.rank)::len(readers)] = True
         self._check, self._closed = InputCheck([]), False
         self._compare(table.rows("validation"))
 
@@ -74,9 +80,9 @@ class TokenCheck(Hook):
 
     def note_damage(self) -> None:
         """Log that steps will be repeated, and delete plans of packings that may be made of damage."""
-        self.loop.recorder.event(DAMAGED, step=max(map(step_of, self._checkpoints()), default=0))
-        if self.loop.ranks.leads:
-            for packing in self.loop.data.packings:
+        self.recorder.event(DAMAGED, step=max(map(step_of, self._checkpoints()), default=0))
+        if self.ranks.leads:
+            for packing in self.batches.data.packings:
                 forget(packing)
 
     def close(self) -> None:
@@ -87,7 +93,7 @@ class TokenCheck(Hook):
     def _compare(self, rows: np.ndarray) -> None:
         new = rows[self._unread[rows]]
         self._unread[new] = False
-        self._check.add(recorded_shards(self.loop.work, self.loop.batches.table, new.tolist()))
+        self._check.add(recorded_shards(self.work, self.batches.table, new.tolist()))
 
     def _error(self, problems: Iterable[str]) -> DamagedTokensError:
         saved = self._checkpoints()
@@ -95,4 +101,4 @@ class TokenCheck(Hook):
         return DamagedTokensError("\n".join([*filter(None, problems), newest]))
 
     def _checkpoints(self) -> list[Path]:
-        return complete_checkpoints(self.loop.work.folder)
+        return complete_checkpoints(self.work.folder)

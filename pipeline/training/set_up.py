@@ -1,0 +1,224 @@
+"""Set up one start of training: ranks, data, the checkpoint to continue from, the engine, and the hooks.
+
+`set_up` reads from top to bottom in the order in which things happen. What it returns is ready for the first step.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.checks import rank_problems
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.shipped import HOOKS
+from drover.pipeline.config.tree import Config, changed
+from drover.pipeline.contract.run import code_hashes
+from drover.pipeline.contract.stage_work import Work, git_state, software_versions
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import Record
+from drover.pipeline.parallel.compiling import compiles
+from drover.pipeline.parallel.fp8 import fp8_lines
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.ranks import start_ranks
+from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
+from drover.pipeline.records.hangs import write_places
+from drover.pipeline.records.metrics import OTHER_ORDER, new_drift
+from drover.pipeline.records.rollbacks import no_longer_left_out
+from drover.pipeline.training.async_saver import AsyncSaver
+from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.data.opening import refuse_beyond
+from drover.pipeline.training.data.step_batches import StepBatches
+from drover.pipeline.training.data.token_check import TokenCheck
+from drover.pipeline.training.determinism import make_deterministic
+from drover.pipeline.training.device_facts import memory_explained
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.guard_runner import GuardRunner
+from drover.pipeline.training.hooks import Hook
+from drover.pipeline.training.housekeeping import Garbage, Saving
+from drover.pipeline.training.initial_weights import initial_values
+from drover.pipeline.training.loop import Loop
+from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
+from drover.pipeline.training.precision import DTYPES
+from drover.pipeline.training.profiling import Profiling
+from drover.pipeline.training.rank_agreement import RankAgreement
+from drover.pipeline.training.recorder import Recorder
+from drover.pipeline.training.replicas import ReplicaCheck
+from drover.pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
+from drover.pipeline.training.stop_agreement import StopAgreement
+from drover.pipeline.training.summary import kernel_lines, summary_lines
+from drover.pipeline.training.uploads import Uploads
+from drover.pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
+
+
+class StartupTimes(dict[str, float]):
+    """Seconds of each part of a start, for its record. Compiling is part of the first step."""
+
+    def __init__(self) -> None:
+        super().__init__(imports=round(time.time() - psutil.Process().create_time(), 3))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the time within to a part."""
+        began = time.perf_counter()
+        yield
+        self[name] = round(self.get(name, 0.0) + time.perf_counter() - began, 3)
+
+
+def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
+    """Everything that the first step needs. Called on all ranks alike.
+
+    ends: closes at the end of the process what would keep it alive.
+
+    Raises:
+        UserError: this configuration, its data or its newest checkpoint cannot be trained on; the same on every rank.
+    """
+    config, train, times = work.config, work.config.train, StartupTimes()
+
+    with times.part("rendezvous"):
+        if train.deterministic:
+            make_deterministic()
+        ranks = start_ranks(longest_wait(config), work.store, config.launch.device)
+        agreement = RankAgreement.gather(ranks, work)
+
+    def say(text: str) -> None:
+        if ranks.leads:
+            work.say(text)
+    paused = partial(watchdog.paused, ranks.barrier)
+    for line in filter(None, (str(agreement), agreement.warning())):
+        say(line)
+    if ranks.leads:
+        write_places(work.folder, agreement.nodes)
+
+    # Each rank's place, and its part of the batch.
+    if problems := rank_problems(config, ranks.world):
+        raise UserError(f"This run does not fit {ranks.world} ranks: {listed(problems)}")
+    grid, plan = Grid(ranks, config.parallel), PhasePlan.of(train)
+    phase_batches = [BatchPlan.of(phase.train, config.parallel, ranks.world) for phase in plan.phases]
+
+    with times.part("data"), paused():
+        batches = StepBatches(work, grid, plan, phase_batches, say)
+    model_config = config.model.with_vocabulary(work.input("tokenizer")[1].counts["vocab_size"])
+
+    hooks = list[Hook]()  # filled at the end; what is built before may ask them when training runs
+    recorder = Recorder(work, ranks, plan)
+    with times.part("checkpoint"), paused():
+        checkpoints = Checkpoints(work.folder / CHECKPOINTS, ranks, say, needed=lambda step: (
+            step in config.convert.average or any(hook.needs(step) for hook in hooks)))
+        uploads = None
+        if train.checkpoint.copy_to is not None:
+            uploads = Uploads(work, ranks, checkpoints, train.checkpoint.copy_to, say, recorder.event)
+            ends.callback(uploads.close)  # its thread would keep this process
+        newest = (uploads or checkpoints).newest_valid()
+
+    with times.part("data"):
+        plan_changes = ranks.by_leader(
+            lambda: (newest and changed_future(*newest, plan)) or new_drift(work.folder, work.drift))
+        with paused():  # the rest of an epoch may have to be packed
+            guards = GuardRunner(work, ranks, batches.data, say)
+        progress = _continued(newest, work, guards, plan_changes)
+        if newest is not None:
+            say(f"continuing after step {progress.step} ({progress.samples:,} samples used) from {newest[0].name}")
+            if ranks.leads and (warning := changed_code(newest[0], code_hashes(STAGES["train"], config))):
+                say(warning)
+        for text in plan_changes:
+            say(f"plan changed: {text}")
+        if many := refuse_beyond(train, batches.data, say):
+            recorder.event("many_epochs", step=progress.step, planned_epochs=many)
+        token_check = TokenCheck(work, ranks, agreement.nodes, batches, recorder) if train.shard_checks else None
+        if token_check is None:
+            say("token shards are not compared with the encode stage's manifest: train.shard_checks is false")
+
+    with times.part("model"):
+        precision, precision_reason = agreed_precision(train.precision, progress.precision, ranks)
+        progress = replace(progress, precision=precision)
+        decided = changed(config, {"train.precision": precision})
+        # Nothing uses this generator yet. Later uses must not differ between starts, nor may checkpoints' bytes.
+        torch.manual_seed(config.seed + ranks.rank)
+        rehearsal = (f"--config {shlex.quote(str(work.run.folder.absolute() / 'config.yaml'))} "
+                     f"model.vocab_size={model_config.vocab_size}")
+        with (initial_values(work, model_config, ranks, begun=newest is not None) as initial,
+              memory_explained(None, ranks, progress.step, rehearsal, first=True)):
+            engine = build_engine(decided, model_config, grid, DTYPES[precision], phase_batches[0].accumulation,
+                                  initial)
+        if compiles(train, ranks.device, config.parallel):
+            watchdog.step_s = COMPILED_STEP_S
+
+    def saved(step: int) -> None:
+        for hook in hooks:
+            hook.on_saved(step)
+    with times.part("checkpoint"):
+        saver = AsyncSaver(checkpoints, ranks, train.checkpoint, _about(config) if ranks.leads else {}, say,
+                           recorder.event, saved,
+                           (lambda: None) if token_check is None else token_check.refuse_damaged)
+        with paused():
+            if newest is not None:
+                load(newest[0], engine, ranks, progress.updates)
+            saver.prepare(engine.state_shards())
+
+    with times.part("other"):
+        # Peak FLOP/s are known for bf16. fp8 is measured against them too, so that its MFU compares with that of bf16.
+        recorder.open(progress, DTYPES[precision] == torch.bfloat16)
+        for text in [*summary_lines(config, model_config, grid, batches.data, precision_reason),
+                     *kernel_lines(config, engine, ranks.device, DTYPES[precision]),
+                     *fp8_lines(decided, model_config, grid.tensor, ranks.device)]:
+            say(text)
+        stop = StopAgreement(ranks, work.run.folder, train.stop_after_minutes, work.began)
+        loop = Loop(work, watchdog, ranks, agreement.nodes, grid, plan, phase_batches, model_config, batches, engine,
+                    checkpoints, saver, recorder, guards, stop, hooks, progress, newest is not None, plan_changes,
+                    times, rehearsal, token_check)
+        with paused():  # validation text and the vocabulary are read
+            hooks += _hooks(loop, uploads)
+        work.run.forget_manifests()  # with very many shards they are large
+        loop.begin()
+    return loop
+
+
+def _continued(newest: tuple[Path, TrainingProgress] | None, work: Work, guards: GuardRunner,
+               plan_changes: list[str]) -> TrainingProgress:
+    """The progress to continue from, with the configured order of samples. Adds to `plan_changes` what follows from
+    it."""
+    order = guards.data.order
+    if plan_changes:
+        plan_changes += no_longer_left_out(guards.rollbacks, order.links)
+    if newest is None:
+        return TrainingProgress(plan_sha256=order.plan_at(0))
+    path, before = newest
+    now = order.plan_at(before.samples)
+    if plan_changes and before.plan_sha256 != now:
+        plan_changes.append(OTHER_ORDER)
+    return continued(path, before, now, bool(work.drift))
+
+
+def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
+    """All hooks, in the order in which they are called."""
+    train = loop.config.train
+    compared_every = train.guards.replica_hash_every if loop.ranks.world > 1 else None
+    return [
+        Saving(train.checkpoint.every_minutes),
+        *([] if loop.token_check is None else [loop.token_check]),
+        *([] if uploads is None else [uploads]),
+        loop.stop,
+        *([] if compared_every is None else [ReplicaCheck(loop.ranks, loop.nodes, compared_every)]),
+        *(settings.open(loop) for settings in HOOKS.made(train.hooks)),
+        *([] if train.norms_every is None else [Norms()]),
+        Validation(loop),
+        *([Fp8Watch(loop.engine, loop.ranks.device)] if loop.progress.precision == "fp8" else []),
+        Samples(loop),
+        *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
+        Garbage()]
+
+
+def _about(config: Config) -> Record:
+    """Fields of a checkpoint's marker on how it was made."""
+    return {"config": config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),
+            "code": code_hashes(STAGES["train"], config)}
