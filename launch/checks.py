@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib import metadata
 from math import inf
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
-from drover.launch.devices import masks_in, visible_gpus
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options, queued
 from drover.launch.processes import Environment
@@ -19,7 +16,6 @@ from drover.launch.slurm.options import option_problems, options_of, setup_probl
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.launching import SiteLimits, minutes
-from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
@@ -27,75 +23,55 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.core.console import counted, readable, say
-from drover.pipeline.core.errors import UserError, all_problems, all_told, listed
+from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from drover.pipeline.storage.store import Store, preflight
 
-_AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS",
-          "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE")
-CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
-               "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_BEARER_TOKEN"),
-               "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
-"""Prefixes of the variables that hold credentials, by kind of object store. Folders need none."""
-
-NO_VARIABLES = {"--cleanenv", "-e", "--containall", "-C"}
-"""Options of apptainer that keep the job's variables out of a container."""
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY",
+               "AZURE_STORAGE_SAS", "AZURE_CLIENT_")
+"""Prefixes of the variables that hold credentials of object stores."""
 
 
-def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True,
-                           installed: bool = False) -> None:
-    """Refuse all problems at once: of the configuration itself, and of its fit to the planned ranks.
+def configuration_problems(config: Config, jobs: list[Job], *, here: bool = True) -> list[str]:
+    """All problems of the configuration itself, and of its fit to the planned ranks.
 
-    here: the jobs see the file systems of this machine. installed: as if no package were missing.
+    here: the jobs see the file systems of this machine.
     """
-    found, running = problems(config), {job.stage: job for job in jobs if job.to_run}
+    found = problems(config)
+    running = {job.stage: job for job in jobs if job.to_run}
     if here and running and (obstacle := blocked(config.folder, write=True)) is not None:
         found.append(obstacle)
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
     for stage, job in running.items():
-        if job.own_python and not installed:
+        if job.own_python:
             found += absent_packages(config, stage)
     if "train" in running:
         found += [*rank_problems(config, running["train"].ranks), *absent_attention(config)]
-    if found:
-        raise refusal(found, path)
+    return found
 
 
-def refuse_all(what: str, found: list[str]) -> None:
-    """Refuse one problem alone, several as a list below the heading `what`."""
-    if found:
-        raise UserError(all_problems(found, what, len(found)))
+def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
+                   showing: bool) -> list[str]:
+    """All that this machine or the cluster would refuse or fail at later, of a valid configuration.
 
-
-def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
-                known: Sequence[str] = (), valid: bool = True, showing: bool = False) -> None:
-    """Refuse at once all that this machine or the cluster would refuse or fail at later.
-
-    known: other problems. valid: the configuration has no problem, so that training can be planned.
     environment: of the shell that submits. showing: jobs are only shown, perhaps not on the machine that will submit.
     """
-    found = [*known, *credential_problems(run.config, environment)]  # the configuration will be in the run folder
-    running = [job for job in jobs if job.to_run]
-    away = options.cluster == "slurm"
-    if away or sys.platform != "darwin":
-        found += device_problems(run.config)
-    if away:
-        found += environment_problems(run.config, environment)
-        found += loss_problems(run.config, running)
-        found += cluster_problems(run.config, running, [] if showing else Scheduler().node_kinds())
-    if run.config.launch.check_fit and valid:
-        elsewhere = showing and away
-        found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
-    all_told(partial(refuse_all, "This cannot be started", found),
-             *[partial(refuse_unsound, run, jobs, options, showing=showing)] * valid)
-
-
-def device_problems(config: Config) -> Iterator[str]:
-    """Whether stages that do not run on a Mac would use its GPU."""
-    if config.launch.device == "mps":
-        yield "launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto."
+    config, running = run.config, [job for job in jobs if job.to_run]
+    found = credential_problems(config)  # the configuration will be in the run folder
+    slurm = options.cluster == "slurm"
+    if config.launch.device == "mps" and (slurm or sys.platform != "darwin"):
+        found.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
+    if slurm:
+        found += environment_problems(config, environment)
+        found += loss_problems(config, running)
+        found += cluster_problems(config, running, [] if showing else Scheduler().node_kinds())
+    if config.launch.check_fit:
+        found += memory_problems(config, running, options)
+        if not (showing and slurm):
+            found += disk_problems(run, disk)
+    return found + refusals(partial(refuse_unsound, run, jobs, options))
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
@@ -131,11 +107,8 @@ def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
                f"launch.check_fit=false starts it anyway.")
 
 
-def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
-    """Refuse what a stage would refuse later: missing files and stale stages.
-
-    If jobs are only shown, inputs may still be missing.
-    """
+def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
+    """Refuse what a stage would refuse later: missing files and stale stages."""
     asked, running = {job.stage for job in jobs}, _running(jobs)
     _refuse_absent_files(run.config, running)
     if "train" in running:
@@ -157,24 +130,13 @@ def _running(jobs: Sequence[Job]) -> list[str]:
     return [stage for stage in STAGES if any(job.stage == stage and job.to_run for job in jobs)]
 
 
-def absent_stages(run: Run, jobs: Sequence[Job]) -> list[str]:
-    """Stages that the jobs need, directly or not, and that are neither done nor among them."""
-    found, frontier = {job.stage for job in jobs}, _running(jobs)
-    while frontier:
-        new = {need for need in STAGES[frontier.pop()].needs if need not in found and run.manifest(need) is None}
-        found |= new
-        frontier += new
-    return [stage for stage in STAGES if stage in found - {job.stage for job in jobs}]
-
-
-def absence(run: Run, jobs: Sequence[Job], absent: Sequence[str]) -> list[str]:
-    """A sentence, if stages are absent."""
-    are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
-    wanted = _named({job.stage for job in jobs}.union(absent))
-    may_reuse = run.config.reuse is None and all(STAGES[stage].reusable for stage in absent)
-    other = ", or use the finished stages of another run with reuse=<folder>" if may_reuse else ""
-    return [f"{', '.join(_running(jobs))} cannot start: {', '.join(absent)} of {run.folder} {are} not done and not "
-            f"requested. Request {them} too ({wanted}, or --stage all){other}."] * bool(absent)
+def absence(run: Run, jobs: Sequence[Job]) -> list[str]:
+    """A sentence, if the jobs need stages that are neither done nor among them."""
+    running, requested = _running(jobs), {job.stage for job in jobs}
+    absent = [stage for stage in before(running) if stage not in requested and run.manifest(stage) is None]
+    return [f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} are not done and not requested. "
+            f"Request them too ({_named(requested.union(absent))}), or use finished stages of another run "
+            f"(reuse=<folder>)."] * bool(absent)
 
 
 def _named(stages: set[str]) -> str:
@@ -228,109 +190,52 @@ def environment_problems(config: Config, environment: Environment) -> Iterator[s
     for name in launch.secrets:
         if not environment.get(name):
             yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
-    if launch.container.runtime == "apptainer" and (bare := NO_VARIABLES.intersection(launch.container.options)):
-        yield (f"launch.container.options has {', '.join(sorted(bare))}, with which ranks would lack the variables of "
-               f"the job. Leave it out.")
-    most, masks = max(launch.gpus_per_node, launch.train.gpus_per_node or 0), masks_in(launch.environment)
-    if masks and visible_gpus(launch.environment) < most:
-        yield (f"launch.environment has {masks}, which shows {visible_gpus(launch.environment)} of {most} GPUs to "
-               f"every rank (gpus_per_node). Leave it out, or request fewer.")
     if "PYTHONPATH" in launch.environment:
         yield ("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add folders to it in "
                "launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
 
 
 def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
-    """What the cluster would refuse, or what a job would fail at there. nodes: of the cluster; () if unknown."""
+    """What the cluster would refuse or never start. nodes: of the cluster; () if unknown."""
     launch, site = config.launch, config.launch.limits
     yield from option_problems(launch, jobs)
-    found: dict[str, list[str]] = {}
+    jobs_by_problem: dict[str, list[str]] = {}
     for job in jobs:
-        for text in _misfits(job, nodes, site, requested=launch.request_gpus):
-            found.setdefault(text, []).append(job.key)
+        for text in _misfits(job, nodes, site, request_gpus=launch.request_gpus):
+            jobs_by_problem.setdefault(text, []).append(job.key)
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
             yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before its end "
                    f"(launch.signal_s): no time would be left to train.")
-    yield from (f"{', '.join(keys)}: {text}." for text, keys in found.items())
+    yield from (f"{', '.join(keys)}: {text}." for text, keys in jobs_by_problem.items())
     if site.jobs is not None and (count := queued(jobs)) > site.jobs:
         yield (f"{count} jobs would be queued, although no stage is divided; the site allows {site.jobs} "
                f"(launch.limits.jobs; without it, what Slurm says). Request fewer stages at a time (--stage), or fewer "
                f"links.")
 
 
-def megabytes(mem: str | None) -> int:
-    """MB in Slurm's notation (`launch.mem`); 0 for none."""
-    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", mem or "0").groups()  # type: ignore[union-attr]
-    return int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
-
-
-def _partitions(job: Job) -> set[str]:
-    return set(filter(None, (job.asked.partition or "").split(",")))
-
-
-def _candidates(job: Job, nodes: Sequence[NodeKind]) -> list[NodeKind]:
-    """Nodes of the partitions that a job requests, or of the usual one."""
-    names = _partitions(job)
-    return [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
-
-
-def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits, *, requested: bool) -> Iterator[str]:
-    """What a job requests that the site or its partition does not allow, or that its nodes do not have.
-
-    requested: whether it requests its GPUs from Slurm.
-    """
-    partitions, names = {kind.partition for kind in nodes}, _partitions(job)
-    if nodes and (absent := sorted(names - partitions)):
-        yield (f"there is no partition {', '.join(absent)} (launch.partition); there are "
-               f"{', '.join(sorted(partitions))}")
-    there = _candidates(job, nodes)
-    name = "/".join(sorted({kind.partition for kind in there}))
+def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits, *, request_gpus: bool) -> Iterator[str]:
+    """What a job requests that the site or its partition does not allow, or that its nodes do not have."""
+    names = {*(job.asked.partition or "").split(",")} - {""}
+    if nodes and (absent := sorted(names - {kind.partition for kind in nodes})):
+        yield f"there is no partition {', '.join(absent)} (launch.partition); `sinfo` shows those that there are"
+    kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
     limits = [("the site (launch.limits)", site.nodes or inf, minutes(site.time) if site.time else inf)]
-    if there and "qos" not in options_of(job):  # which may lift the limits of a partition
-        limits.append((f"the partition {name} (without launch.qos)", max(kind.most for kind in there),
-                       max(seconds(kind.longest, inf) for kind in there) / 60))
+    if kinds and "qos" not in options_of(job):  # which may lift the limits of a partition
+        limits.append((f"the partition {kinds[0].partition} (without launch.qos)", max(kind.most for kind in kinds),
+                       max(seconds(kind.longest, inf) for kind in kinds) / 60))
     for who, most, longest in limits:
         if job.all_nodes > most:
             yield f"requests {job.all_nodes} nodes, but {who} allows {most:g}: request fewer (--nodes)"
         if job.minutes > longest:
             yield (f"requests {job.minutes} min, but {who} allows {longest:g}: request less (launch.time, "
                    f"launch.<stage>.time); training continues by itself")
-    cores, memory = job.tasks_per_node * job.cpus_per_task, megabytes(job.asked.mem)
-    gpus = job.gpus_per_node if requested else 0
-    fit = sum(kind.nodes for kind in there
-              if kind.cpus >= cores and kind.gpus >= gpus and kind.memory_mb >= memory)
-    if fit >= job.all_nodes or not there:
-        return
-    has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
-    yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs, "
-           f"{memory:,} MB each, but the partition {name} has {has}. A rank, or a job without ranks, gets launch.cpus "
-           f"cores; a node gets launch.gpus_per_node or launch.processes ranks"
-           + "; launch.request_gpus=false requests no GPUs, where Slurm gives whole nodes without counting theirs"
-           * bool(gpus and not any(kind.gpus for kind in there)))
-
-
-def fitting(config: Config, jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> dict[str, int]:
-    """Settings with which jobs would fit the cluster: fewer nodes, cores, GPUs and ranks, and less time."""
-    launch = config.launch
-    settings = dict[str, int]()
-    for job in jobs:
-        kinds = _candidates(job, nodes)
-        if not kinds:
-            continue
-        best = max(kinds, key=lambda kind: (min(kind.nodes, kind.most) >= job.all_nodes,
-                                            min(kind.gpus, job.gpus_per_node), kind.cpus))
-        most, longest = min(best.nodes, best.most), seconds(best.longest, inf) / 60
-        gpus = min(best.gpus, job.gpus_per_node) if launch.request_gpus else job.gpus_per_node
-        tasks = min(gpus or launch.processes or 1, best.cpus) if job.ranks else 1
-        own = launch.of(job.stage)
-        for name, value, planned in (
-                ("nodes", most - job.spare_nodes, job.nodes), ("time", longest, job.minutes),
-                ("gpus_per_node", gpus, job.gpus_per_node), ("cpus", best.cpus // tasks, job.cpus_per_task),
-                ("processes", tasks, (launch.processes or 1) if job.ranks and not gpus else 1)):
-            key = f"launch.{name}" if getattr(own, name, None) is None else f"launch.{job.stage}.{name}"
-            if value < planned:
-                settings[key] = min(int(value), settings.get(key, int(value)))
-    return settings
+    cores = job.tasks_per_node * job.cpus_per_task
+    gpus = job.gpus_per_node if request_gpus else 0
+    if kinds and sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus) < job.all_nodes:
+        have = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs" for kind in kinds)
+        yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs each, but the partition "
+               f"has {have}: change launch.cpus, launch.gpus_per_node, launch.processes or launch.partition "
+               f"(launch.request_gpus=false requests no GPUs, where Slurm does not count them)")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, here: bool) -> None:
@@ -345,40 +250,15 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environ
     for stage, (key, url) in wanted.items():
         if url is None or not any(job.stage == stage and job.to_run for job in jobs):
             continue
-        if not here and not any(name.startswith(CREDENTIALS.get(url.partition(":")[0], ("",))) for name in environment):
+        if not (here or any(name.startswith(CREDENTIALS) for name in environment)):
             say("note", f"{key} {url} is not tried from here, because this shell has no credentials for it")
             continue
         try:
             preflight(Store(url))
         except UserError as error:
             found.append(f"{key}: {error}")
-    refuse_all("Uploads to an object store would fail", found)
-
-
-def refuse_wrong_packages(extras: Collection[str]) -> None:
-    """Refuse packages that are missing, or whose versions Drover and these extras do not allow: jobs would fail hours
-    later.
-
-    Raises:
-        UserError: names all of them, and the command that repairs it.
-    """
-    from packaging.requirements import Requirement
-
-    found = []
-    try:
-        wanted = map(Requirement, metadata.requires("drover") or [])
-    except metadata.PackageNotFoundError:
-        return  # run from a checkout without an installation; a missing package shows at import
-    for requirement in wanted:
-        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
-            versions = [one.version for one in metadata.distributions(name=requirement.name)][:1]
-            if not versions:
-                found.append(f"{requirement.name} is not installed")
-            elif not requirement.specifier.contains(versions[0], prereleases=True):
-                found.append(f"{requirement.name} is {versions[0]}, but {requirement.specifier} is needed")
     if found:
-        raise UserError(f"The Python environment does not fit:\n{listed(found)}\n"
-                        f"`pip install --editable '.[{','.join(sorted(extras))}]'` in the checkout repairs it.")
+        raise UserError(all_problems(found, "Uploads to an object store would fail"))
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:
@@ -396,7 +276,8 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
         if stage == "shard":
             found += [f"{stage}: {problem}" for problem in absent_columns(
                 config.shard, [(name, str(path)) for name, path in files])]
-    refuse_all("Inputs of the stages are missing or cannot be used", found)
+    if found:
+        raise UserError(all_problems(found, "Inputs of the stages are missing or cannot be used", len(found)))
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:

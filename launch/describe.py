@@ -7,21 +7,18 @@ from itertools import starmap
 
 from drover.launch.forecast import (
     Disk,
-    gathered_bytes_per_layer,
     planned_consumption,
     shape_of,
     state_bytes_per_rank,
 )
 from drover.launch.plan import Job, Options, code_path, elements_asked
-from drover.model.config import ModelConfig
-from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import aligned, counted, duration, echo, first, readable
-from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
 """Cores, GPUs and memory are per node."""
@@ -83,24 +80,17 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
 
 def training_facts(config: Config, job: Job) -> list[str]:
     """What the settings of train amount to: tokens, sequences, gradient accumulation, parameters, memory."""
-    train, model, parallel, ranks = config.train, config.model, config.parallel, job.ranks
+    train, model, ranks = config.train, config.model, job.ranks
     # Finished training is shown too, and need not fit today's ranks.
     fits, known, plan = not rank_problems(config, ranks), shape_of(config), PhasePlan.of(train)
-    lines = [f"batch     {BatchPlan.of(phase.train, parallel, ranks)}"
+    lines = [f"batch     {BatchPlan.of(phase.train, config.parallel, ranks)}"
              f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
     lines += [f"length    {train.steps:,} steps = {plan.tokens:,} tokens",
               f"model     {known.parameter_count:,} parameters: {shape}" if known else
-              f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
+              f"model     {shape}; parameters are known once the tokenizer is"]
     if not known or not fits:
         return lines
-    if parallel.pp > 1:
-        lines.append(f"pipeline  {stages_text(config)}")
-    if parallel.cp > 1:
-        longest = with_largest(config, ranks).train.sequence_length
-        gathered = readable(gathered_bytes_per_layer(config, ranks))
-        lines.append(f"context   {longest // parallel.cp:,} tokens of each sequence on a rank; "
-                     f"keys and values are all-gathered, {gathered} a layer")
     if state := state_bytes_per_rank(config, ranks):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and optimizer state; activations come "
                      f"on top")
@@ -130,27 +120,6 @@ def consumption_lines(run: Run, text: int = 0) -> list[str]:
     elif text and plan.tokens / text > MANY and train.max_epochs is None:
         lines.append(repetition("all sources, at one token a byte", plan.tokens / text))
     return [f"{'data' if not number else '':<9} {line}" for number, line in enumerate(lines)]
-
-
-def stages_text(config: Config) -> str:
-    """How the layers are distributed over pipeline stages."""
-    parallel = config.parallel
-    held = [len(layers) for layers in stage_layers(shape_of(config) or config.model, parallel.stages)]
-    inner = sorted(set(held[1:-1]))
-    between = f"{' or '.join(map(str, inner))} in those between, " if inner else ""
-    return (f"{parallel.pp} ranks, {parallel.stages} stages: {held[0]} layers and the embedding in the first, "
-            f"{between}{held[-1]} and the output matrix in the last")
-
-
-def _departures(model: ModelConfig) -> list[str]:
-    """How the network differs from a Llama, a line for each difference."""
-    wide = model.head_dim and model.heads * model.head_dim != model.dim
-    full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""
-    found = {"biases of queries, keys and values": model.qkv_bias, f"heads {model.head_dim} wide": wide,
-             "queries and keys normed (QK-norm)": model.qk_norm,
-             f"a sliding window of {model.sliding_window or 0:,} tokens{full}": model.sliding_window is not None,
-             f"no rotary embedding in one layer of {model.no_rope_layer_interval}": model.no_rope_layer_interval}
-    return [f"           with {what}" for what, holds in found.items() if holds]
 
 
 def by_hand(job: Job) -> str:

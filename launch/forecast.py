@@ -4,16 +4,14 @@ launcher refuse what does not fit."""
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from drover.launch.plan import Job
 from drover.model.config import ModelConfig
-from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import network, vocabulary_size
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.tree import Config
@@ -29,18 +27,16 @@ if TYPE_CHECKING:
 WEIGHT_BYTES = 4
 """Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
 state comes on top."""
-EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 TOKENS_PER_BYTE = 0.3
 """The most tokens per byte of text with a trained vocabulary."""
 UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 2}
-"""Estimates of the bytes of text in a byte of such a file. English text and Python code have 2.8 to 4.1 in the first
-two, 1.7 to 3.5 in Parquet."""
+"""Estimates of the bytes of text in a byte of such a file."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes that the planned stages will write, by kind in `parts`, and the bytes free there. What is unknown is not
-    counted. text: bytes of the sources' files, if these are to be read and are all that is; 0: unknown."""
+    """Estimate of the bytes that the planned stages write, by kind in `parts`, and the bytes free there. What is
+    unknown is not counted. text: bytes of text of the sources; 0: unknown."""
 
     needed: int
     free: int
@@ -78,42 +74,41 @@ def planned_consumption(run: Run) -> Consumption | None:
 
 
 def kept_checkpoints(config: Config) -> int:
-    """The most checkpoints on disk at one time. A new one is complete before an old one is removed."""
-    train, permanent = config.train, config.train.checkpoint.permanent_every
-    uploading = 0 if train.checkpoint.copy_to is None else 2  # one in progress, and one that waits
-    averaged = sum(1 for step in config.convert.average if permanent is None or step % permanent)
-    return train.checkpoint.keep + 1 + uploading + (train.steps // permanent if permanent else 0) + averaged
+    """Checkpoints that are on disk at one time. A new one is complete before an old one is removed."""
+    train = config.train
+    permanent = train.checkpoint.permanent_every
+    return train.checkpoint.keep + 1 + (train.steps // permanent if permanent else 0) + len(config.convert.average)
 
 
 def disk(config: Config, jobs: list[Job]) -> Disk:
     """What the jobs that will run write under the run folder, less what they have already written."""
     running = {job.stage for job in jobs if job.to_run}
     parts: dict[str, int] = {}
-    text, packed = corpus_bytes(config) if running & {"shard", "encode"} else (0, False)
+    text = corpus_bytes(config) if running & {"shard", "encode"} else 0
     if "shard" in running:
-        parts["text shards and their staging" + ", an estimate for packed input" * packed] = 2 * text
+        parts["text shards and their staging"] = 2 * text
     if "encode" in running:
-        bytes_per_token = 4 if (vocabulary_size(config) or 0) > 65536 or config.encode.dtype == "uint32" else 2
-        parts["token shards"] = int(text * TOKENS_PER_BYTE * bytes_per_token)
+        parts["token shards"] = int(text * TOKENS_PER_BYTE * (4 if (vocabulary_size(config) or 0) > 65536 else 2))
     shape, states, kept = shape_of(config), optimizer_bytes(config), kept_checkpoints(config)
     if shape is not None and states is not None and "train" in running:
         parts[f"up to {kept} checkpoints"] = kept * math.ceil(shape.parameter_count * WEIGHT_BYTES + states)
     if shape is not None and "convert" in running:
-        parts["the export"] = shape.parameter_count * EXPORT_BYTES[config.convert.dtype]
+        parts["the export"] = shape.parameter_count * (4 if config.convert.dtype == "float32" else 2)
     folder = config.folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    written = sum(_size(folder / stage) for stage in running)
-    known = text if all(source.kind != "hf" for source in config.shard.sources) else 0
-    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts, known)
+    written = 0
+    with suppress(OSError):  # of a run that is at work, files may be removed meanwhile
+        written = sum(path.stat().st_size for stage in running for path in (folder / stage).rglob("*"))
+    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts, text)
 
 
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
-    """The least bytes of weights, gradients and optimizer state on a rank, without activations.
+    """The least bytes of weights, gradients and optimizer state on a rank, without activations; None while the
+    vocabulary is unknown. `drover rehearse` counts all that a step takes.
 
     FSDP2 holds all in fp32, sharded over dp_shard x cp x tp ranks. parallel.reduce=last adds gradients that are sharded
     over tp only, and parallel.reshard=never the all-gathered weights. With pipeline parallelism a step holds both, for
-    all stages of a rank, and torch keeps buffers for each micro-batch's hidden states and their gradients; the rank
-    with the most weights counts.
+    all stages of a rank; the rank with the most weights counts.
     ZeRO shards the fp32 master weights and the state over all ranks (on the GPU unless offloaded), gradients from stage
     2 on, and weights, which are in bf16, from stage 3 on.
     """
@@ -122,58 +117,24 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
         return None
     count = shape.parameter_count
     if parallel.engine == "fsdp2":
-        sharers, width = ranks // (parallel.sizes(ranks).replicate * parallel.pp), _width(config)
-        spread = (2 * WEIGHT_BYTES * count + states) / sharers
-        if parallel.pp == 1:
-            gathered = width if parallel.reshard == "never" and sharers > parallel.tp else 0
-            whole = gathered + (WEIGHT_BYTES if parallel.reduce == "last" else 0)
-            return math.ceil(spread + whole * count / parallel.tp)
-        in_steps = largest_share(shape, parallel) * (spread + (WEIGHT_BYTES + width) * count / parallel.tp)
-        return math.ceil(in_steps + _received(config, ranks) * width)
+        sharers = ranks // (parallel.sizes(ranks).replicate * parallel.pp)
+        width = {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
+        pipelined = parallel.pp > 1
+        unsharded = width if pipelined or (parallel.reshard == "never" and sharers > parallel.tp) else 0
+        if pipelined or parallel.reduce == "last":
+            unsharded += WEIGHT_BYTES
+        total = (2 * WEIGHT_BYTES * count + states) / sharers + unsharded * count / parallel.tp
+        return math.ceil(total * (largest_share(shape, parallel) if pipelined else 1))
     master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
     gradients = 4 * count / (ranks if parallel.zero_stage >= 2 else 1)
     weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)
     return math.ceil(master + gradients + weights)
 
 
-def _received(config: Config, ranks: int) -> int:
-    """Numbers in torch's buffers for hidden states and their gradients in a pipeline: of every micro-batch, for every
-    stage of a rank."""
-    parallel = config.parallel
-    batch = BatchPlan.of(with_largest(config, ranks).train, parallel, ranks)
-    tokens = batch.micro_batch * batch.sequence_length // (parallel.cp * parallel.tp)
-    return 2 * (parallel.stages // parallel.pp) * batch.accumulation * tokens * config.model.dim
-
-
-def _width(config: Config) -> int:
-    """Bytes of a number in the computing precision; bf16 if none is chosen."""
-    return {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
-
-
-def gathered_bytes_per_layer(config: Config, ranks: int) -> int:
-    """Bytes of the keys and values that context parallelism all-gathers on each rank for a layer, in the computing
-    precision; bf16 if none is chosen."""
-    model, batch = config.model, BatchPlan.of(with_largest(config, ranks).train, config.parallel, ranks)
-    kv_heads = model.kv_heads // config.parallel.tp
-    return 2 * batch.micro_batch * batch.sequence_length * kv_heads * model.head_width * _width(config)
-
-
-def corpus_bytes(config: Config) -> tuple[int, bool]:
-    """Bytes of the sources' files, and whether these are an estimate because some are packed. The sizes of Hub data
-    sets are unknown before they are read."""
-    text, packed = 0, False
+def corpus_bytes(config: Config) -> int:
+    """Bytes of text in the sources' files; 0 if unknown, as for Hub data sets before they are read."""
+    text = 0
     with suppress(UserError):  # a missing file: another check refuses it
         for file in listed_files(STAGES["shard"].input_files(config, "unit_files")):
-            factor = UNPACKED.get(PurePath(file["path"]).suffix.lower(), 1)
-            text += factor * file["bytes"]
-            packed |= factor > 1
-    return text, packed
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # a temporary file that is gone
-                total += Path(root, name).stat().st_size
-    return total
+            text += UNPACKED.get(PurePath(file["path"]).suffix.lower(), 1) * file["bytes"]
+    return 0 if any(source.kind == "hf" for source in config.shard.sources) else text

@@ -22,23 +22,18 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 import argparse
 import json
 import os
-import shlex
 import shutil
-from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
 from drover.launch.arguments import add_config, configuration, overrides, refuse_unusable_places
 from drover.launch.checks import (
     absence,
-    absent_stages,
     configuration_problems,
-    fitting,
-    refuse_jobs,
     refuse_unusable_stores,
     say_absent,
+    start_problems,
 )
 from drover.launch.describe import by_hand, print_plan
 from drover.launch.forecast import Disk, disk
@@ -46,18 +41,16 @@ from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.rehearsing import rehearse_training
 from drover.launch.slurm.sbatch import scripts
-from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.submission import for_slurm, submit_chain, with_site_limits
-from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.places import make_folder
-from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.preparation import note_done
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES, parse_stages
+from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.console import echo
-from drover.pipeline.core.errors import UserError, absent, refusals
+from drover.pipeline.core.errors import UserError, absent, all_problems
 
 
 @dataclass(frozen=True)
@@ -99,40 +92,39 @@ def _planned(options: argparse.Namespace) -> Request:
     """Plan, and print the plan unless it is for programs.
 
     Raises:
-        UserError: names all that cannot work, with a command that can where there is one.
+        UserError: names all that cannot work.
     """
     if options.stage is None:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     config, stages = configuration(options), parse_stages(options.stage)
-    cluster, where, misplaced = _cluster(options)
-    here, showing, machine = cluster == "local", options.dry_run, find_machine(config.launch.device)
+    cluster, where, problems = _cluster(options)
+    here, showing = cluster == "local", options.dry_run
+    machine = find_machine(config.launch.device)
     refuse_unusable_places(config, options.config)
     if not here and not showing:
         config = with_site_limits(config)
     run = Run(config)
-    asked = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_drift, machine)
-    if not here:
-        asked = for_slurm(run, asked)
-    elif options.rehearse:
-        raise UserError("--rehearse is for jobs on Slurm, but this is none. Leave it out, or look at a layout with "
-                        "drover rehearse (--cpu for ranks without GPUs).")
-    else:
+    requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_drift,
+                        machine)
+    if here:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
-    jobs = plan(config, run, stages, asked)
-    missing = [] if showing else absent_stages(run, jobs)
-    # What is missing has to run too: all that is wrong with it belongs in the same answer.
-    needed = plan(config, run, parse_stages(",".join([*stages, *missing])), asked) if missing else jobs
-    request = Request(run, jobs, asked, disk(config, jobs))
-    invalid = refusals(partial(configuration_problems, config, needed, options.config, here=here or not showing))
-    uninstalled = absent("Slurm", "submitit", "use --cluster local") if not here and not showing else []
-    if not options.json and not invalid:
-        print_plan(run, jobs, asked, where, request.disk)
-    if found := invalid + refusals(partial(
-            refuse_jobs, run, needed, asked, disk(config, needed), os.environ, showing=showing, valid=not invalid,
-            known=[*misplaced, *uninstalled, *absence(run, jobs, missing)])):
-        advice = [] if showing or options.json else _advice(options, config, needed, asked,
-                                                            misplaced=bool(misplaced), packages=bool(uninstalled))
-        raise UserError("\n".join([*found, *advice]))
+    else:
+        requested = for_slurm(run, requested)
+    jobs = plan(config, run, stages, requested)
+    request = Request(run, jobs, requested, disk(config, jobs))
+    invalid = configuration_problems(config, jobs, here=here or not showing)
+    if not showing:
+        problems += absence(run, jobs)
+        problems += [] if here else absent("Slurm", "submitit", "use --cluster local")
+    if not invalid:
+        if not options.json:
+            print_plan(run, jobs, requested, where, request.disk)
+        problems += start_problems(run, jobs, requested, request.disk, os.environ, showing=showing)
+    refused = [str(refusal(invalid, options.config))] if invalid else []
+    if problems:
+        refused.append(all_problems(problems, "This cannot be started", len(problems)))
+    if refused:
+        raise UserError("\n".join(refused))
     return request
 
 
@@ -167,63 +159,23 @@ def _start(request: Request, options: argparse.Namespace) -> int:
 
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:
     """Where to run, why there, and why that cannot be."""
-    asked, explicit = options.cluster, options.nodes is not None or options.gpus_per_node is not None
+    requested = options.cluster
     has_sbatch = shutil.which("sbatch") is not None
-    if asked not in ("auto", "local"):
+    if requested not in ("auto", "local"):
         unusable = ["There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use "
-                    "--cluster local, or use --dry-run to see the scripts."] * (
-                        not has_sbatch and not options.dry_run)
-        return "slurm", "as asked" if asked == "slurm" else f"profile {asked}", unusable
-    if asked == "auto" and has_sbatch:
+                    "--cluster local, or use --dry-run to see the scripts."]
+        return ("slurm", "as asked" if requested == "slurm" else f"profile {requested}",
+                [] if has_sbatch or options.dry_run else unusable)
+    if requested == "auto" and has_sbatch:
         return "slurm", "sbatch is on PATH", []
-    why = "as asked" if asked == "local" else "no sbatch on PATH"
-    if explicit and asked == "auto" and options.dry_run:
+    why = "as asked" if requested == "local" else "no sbatch on PATH"
+    for_slurm_alone = options.nodes is not None or options.gpus_per_node is not None or bool(options.rehearse)
+    if for_slurm_alone and requested == "auto" and options.dry_run:
         return "slurm", "no sbatch here: only shown", []
     return "local", why, [
-        f"--nodes and --gpus-per-node are for Slurm, but this runs here ({why}). Leave them out "
-        f"(launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; `drover plan --cluster "
-        f"slurm` shows what it would get."] * explicit
-
-
-def _advice(options: argparse.Namespace, config: Config, jobs: Sequence[Job], request: Options, *, misplaced: bool,
-            packages: bool) -> list[str]:
-    """A command that would start what the refused one is for; [] if there is none so simple. Every check but that of
-    packages is done on it.
-
-    Args:
-        jobs: those that the command needs, on the cluster of `request`.
-        misplaced: they cannot run there, so they are to run on this machine.
-        packages: the launcher itself lacks some.
-    """
-    stages = list(dict.fromkeys(job.stage for job in jobs))
-    better = argparse.Namespace(**vars(options))
-    if misplaced:
-        better.cluster, better.nodes, better.gpus_per_node = "local", None, None
-        request = replace(request, cluster="local")
-    elif request.cluster == "slurm":
-        settings = fitting(config, [job for job in jobs if job.to_run], Scheduler().node_kinds())
-        kept = [word for word in options.overrides if word.partition("=")[0] not in settings]
-        for name, key in (("nodes", "launch.train.nodes"), ("gpus_per_node", "launch.gpus_per_node")):
-            if key in settings and getattr(options, name) is not None:
-                setattr(better, name, settings.pop(key))
-        better.overrides = [*kept, *(f"{key}={value}" for key, value in settings.items())]
-    run = Run(changed(load_config(better.config, overrides(better), check=False),
-                      {"launch.limits": config.launch.limits}))
-    jobs = plan(run.config, run, stages, request)
-    checked = partial(configuration_problems, run.config, jobs, better.config)
-    if refusals(partial(checked, installed=True),
-                partial(refuse_jobs, run, jobs, request, disk(run.config, jobs), os.environ)):
-        return []
-    program = ["python", sys.argv[0]] if Path(sys.argv[0]).name == "submit.py" else ["drover", "run"]
-    words = ["--stage", "all" if {*stages} == {*STAGES} else ",".join(stages), "--config", better.config]
-    for name, usual in (("cluster", "auto"), ("nodes", None), ("gpus_per_node", None)):
-        if (value := getattr(better, name)) != usual:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    words += [word for word, given in (("--force", better.force), ("--accept-drift", better.accept_drift),
-                                       ("--rehearse", better.rehearse), ("--no-rehearse", better.rehearse is False))
-              if given]
-    this = "Once the packages are installed, this" if packages or refusals(checked) else "This"
-    return [f"{this} command would start: {shlex.join([*program, *words, *better.overrides])}"]
+        f"--nodes, --gpus-per-node and --rehearse are for Slurm, but this runs here ({why}). Leave them out "
+        f"(launch.processes=N sets the ranks here, `drover rehearse` shows a layout's memory), or use --cluster slurm "
+        f"where Slurm is; `drover plan --cluster slurm` shows what it would get."] * for_slurm_alone
 
 
 def _plan(options: argparse.Namespace) -> int:

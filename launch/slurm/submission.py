@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from drover.launch.checks import refuse_wrong_packages
 from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
@@ -20,7 +19,6 @@ from drover.launch.slurm.scheduler import Scheduler, has_accounting, most_elemen
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.pipeline.config.loading import config_hash
-from drover.pipeline.config.outside import needed_modules
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
 from drover.pipeline.config.tree import Config, changed
@@ -29,7 +27,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
 from drover.pipeline.core.console import echo, say
-from drover.pipeline.core.errors import EXTRAS, UserError
+from drover.pipeline.core.errors import UserError
 
 
 def with_site_limits(config: Config) -> Config:
@@ -70,11 +68,6 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     if not jobs:
         echo("nothing to submit: all requested stages are done")
         return 0
-    modules = {module for job in jobs for _, module, _ in needed_modules(config, job.stage)}
-    if all(job.own_python for job in jobs):
-        refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
-    else:
-        say("note", f"the packages of {jobs[0].command[0]} are not checked from here")
     if config.launch.check_owners:
         os.umask(os.umask(0o077) | 0o022)  # for all files written from here on; Slurm passes it on to the jobs
         refuse_foreign_files(run.folder, plugin_files())

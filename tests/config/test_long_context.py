@@ -16,12 +16,7 @@ def facts(*overrides, ranks=32):
     return dict(re.split(r"\s+", line, maxsplit=1) for line in lines)
 
 
-def test_the_plan_says_what_each_rank_holds_and_gathers():
-    """Keys and values of 131,072 tokens, 8 heads of 128, 2 bytes: 537 MB."""
-    assert facts()["context"] == ("16,384 tokens of each sequence on a rank; keys and values are all-gathered, "
-                                  "537 MB a layer")
-    assert facts("parallel.tp=2")["context"].endswith("268 MB a layer")
-    assert "context" not in facts("parallel.cp=1")
+def test_the_plan_shows_what_each_rank_holds():
     assert facts(ranks=8)["memory"] == facts("parallel.cp=1", ranks=8)["memory"], "weights are shared either way"
     assert facts(ranks=8)["memory"].startswith("32.1 GB a rank for weights, gradients and optimizer state")
     assert facts("parallel.reshard=always", ranks=8)["memory"].startswith("16.1 GB a rank")

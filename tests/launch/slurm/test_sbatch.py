@@ -6,7 +6,6 @@ What the jobs do is tested on a real cluster in tests/slurm.
 import errno
 import fcntl
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -231,14 +230,13 @@ big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
 
 
 @pytest.mark.parametrize("words, said", table("""
-    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 \
-with 4 cores, 0 GPUs, 16,000 MB. | launch.cpus
-    launch.partition=bug -> there is no partition bug (launch.partition); there are big, debug, long
-    launch.cpus=2 launch.mem=4T -> 4,194,304 MB each
+    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs each, but the partition has 4 with 4 \
+cores, 0 GPUs: change launch.cpus
+    launch.partition=bug -> there is no partition bug (launch.partition); `sinfo` shows
     --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
--> requests 3 nodes with 8 cores, 2 GPUs, 0 MB each
+-> requests 3 nodes with 8 cores, 2 GPUs each
     launch.gpus_per_node=2 launch.time=60 launch.cpus=1 --no-rehearse -> train, evaluate: requests 1 node with 2 \
-cores, 2 GPUs | has 4 with 4 cores, 0 GPUs, | launch.request_gpus=false requests no GPUs, where Slurm gives whole nodes
+cores, 2 GPUs | has 4 with 4 cores, 0 GPUs: | launch.request_gpus=false requests no GPUs
     --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes, but the partition debug (without launch.qos) \
 allows 2: request fewer
     launch.time=60 launch.convert.time=61 -> convert: requests 61 min, but the partition debug (without launch.qos) \
@@ -257,26 +255,6 @@ def test_what_a_partition_takes_is_queued(slurm, words):
     """A quality of service may lift a partition's limits."""
     slurm.programs.say("sinfo", SITE)
     slurm.accepted(f"--stage all launch.time=60 {words}")
-
-
-@pytest.mark.parametrize("words, command", table("""
-    --stage train --nodes 4 -> --stage shard,tokenizer,encode,train --nodes 2 launch.time=60 launch.cpus=2
-    --stage convert launch.time=30 launch.train.cpus=3 -> --stage shard,tokenizer,encode,train,convert \
-launch.time=30 launch.train.cpus=2
-    --stage report --nodes 9 --gpus-per-node 8 launch.partition=big launch.cpus=99 -> --stage all --nodes 2 \
---gpus-per-node 8 launch.partition=big launch.cpus=8 --no-rehearse
-    --stage all --gpus-per-node 8 launch.processes=70 launch.partition=long -> --stage all --gpus-per-node 0 \
---no-rehearse launch.partition=long launch.cpus=1 launch.processes=64"""))
-def test_one_answer_has_all_that_is_wrong_and_a_command_that_is_accepted(slurm, words, command):
-    slurm.programs.say("sinfo", SITE)
-    more = ["train.batch_tokens=524288", "train.sequence_length=128", "train.micro_batch=1"]
-    complaint = slurm.refused(f"{words}{' --no-rehearse' * ('--gpus' in words)}", *more)
-    advised = shlex.split(complaint.partition("This command would start: ")[2])
-    assert advised[:2] == ["python", "launch/submit.py"], complaint
-    assert {*advised[2:]} == {*shlex.split(command), "--config", "config.yaml", *more}, complaint
-    assert not list(slurm.queue.iterdir())
-    accepted = slurm.call(*advised[2:])
-    assert accepted.returncode == 0 and list(slurm.queue.iterdir()), accepted.stderr
 
 
 def test_a_refused_submission_says_what_is_queued(slurm):
@@ -304,12 +282,12 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     said = slurm.refused("""--stage all --nodes 4 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
         'launch.limits={nodes: 2, time: 60, jobs: 4, gpu_memory_gb: 0.000001}'
         'launch.environment={HF_TOKEN: hf_abc}'
-        'launch.container={image: x.sif, options: [--nv, --cleanenv]}'""")
+        """)
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     for part in ("train: requests 4 nodes, but the site (launch.limits) allows 2", "requests 240 min, but the site",
                  "a GPU here has 1e-06 GB", "7 jobs would be queued, although no stage is divided; the site allows 4",
-                 "your shell has no such variable", "launch.container.options has --cleanenv, with which",
-                 "contains what looks like a secret, HF_TOKEN", "no time would be left to train"):
+                 "your shell has no such variable",
+                 "contains what looks like a secret (HF_TOKEN)", "no time would be left to train"):
         assert part in said, part
     assert "hf_abc" not in said
     least = "launch.limits={nodes: 4, time: 240, array: 4, jobs: 7, gpu_memory_gb: 1}"
