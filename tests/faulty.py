@@ -75,6 +75,7 @@ class Faults(Hook):
 
     def __init__(self, loop):
         self.loop, self.folder, self.say = loop, loop.work.folder / "faults", loop.work.say
+        self.steps = 0  # that were done and not undone: it survives kills and rollbacks
         self.mine = [fault for fault in parse_faults(os.environ.get(SWITCH, "")) if fault.rank == loop.ranks.rank]
         for fault in self.mine:
             gone = " (it has happened before and will not again)" if self.is_over(fault) else ""
@@ -87,6 +88,16 @@ class Faults(Hook):
             return step(*given)
         if self.mine:
             loop.engine.step = faulty
+
+    def on_step(self, loop, result, record):
+        self.steps += 1
+        record["hook_steps"] = self.steps
+
+    def state(self):
+        return {"steps": self.steps}
+
+    def load(self, state):
+        self.steps = state["steps"]
 
     def happen(self, step):
         self.scale.factor = 1.0

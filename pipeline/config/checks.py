@@ -243,8 +243,6 @@ def _listed(config: Config) -> Iterator[str]:
     train, sources = config.train, Counter(config.shard.source_names)
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
-    yield from (f"train.lr_factors has {factor} for '{pattern}'; a factor is 0 or more."
-                for pattern, factor in train.lr_factors.items() if factor < 0)
     filters = Counter(map(name_of, config.shard.filters))
     for key, what, counts in (("shard.sources", "sources named", sources), ("shard.filters", "filters named", filters),
                               ("train.log_to", "sinks of kind", Counter(sink.kind for sink in train.log_to))):

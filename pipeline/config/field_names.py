@@ -19,7 +19,7 @@ ELSEWHERE = {
                          "grad_accum_steps accumulation accumulate_grad_batches",
     "train.optimizer": "optim optimiser optim_type optimizer_type optimizer_name",
     "train.optimizer_settings": "optimizer_args optimizer_kwargs optim_args optimizer_params momentum nesterov",
-    "train.lr_factors": "lr_multipliers lr_mult lr_scales param_groups",
+    "train.param_groups": "lr_factors lr_multipliers lr_mult lr_scales",
     "train.lr": "learning_rate max_lr peak_lr base_lr max_learning_rate",
     "train.min_lr_share": "min_lr min_learning_rate lr_min final_lr min_lr_ratio lr_end",
     "train.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio",

@@ -272,7 +272,7 @@ def _known_keys(at: Path_, tree: Any) -> list[str]:
     for depth, part in enumerate(at):
         tree = tree[part]
         kind = tree.get("kind") if isinstance(tree, dict) else None
-        if isinstance(part, str):
+        if isinstance(part, str) and part in sections[0].model_fields:  # else a key of a mapping
             sections = sections_in(sections[0].model_fields[part].annotation)
         elif (kinds := KINDS.get(".".join(map(str, at[:depth])))) is not None:
             sections = [kinds.shipped_class(kind) or sections[0]]

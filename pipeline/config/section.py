@@ -106,7 +106,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every setting and section, dotted, without those of items of lists."""
+    """Every setting and section, dotted, without those of items of lists and mappings."""
     for name, field in section.model_fields.items():
         yield prefix + name
         if (nested := section_of(field)) is not None:
@@ -114,9 +114,9 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds; None for a single setting or a list."""
+    """The section that a field holds; None for a single setting, a list or a mapping."""
     found = [one for one in (field.annotation, *get_args(field.annotation)) if one in sections_in(one)]
-    return found[0] if found and get_origin(field.annotation) is not list else None
+    return found[0] if found and get_origin(field.annotation) not in (list, dict) else None
 
 
 def advice(name: str, known: Iterable[str]) -> str:

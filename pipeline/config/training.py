@@ -146,6 +146,15 @@ class PhaseConfig(Section):
         return (self.lr, self.lr_end, self.schedule, self.warmup_steps) != (None, None, None, None)
 
 
+class ParamGroup(Section):
+    """What is different for the parameters of a group; null: as for all others."""
+
+    lr: NonNegativeFloat | None = None
+    """Peak learning rate; it follows the same schedule as train.lr, and phases scale both alike."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay, also of norms and embeddings."""
+
+
 class TrainConfig(Section):
     """Stage 4: pretraining."""
 
@@ -177,9 +186,9 @@ class TrainConfig(Section):
     optimizer_settings: dict[str, Setting] = added({})
     """Settings of the optimizer other than lr, betas, eps and weight_decay. muon: `momentum` (0.95), `nesterov` (true),
     `iterations` (5, of Newton-Schulz)."""
-    lr_factors: dict[str, float] = added({})
-    """Learning rates of some parameters as a multiple of `lr`, by name or shell pattern: `{"tok_embeddings.*": 2}`. The
-    first pattern that matches a name holds. All other parameters have 1."""
+    param_groups: dict[str, ParamGroup] = added({})
+    """Parameters that are treated differently, by name or shell pattern: `{"tok_embeddings.*": {lr: 6e-3}}`. The first
+    pattern that matches a name holds."""
     lr: PositiveFloat = 3e-3
     """Peak learning rate. 1e-3 to 5e-3 suits small models with AdamW; Llama 3 8B used 3e-4. The demo's model of 3M
     parameters learned most with 1e-2 to 2e-2 under Muon."""

@@ -29,7 +29,8 @@ class TrainingProgress:
     step: optimizer steps done. samples: sequences used; this is the whole state of the data order. plan_sha256: hash of
     that order. tokens, targets: trained on so far. restarts: how often training was continued. precision: of the
     arithmetic. updates: optimizer updates applied, i.e. `step` less the skipped ones. guards: the history on which they
-    decide. record: the metrics of the last step, in case a kill kept them from the log.
+    decide. hooks: what `Hook.state` returned, by the hook's name. record: the metrics of the last step, in case a kill
+    kept them from the log.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class TrainingProgress:
     precision: str = ""
     updates: int = 0
     guards: Record = field(default_factory=dict)
+    hooks: Record = field(default_factory=dict)
     record: Record | None = None
 
 

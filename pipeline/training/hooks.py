@@ -45,6 +45,15 @@ class Hook:
     def on_save(self, loop: Loop) -> None:
         """A checkpoint of `loop.progress` is about to be written."""
 
+    def state(self) -> Record:
+        """What a checkpoint keeps of this hook: plain values for JSON, the same on every rank. Called after `on_save`.
+        Only for the hooks of train.hooks."""
+        return {}
+
+    def load(self, state: Record) -> None:
+        """Go back to what `state` returned: before the first step of a start that continues, and after a rollback. Not
+        called if the checkpoint was written without this hook."""
+
     def on_saved(self, step: int) -> None:
         """The checkpoint after `step` is complete. Called in the thread that saves; an error ends that thread."""
 

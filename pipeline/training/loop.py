@@ -54,7 +54,7 @@ class Loop:
         plan: the phases. phase_batches: the batch of each.
         batches: this rank's batches, step by step.
         checkpoints: those on disk. saver: writes further ones. has_checkpoint: whether there is one, written or begun.
-        hooks: all hooks, in the order in which they are called.
+        hooks: all hooks, in the order in which they are called. own_hooks: those of train.hooks, by name.
         progress: steps, samples and tokens done so far.
         plan_changes: what changed in the plan since the checkpoint, a sentence each.
         startup: seconds of each part of the start. rehearsal: the arguments that rehearse this run's memory.
@@ -93,6 +93,7 @@ class Loop:
         self.config = self.work.config
         self.data = self.batches.data
         self.paused = partial(self.watchdog.paused, self.ranks.barrier)
+        self.own_hooks = dict[str, Hook]()
         self.engine.before_update = self._before_update
 
     def run(self) -> None:
@@ -208,7 +209,8 @@ class Loop:
         with self.paused():
             for hook in self.hooks:
                 hook.on_save(self)
-            self.progress = dataclasses.replace(self.progress, guards=self.guards.state())
+            states = {name: state for name, hook in self.own_hooks.items() if (state := hook.state())}
+            self.progress = dataclasses.replace(self.progress, guards=self.guards.state(), hooks=states)
             self.saver.save(self.engine.state_shards(), self.progress)
         self.has_checkpoint = True  # even while it is written: decisions must not depend on the disk's speed
 
@@ -237,6 +239,9 @@ class Loop:
     def begin(self) -> None:
         """Continue from `self.progress`: at the start, and after a rollback."""
         self.guards.go_on(self.progress.guards, len(self.guards.rollbacks))
+        for name, state in self.progress.hooks.items():
+            if name in self.own_hooks:
+                self.own_hooks[name].load(state)
         self._enter_phase()
         self.batches.begin(self.progress, self.guards.excluded)
         self.step_began = time.perf_counter()

@@ -202,6 +202,9 @@ def _continued(newest: tuple[Path, TrainingProgress] | None, work: Work, guards:
 def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
     """All hooks, in the order in which they are called."""
     train = loop.config.train
+    for settings in HOOKS.made(train.hooks):
+        alike = sum(name.partition(" ")[0] == settings.kind for name in loop.own_hooks)
+        loop.own_hooks[f"{settings.kind} {alike + 1}" if alike else settings.kind] = settings.open(loop)
     compared_every = train.guards.replica_hash_every if loop.ranks.world > 1 else None
     return [
         Saving(train.checkpoint.every_minutes),
@@ -209,7 +212,7 @@ def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
         *([] if uploads is None else [uploads]),
         loop.stop,
         *([] if compared_every is None else [ReplicaCheck(loop.ranks, loop.nodes, compared_every)]),
-        *(settings.open(loop) for settings in HOOKS.made(train.hooks)),
+        *loop.own_hooks.values(),
         *([] if train.norms_every is None else [Norms()]),
         Validation(loop),
         *([Fp8Watch(loop.engine, loop.ranks.device)] if loop.progress.precision == "fp8" else []),

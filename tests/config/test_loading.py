@@ -110,8 +110,9 @@ def test_execution_fields_are_no_identity():
 def test_a_field_that_came_later_counts_where_it_is_not_as_it_was_before():
     later = {name for name, field in TrainConfig.model_fields.items() if field.json_schema_extra == {"added": True}}
     assert {"optimizer", "phases"} <= later and not later & identity(TrainConfig()).keys()
-    changed = identity(TrainConfig(optimizer="muon", lr_factors={"a": 2.0}))
-    assert changed == {**identity(TrainConfig()), "optimizer": "muon", "lr_factors": {"a": 2.0}}
+    changed = identity(TrainConfig(optimizer="muon", param_groups={"a": {"lr": 2.0}}))
+    assert changed == {**identity(TrainConfig()), "optimizer": "muon",
+                       "param_groups": {"a": {"lr": 2.0, "weight_decay": None}}}
 
 
 def sections(section):

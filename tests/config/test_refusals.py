@@ -123,8 +123,8 @@ train.optimizer_settings.momentum=0.9 -> has 'momentum', which train.optimizer '
 train.optimizer=muon; train.optimizer_settings.iterations=2.5 -> train.optimizer_settings.iterations is 2.5; \
 train.optimizer 'muon' needs a value of type int, like its default 5.
 train.optimizer=muon; train.optimizer_settings.momentum=true -> momentum is True; train.optimizer 'muon' needs
-train.lr_factors={output.*: -1} -> train.lr_factors has -1.0 for 'output.*'; a factor is 0 or more.
-train.lr_factors={output.*: fast} -> 'train.lr_factors.output.*' is 'fast'
+train.param_groups={output.*: {lr: -1}} -> 'train.param_groups.output.*.lr' is -1
+train.param_groups={output.*: {lr_factor: 2}} -> unknown key 'train.param_groups.output.*.lr_factor'
 
 train.log_to=[wandbb] -> is 'wandbb' (str): there is no log sink of this kind; did you mean 'wandb'?
 train.log_to=[tensorboard, {kind: wandb, projekt: x}] -> unknown key 'train.log_to.1.projekt'; did you mean 'project'?
@@ -181,7 +181,8 @@ def test_deleted_setting_is_refused_with_what_replaces_it(written, key):
 @pytest.mark.parametrize("overrides", [
     *(f"train.attention={name}" for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend")),
     "parallel.async_tp=true; parallel.tp=2", "parallel.timeout_minutes=1; train.guards.hang_minutes=null",
-    "parallel.tp=2; model.vocab_size=514", "parallel.engine=deepspeed", "train.lr_factors={output.*: 0.5}",
+    "parallel.tp=2; model.vocab_size=514", "parallel.engine=deepspeed",
+    "train.param_groups={output.*: {lr: 0.5, weight_decay: 0}}",
     "train.optimizer=muon; train.optimizer_settings={momentum: 0, nesterov: false}",
     "train.optimizer=tests.training.optimizers.outside:SGD; train.optimizer_settings={momentum: 0.5}",
     "runs_dir=/a/b:c/d; reuse=../s3/x", "train.checkpoint.copy_to=s3://b/a; convert.copy_to=s3://b/ab",

@@ -68,7 +68,8 @@ def test_weights_and_states_are_the_same_in_every_layout_and_continue_under_anot
     """In float64, with clipping, tied embeddings and learning rates of some: 2e-14 as a rule; torch's own Muon on
     DTensors is 5e-3 away after three steps."""
     settings = {"tied": True, "train": (("optimizer", optimizer), ("clip_norm", 0.5),
-                                        ("lr_factors", {"layers.0.*": 2, "tok_embeddings.weight": 0.5}))}
+                                        ("param_groups", {"layers.0.*": {"lr": 6e-3},
+                                                          "tok_embeddings.weight": {"lr": 1.5e-3}}))}
     expected = steps(ALONE, **settings)
     assert any(norm > 0.5 for _, norm, _ in expected["results"]), "or nothing is clipped"
     assert "model.output.weight" not in expected["state"] and len(expected["state"]) > 40, "weights alone are 29"

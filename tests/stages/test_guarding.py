@@ -8,6 +8,7 @@ import pytest
 
 from drover.pipeline.contract.state import read_attempts
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
+from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import run_python
 from tests.faulty import HOOKS
 from tests.stages.training import (
@@ -46,6 +47,8 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     clean.mkdir(parents=True)
     shutil.copy(train_folder(fresh) / "rollbacks.json", clean)
     run_with_faults(fresh, nan, "name=clean", *ROLLBACK, ranks=2)
+    metrics = read_metrics(train_folder(fresh) / "metrics.jsonl")
+    assert [record["hook_steps"] for record in metrics] == [record["step"] for record in metrics], "its state was kept"
     assert curve(fresh) == curve(fresh, "clean") and curve(fresh)[2]["loss"] == "nan"
 
 

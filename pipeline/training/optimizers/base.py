@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParamGroup, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import Grid, own
@@ -142,18 +142,20 @@ def weights_of(model: nn.Module, train: TrainConfig, tied: bool) -> list[Weight]
     """All parameters of a model with their weight decay and learning-rate factor.
 
     Raises:
-        UserError: a pattern of train.lr_factors matches no parameter.
+        UserError: a pattern of train.param_groups matches no parameter.
     """
     names = parameter_names(model)
-    for pattern in train.lr_factors:
+    for pattern in train.param_groups:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"train.lr_factors: '{pattern}' matches no parameter. Some are {', '.join(names[:8])}.")
-    found = []
+            raise UserError(f"train.param_groups: '{pattern}' matches no parameter. Some are {', '.join(names[:8])}.")
+    weights = []
     for name, parameter in model.named_parameters():
-        factors = (factor for pattern, factor in train.lr_factors.items() if fnmatchcase(name, pattern))
+        group = next((group for pattern, group in train.param_groups.items() if fnmatchcase(name, pattern)),
+                     ParamGroup())
         decay = train.weight_decay if decays(name, tied) else 0.0
-        found.append(Weight(name, parameter, decay, next(factors, 1.0)))
-    return found
+        weights.append(Weight(name, parameter, decay if group.weight_decay is None else group.weight_decay,
+                              1.0 if group.lr is None else group.lr / train.lr))
+    return weights
 
 
 def parameter_groups(weights: Sequence[Weight]) -> list[dict[str, Any]]:

@@ -65,7 +65,8 @@ def test_learning_rates_of_some_survive_the_schedule(name):
         return model
     names = ("tok_embeddings.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
     plain, faster = trained(), trained(3)
-    factored = trained(lr_factors={"layers.1.*.w2.weight": 3, "tok*": 3, "norm.weight": 3, "layers.*": 1})
+    factored = trained(lr=0.01, param_groups={
+        "layers.1.*.w2.weight": {"lr": 0.03}, "tok*": {"lr": 0.03}, "norm.weight": {"lr": 0.03}, "layers.*": {}})
     for parameter, value in factored.named_parameters():
         like = faster if parameter in names else plain
         torch.testing.assert_close(value, like.get_parameter(parameter), rtol=1e-6, atol=1e-8)
@@ -108,9 +109,24 @@ def test_the_plan_counts_the_bytes_that_there_are(name):
     assert state_bytes_per_rank(spread, 1) == kept + 2.5 * weights, "masters, states, gradients, weights in bf16"
 
 
+@every
+def test_a_group_decays_by_its_own_weight_decay(name):
+    """Without gradients a weight only decays: by 1 - lr x decay, where its group says so also a norm."""
+    model = model_of()
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    groups = {"layers.0.*": {"weight_decay": 0.5}, "norm.weight": {"weight_decay": 0.25}}
+    optimizer = built(model, optimizer=name, weight_decay=0.1, param_groups=groups)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step(optimizer, lr=0.01)
+    for key, decay in {"layers.0.attention.wq.weight": 0.5, "layers.0.attention_norm.weight": 0.5, "norm.weight": 0.25,
+                       "layers.1.attention.wq.weight": 0.1, "layers.1.attention_norm.weight": 0}.items():
+        torch.testing.assert_close(model.get_parameter(key), before[key] * (1 - 0.01 * decay), rtol=1e-6, atol=0)
+
+
 def test_a_pattern_that_fits_no_parameter_is_refused():
-    refused(UserError, re.escape("lr_factors: 'embeddings.*' matches no parameter. Some are tok_"), built, model_of(),
-            lr_factors={"embeddings.*": 2})
+    refused(UserError, re.escape("param_groups: 'embeddings.*' matches no parameter. Some are tok_"), built, model_of(),
+            param_groups={"embeddings.*": {"lr": 2}})
 
 
 def test_what_is_no_optimizer_is_refused():
