@@ -53,6 +53,7 @@ class Stage:
         goal: (setting, count in its manifest): a finished stage continues if the setting is larger than the count.
         reusable: whether `reuse:` may take it from another run.
         own_module: the module of a plugin's stage; "" for pipeline.<name>.
+        after: of a plugin's stage: the stage that it follows in the chain; "" for the last one.
         code: source files and folders (templates too) that make its outputs. If they change, a warning is printed.
         functions: functions that the contract calls, as "module:function", imported at the call:
 
@@ -84,6 +85,7 @@ class Stage:
     reusable: bool = False
     functions: Mapping[str, str] = field(default_factory=dict)
     own_module: str = ""
+    after: str = ""
 
     @property
     def module(self) -> str:
@@ -178,24 +180,32 @@ STAGES = {stage.name: stage for stage in (
 
 
 def register_stage(stage: Stage) -> None:
-    """Add a stage to the end of the chain. Plugins call this when they are imported. Its settings are `stages.<name>`
-    in the configuration. Its resources are those that `launch` gives to all stages.
+    """Add a stage to the chain. Plugins call this when they are imported. Its settings are `stages.<name>` in the
+    configuration. Its resources are those that `launch` gives to all stages.
 
     Raises:
-        ValueError: the name is taken, it needs a stage or has a function that does not exist, or it names no module of
-            its own.
+        ValueError: the name is taken, no stage before it has the name that it follows or needs, it has a function that
+            does not exist, or it names no module of its own.
     """
     known = STAGES.get(stage.name)
-    if known is not None and known != stage:
+    if known == stage:
+        return
+    if known is not None:
         raise ValueError(f"There is a stage {stage.name!r} already.")
-    if unknown := set(stage.needs) - set(STAGES):
-        raise ValueError(f"The stage {stage.name!r} needs {', '.join(sorted(unknown))}: there is no such stage.")
+    chain = [*STAGES]
+    if stage.after not in ("", *chain):
+        raise ValueError(f"The stage {stage.name!r} follows {stage.after}: there is no such stage.")
+    place = chain.index(stage.after) + 1 if stage.after else len(chain)
+    if unknown := set(stage.needs) - set(chain[:place]):
+        raise ValueError(f"The stage {stage.name!r} needs {', '.join(sorted(unknown))}: there is no such stage before "
+                         f"it.")
     if not stage.own_module:
         raise ValueError(f"The stage {stage.name!r} must name the module that runs it, as own_module.")
     if unknown := set(stage.functions) - FUNCTIONS:
         raise ValueError(f"The stage {stage.name!r} has functions {', '.join(sorted(unknown))}; there are "
                          f"{', '.join(sorted(FUNCTIONS))}.")
-    STAGES[stage.name] = stage
+    later = {name: STAGES.pop(name) for name in chain[place:]}
+    STAGES.update({stage.name: stage, **later})
 
 
 def before(stages: list[str], through: list[str] | None = None) -> list[str]:

@@ -9,7 +9,7 @@ import yaml
 from drover.pipeline.config.loading import dump_config, load_config
 from drover.pipeline.config.plugins import loaded_plugins, plugin_files, plugin_folders
 from drover.pipeline.contract.run import code_hashes
-from drover.pipeline.contract.stages import STAGES, Stage, register_stage
+from drover.pipeline.contract.stages import STAGES, Stage, parse_stages, register_stage
 from drover.pipeline.core.errors import UserError
 from tests.conftest import run_python
 from tests.refusal import refused
@@ -87,10 +87,23 @@ def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
 @pytest.mark.parametrize("stage, message", [
     (Stage("train", needs=(), reads=(), code=(), own_module="ours"), "There is a stage 'train' already"),
     (Stage("ours", needs=("shards",), reads=(), code=(), own_module="ours"), "'ours' needs shards: there is no such"),
+    (Stage("ours", needs=(), reads=(), code=(), own_module="ours", after="converted"),
+     "'ours' follows converted: there is no such"),
+    (Stage("ours", needs=("evaluate",), reads=(), code=(), own_module="ours", after="convert"),
+     "'ours' needs evaluate: there is no such stage before it"),
     (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it")])
 def test_a_stage_that_cannot_be_is_refused(stage, message):
     refused(ValueError, message, register_stage, stage)
     assert "ours" not in STAGES
+
+
+def test_a_stage_follows_the_one_that_it_names(monkeypatch):
+    monkeypatch.setattr("drover.pipeline.contract.stages.STAGES", {**STAGES})
+    check = Stage("check", needs=("convert",), reads=(), code=(), own_module="ours", after="convert")
+    for stage in (check, check, Stage("last", needs=("check",), reads=(), code=(), own_module="ours")):
+        register_stage(stage)
+    assert parse_stages("all") == ["shard", "tokenizer", "encode", "train", "convert", "check", "evaluate", "report",
+                                   "last"]
 
 
 def test_settings_of_an_own_filter_may_be_called_path_and_files(tmp_path):

@@ -1,0 +1,17 @@
+"""The names that plugins need: `from drover.plugins import Filter, Hook, UserError`. docs/extending.md shows each."""
+
+from pydantic import Field
+
+from drover.pipeline.config.optimizers import OptimizerKind
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.stages import Stage, register_stage
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, write_json
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.training.hooks import Hook, HookSettings
+from drover.pipeline.training.sinks.base import About, SinkSettings
+
+__all__ = ["About", "Document", "Field", "Filter", "Hook", "HookSettings", "OptimizerKind", "SinkSettings", "Stage",
+           "UserError", "Work", "output_record", "register_stage", "stage_main", "write_json"]
