@@ -20,8 +20,8 @@ from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.run import Run, State
-from drover.pipeline.contract.stages import STAGES, before
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES, before, follows_training
 from drover.pipeline.core.console import counted, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
 from drover.pipeline.data.readers import absent_columns
@@ -108,7 +108,7 @@ def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
-    """Refuse what a stage would refuse later: missing files and stale stages."""
+    """Refuse what a stage would refuse later: missing files and changed stages."""
     asked, running = {job.stage for job in jobs}, _running(jobs)
     _refuse_absent_files(run.config, running)
     if "train" in running:
@@ -118,10 +118,10 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
         for problem in STAGES["convert"].call("problems", run.config, otherwise=()) if "convert" not in running else ():
             say("note", f"the stage convert would refuse this network: {problem}")
     for job in jobs:
-        refuse_stale(run, job, options)
+        refuse_changed(run, job, options)
     for stage in before([*asked]):
         if stage not in asked and (changed := run.changed(stage)):
-            raise UserError(f"{run.refusal(stage, State('stale', changed))}\n{stage} was not requested, but the "
+            raise UserError(f"{run.refusal(stage, changed)}\n{stage} was not requested, but the "
                             f"requested stages depend on it: name it too ({_named(asked | {stage})}).")
 
 
@@ -150,20 +150,13 @@ def say_absent(run: Run, jobs: list[Job]) -> None:
         say("note", text)
 
 
-def refuse_stale(run: Run, job: Job, options: Options) -> None:
+def refuse_changed(run: Run, job: Job, options: Options) -> None:
     """Refuse a stage with changed inputs or settings, unless the request says what to do about it."""
-    if job.forced or job.state.kind != "stale":
+    if job.forced or job.state.kind != "changed" or (options.accept_changes and follows_training(job.stage)):
         return
-    # Two settings must not meet in one stage's outputs.
-    mixed = job.state.begun_only and not STAGES[job.stage].checkpoints
-    refusal = run.refusal(job.stage, job.state)
+    refusal = run.refusal(job.stage, job.state.differences)
     later = {stage for stage in STAGES if stage == job.stage or job.stage in before([stage])}
-    if options.accept_drift and mixed:
-        refusal = UserError(f"{refusal}\n--accept-drift does not help here: {job.stage} is not finished, and one stage "
-                            f"must not mix outputs of two settings.")
-    elif options.accept_drift and not run.is_reused(job.stage):
-        return
-    elif len(later) > 1:
+    if len(later) > 1:
         refusal = UserError(f"{refusal}\n--force rebuilds every requested stage; {_named(later)} --force rebuilds "
                             f"{job.stage} and the stages that depend on it.")
     raise refusal

@@ -60,8 +60,8 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     slurm, state = options.cluster == "slurm", str(job.state)
     if job.forced:
         state = f"rebuild (now {job.state.kind})"
-    elif slurm and job.state.kind == "waiting":
-        state = "waiting"  # the last column says for what
+    elif slurm and job.state.kind == "absent":
+        state = "absent"  # the last column says what it waits for
     if not job.to_run:
         return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
     if not slurm:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from drover.launch.checks import refuse_stale
+from drover.launch.checks import refuse_changed
 from drover.launch.devices import MASKS, smi, visible_gpus
 from drover.launch.job.host import Host, StepEnd, process_end
 from drover.launch.job.runner import Runner
@@ -106,7 +106,7 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int])
         with suppress(OSError):  # a closed terminal or pipe
             report_done(run, job.stage)
         return 0
-    refuse_stale(run, job, options)
+    refuse_changed(run, job, options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     spec = _spec(run, job, chain)
     runner = Runner(spec, _this_machine(run, asked))

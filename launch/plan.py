@@ -15,8 +15,9 @@ from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.launching import Container, LaunchConfig, Resources, minutes
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.run import Run, State, done_parts
+from drover.pipeline.contract.run import Run, done_parts
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
+from drover.pipeline.contract.validity import State
 
 MOST_PARTS = 64
 """The most parts of a stage by default; more are up to the site's settings."""
@@ -49,7 +50,7 @@ class Options:
     config_path: str
     overrides: tuple[str, ...] = ()
     force: bool = False
-    accept_drift: bool = False
+    accept_changes: bool = False
     machine: Machine = Machine(1)
     frozen: str = ""
     chain: str = ""
@@ -113,15 +114,15 @@ class Job(JobSpec):
 
 def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[Job]:
     """The jobs for `stages`, in their order. Reads the run folder, starts and writes nothing."""
-    states = {stage: run.state(stage) for stage in stages}
+    states = dict[str, State]()
+    running = list[str]()
     for stage in stages:
-        changed = [name for name in before([stage]) if name in states and states[name].kind in ("stale", "partial")]
-        if states[stage].kind == "done" and changed:  # done, but of something that is not to be trusted, or renewed
-            states[stage] = State("waiting", reasons=[f"for {', '.join(changed)}"])
-    running = [stage for stage in stages if options.force or states[stage].kind != "done"]
-    for stage in stages:
-        if states[stage].kind == "waiting" and (nearest := _dependencies(stage, running)):
-            states[stage] = State("waiting", reasons=[f"for {', '.join(nearest)}"])
+        state = run.state(stage)
+        if state.kind in ("done", "absent") and (nearest := _dependencies(stage, running)):
+            state = State("absent", reasons=[f"waits for {', '.join(nearest)}"])
+        states[stage] = state
+        if options.force or state.kind != "done":
+            running.append(stage)
     whole = [replace(_job(config, stage, options), state=states[stage], forced=options.force,
                      dependencies=_dependencies(stage, running)) for stage in stages]
 
@@ -166,7 +167,7 @@ def _parts_of(run: Run, job: Job, options: Options, most: int | None) -> list[Jo
     if phases and parts > 1:
         # An array for each phase that is not done, one after the other, and the job that brings all together.
         for phase in phases:
-            done = set() if job.forced or job.state.kind != "partial" else done_parts(run, stage, parts, phase)
+            done = set() if job.forced or job.state.kind != "resumable" else done_parts(run, stage, parts, phase)
             if elements := tuple(index for index in range(parts) if index not in done):
                 word = phase if len(phases) > 1 else "parts"
                 arrays += _linked(replace(job, key=f"{stage}-{word}", name=f"{job.name}-{word}", kind="array",
@@ -192,10 +193,10 @@ def _job(config: Config, stage: str, options: Options) -> Job:
     force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
     given = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
     job = Job(
-        key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain, code=options.code,
+        key=stage, state=State("absent"), run=str(config.folder.absolute()), chain=options.chain, code=options.code,
         name=f"{config.name}-{stage}", stage=stage,
         command=((slurm and config.launch.python) or sys.executable, "-m", STAGES[stage].module, "--config", given[0],
-                 *force, *["--accept-drift"] * options.accept_drift, *given[1:]))
+                 *force, *["--accept-changes"] * options.accept_changes, *given[1:]))
     return _on_slurm(job, config, options) if slurm else _here(job, config, options.machine)
 
 

@@ -74,8 +74,9 @@ def add_options(parser: Parser) -> None:
     how.add_argument("--dry-run", action="store_true", help="only print the plan and the commands or sbatch scripts")
     how.add_argument("--force", action="store_true",
                      help="rebuild every stage asked for (old checkpoints are renamed, never deleted)")
-    how.add_argument("--accept-drift", action="store_true",
-                     help="continue although inputs or settings have changed; every later manifest records it")
+    how.add_argument("--accept-changes", action="store_true",
+                     help="continue training although inputs or settings have changed, and rebuild the stages "
+                          "after it")
     how.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=None,
                      help="for Slurm: compute the memory of a training step before the job is submitted, and refuse "
                           "what does not fit (default: for several nodes with GPUs; takes up to a minute)")
@@ -104,7 +105,7 @@ def _planned(options: argparse.Namespace) -> Request:
     if not here and not showing:
         config = with_site_limits(config)
     run = Run(config)
-    requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_drift,
+    requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_changes,
                         machine)
     if here:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
@@ -186,7 +187,7 @@ def _plan(options: argparse.Namespace) -> int:
         request = _planned(options)
     print(json.dumps({"run": str(request.run.folder), "cluster": request.options.cluster,
                       "disk_bytes": request.disk.parts, "jobs": [
-        {"job": job.key, "stage": job.stage, "state": "to do" if job.forced else job.state.kind,
+        {"job": job.key, "stage": job.stage, "state": "absent" if job.forced else job.state.kind,
          "reasons": job.state.reasons, "nodes": job.nodes, "ranks": job.ranks, "after": job.dependencies,
          "command": by_hand(job)} for job in request.jobs]}, indent=1))
     return 0

@@ -70,7 +70,7 @@ def test_a_plan_is_told_to_programs(tmp_path, capsys):
     assert main(["plan", "--json", *config]) == 0
     found = json.loads(capsys.readouterr().out)  # notes for people are not in it
     assert [job["stage"] for job in found["jobs"]] == list(STAGES) and found["disk_bytes"]
-    assert found["jobs"][0]["state"] == "to do" and found["jobs"][1]["after"] == ["shard"]
+    assert found["jobs"][0]["state"] == "absent" and found["jobs"][1]["after"] == ["shard"]
 
 
 @pytest.mark.parametrize(("words", "offered"), table("""

@@ -136,7 +136,7 @@ def _read_records(folder):
 def _states(folder):
     write_sealed(folder / "STATE.json", {"status": "running", "step": 3, "units": 1, "job": "15", "at": ago(3)})
     write_json(folder / STARTED, {"fingerprint": {"config": {"a": 1}, "inputs": {}, "files": {}}, "chain": "c1",
-                                  "force_id": "x", "files": [], "drift": []})
+                                  "force_id": "x", "files": [], "accepted": []})
     Part(0, 4, "encode").mark(folder, "ab", {})
     write_json(folder / "launch/encode.lock", {"job": "15", "restart": 0, "host": "n", "pid": 3, "at": 1.8e9})
 
@@ -154,7 +154,7 @@ def _read_run(folder):
     run = run_in(folder / RUN)
     for stage in STAGES:
         str(run.state(stage))
-        run.begun_drift(stage)
+        run.record(stage)
         run.changed(stage, only_settings=True)
 
 
@@ -309,7 +309,7 @@ READERS = (
         runs/small/encode/manifest.json -> fingerprint -> {}
         runs/small/encode/manifest.json -> accepted -> [3]
         runs/small/encode/manifest.json -> files -> [{}]
-        runs/small/shard/manifest.json -> start drift -> {}""")),  # what was hashed is noted in a run's folder
+        runs/small/shard/manifest.json -> start accepted -> {}""")),  # what was hashed is noted in a run's folder
     Reader("token shards", make_trained_run, _read_token_shards, (f"{RUN}/encode/*/*.arrow", MANIFEST), known=[
         (MANIFEST, lambda whole: b"[" * 100_000), *planted("""
         runs/small/encode/manifest.json -> outputs 0 docs -> 1152921504606846976

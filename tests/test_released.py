@@ -54,7 +54,7 @@ def test_it_goes_on_from_its_checkpoint_through_all_stages_that_follow(run):
     config = run / "config.yaml"
     more = f"train.steps={STEPS + 2}"
     stored = f"train.tokens_from=file://{run.parent}/store"  # the copy of its token shards
-    assert f"step {STEPS}" in run_stage("train", config, more, stored, "--accept-drift").stdout
+    assert f"step {STEPS}" in run_stage("train", config, more, stored, "--accept-changes").stdout
     assert [record["step"] for record in read_metrics(run / "train/metrics.jsonl")] == list(range(1, STEPS + 3))
     for stage in ("convert", "evaluate", "report"):
         run_stage(stage, config, more, "--force")

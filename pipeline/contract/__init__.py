@@ -33,7 +33,7 @@ A stage without units writes its outputs itself, and commits. docs/extending.md 
 
     entry.py          one attempt from the command line to the exit status; preparation.py decides what is allowed
     stages.py         the table of stages
-    run.py            the run folder: which outputs are valid, and why not
+    run.py            the run folder; validity.py: whether a stage is done, resumable, changed or absent
     stage_work.py     Work: inputs, units, commit
     workers.py        the processes that do units; stopping.py: requests to stop them
     tasks.py          units and their keys, shares of several jobs; the ledger of finished units is in core/files.py

@@ -16,7 +16,7 @@ from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.locks import StageLock, await_file_system, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
-from drover.pipeline.contract.preparation import forced, is_leader, note_done, prepare, report_done, tell_changed_files
+from drover.pipeline.contract.preparation import forced, is_leader, note_done, prepare, report_changes, report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work, processes
 from drover.pipeline.contract.stages import STAGES, Stage, before
@@ -88,8 +88,9 @@ def parser(name: str) -> Parser:
                              "other parts at the same time; the stage without --part finishes it")
     result.add_argument("--phase", metavar="NAME",
                         help="phase of which --part does a share; the phase before must be done (default: the first)")
-    result.add_argument("--accept-drift", action="store_true",
-                        help="continue although inputs or settings changed; recorded in every later manifest")
+    result.add_argument("--accept-changes", action="store_true",
+                        help="train: continue although inputs or settings changed, and record this; the stages after "
+                             "it: rebuild what has changed")
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     return result
 
@@ -184,7 +185,7 @@ class StageAttempt:
             for need in self.stage.needs:
                 self._await_manifest(need)
                 run.finished(need)  # refuses before anything is written
-            self._refuse_stale_inputs()
+            self._refuse_changed_ancestors()
             # Without a manifest a part stops here: the part that starts the stage hashes the files for all parts.
             done = (not forced(run, name, self.options) and (self.part is None or run.manifest(name) is not None)
                     and run.state(name).kind == "done")
@@ -207,7 +208,7 @@ class StageAttempt:
             return self.run.manifest(need)
         await_file_system(look, lambda manifest: manifest is not None)
 
-    def _refuse_stale_inputs(self) -> None:
+    def _refuse_changed_ancestors(self) -> None:
         """UserError if a stage that this one needs, directly or not, does not match the current settings and files.
 
         A job that continues its submission does not stop because the corpus has grown since: nobody may be there to
@@ -215,11 +216,11 @@ class StageAttempt:
         """
         run, name = self.run, self.name
         try:
-            run.refuse_stale_inputs(name)
+            run.refuse_changed_ancestors(name)
         except UserError as error:
             if not continues(run, name):
                 raise
-            run.refuse_stale_inputs(name, files=False)
+            run.refuse_changed_ancestors(name, files=False)
             say(name, f"warning: this job continues as it was submitted, although since then: {error}")
             return
         if "DROVER_LAUNCHED" not in os.environ:  # the launcher has printed it
@@ -231,10 +232,11 @@ class StageAttempt:
         run, name, part = self.run, self.name, self.part
         # Take shared locks, so that no input is rebuilt while this stage reads it.
         reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in self.stage.needs]
-        if part and not forced(run, name, self.options) and run.state(name).kind == "partial":
-            tell_changed_files(run, name)
-            work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
-            change_start(run.own_folder(name), failed=False, unusable=False)  # the refused input is used after all
+        state = run.state(name) if part and not forced(run, name, self.options) else None
+        if state is not None and state.kind == "resumable":
+            report_changes(name, state)
+            work: Work | None = Work(run, name, run.fingerprint(name), part=part)
+            change_start(run.own_folder(name), unusable=False)  # the refused input is used after all
         else:
             held.alone()
             work = prepare(run, name, self.options, part)
@@ -259,10 +261,10 @@ class StageAttempt:
                 return UserError.exit_status
             say(name, f"stopped ({stopped.reason}); the same command continues")
             return INTERRUPTED
-        except UserError as error:
-            # Once the user has corrected the input, the stage may start from scratch without --force if it has no
-            # finished units, or if they are of no use. A part never decides this about units of other parts.
-            change_start(work.folder, failed=True, unusable=part is None and isinstance(error, UnusableInputError))
+        except UnusableInputError:
+            # Once the user has corrected the input, the stage may start from scratch without --force. A part never
+            # decides this about units of other parts.
+            change_start(work.folder, unusable=part is None)
             raise
         del reading
         return 0 if read_manifest(work.folder) is not None else INTERRUPTED

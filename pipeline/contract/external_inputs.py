@@ -23,7 +23,6 @@ from drover.pipeline.config.places import OUTSIDE
 from drover.pipeline.config.section import flatten
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
-from drover.pipeline.contract.manifest import Difference
 from drover.pipeline.contract.stages import Stage
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import first as first_names
@@ -216,22 +215,17 @@ def places(stage: Stage, config: Config) -> Record:
     return {key: value for key, value in values.items() if OUTSIDE & set(key.split("."))}
 
 
-def changed_places(old: Record, new: Record) -> list[Difference]:
-    """The differences of two `places`."""
-    return [Difference(f"places.{key}", old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key)]
-
-
 def source_of_place(key: str, config: Config) -> str:
-    """The source that a key of `changed_places` is about: the part of its files' names before the first `/`."""
+    """The source that a key of `places` is about: the part of its files' names before the first `/`."""
     parts = key.split(".")
     if parts[-1] == "init_from":
         return parts[-1]
-    if parts[1:3] == ["shard", "filters"]:
-        return parts[2]
-    if parts[1:3] != ["shard", "sources"]:
+    if parts[:2] == ["shard", "filters"]:
         return parts[1]
-    sources, number = config.shard.sources, int(parts[3])
+    if parts[:2] != ["shard", "sources"]:
+        return parts[0]
+    sources = config.shard.sources
+    number = int(parts[2])
     return sources[number].name if number < len(sources) else ""
 
 

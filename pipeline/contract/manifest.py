@@ -39,13 +39,6 @@ class OutsideFile(TypedDict):
     sha256: str
 
 
-class Drift(TypedDict):
-    """Differences of a stage that were accepted with `--accept-drift`."""
-
-    stage: str
-    differences: list[str]
-
-
 class Fingerprint(TypedDict, total=False):
     """Identity of a stage."""
 
@@ -57,7 +50,6 @@ class Fingerprint(TypedDict, total=False):
 
 
 OutsideFiles = Annotated[list[Record], like(list[OutsideFile])]
-Drifts = Annotated[list[Record], like(list[Drift])]
 Identity = Annotated[Record, like(Fingerprint)]
 
 
@@ -96,10 +88,9 @@ class Manifest:
         config_sha256: hash of the whole resolved configuration.
         files: outside files with path, bytes, mtime_ns and sha256. Bytes and time spare hashing them again.
         places: the settings that named the places of those files; not part of the identity.
-        drift: differences that were accepted with `--accept-drift`, in this stage or one before it.
+        accepted: changes that `--accept-changes` accepted, in words.
         scratch: files and folders that the stage needed until its commit, and that are to be removed.
         start: the record of its start (`StartRecord`), which it replaces.
-        accepted: fingerprints that `--accept-drift` declared equal to this one.
         wall_s, started, finished, software, git, code, execution: how it was made; never part of the identity.
     """
 
@@ -110,8 +101,7 @@ class Manifest:
     config_sha256: str
     files: OutsideFiles = field(default_factory=list)
     places: Record = field(default_factory=dict)
-    drift: Drifts = field(default_factory=list)
-    accepted: list[Identity] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     started: str = ""
     finished: str = ""
@@ -159,9 +149,9 @@ def not_as_used(manifests: Mapping[str, Manifest]) -> dict[str, str]:
     these: a manifest's own checksum does not show that somebody wrote another. manifests: by stage."""
     found = dict[str, list[str]]()
     for later, manifest in manifests.items():
-        known = [one.get("inputs", {}) for one in (manifest.fingerprint, *manifest.accepted)]
-        for stage in known[0].keys() & manifests.keys():
-            if all(inputs.get(stage) != manifests[stage].digest for inputs in known):
+        inputs = manifest.fingerprint.get("inputs", {})
+        for stage in inputs.keys() & manifests.keys():
+            if inputs[stage] != manifests[stage].digest:
                 found.setdefault(stage, []).append(later)
     return {stage: f"its outputs are not those that {', '.join(users)} {'was' if len(users) == 1 else 'were'} made from"
             for stage, users in sorted(found.items())}
@@ -189,11 +179,11 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
 
 
 def _fields(fingerprint: Identity) -> Record:
-    """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`."""
+    """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`, `places.shard.sources.0.paths.0`."""
     from drover.pipeline.config.section import flatten
 
     fields = flatten(fingerprint.get("config", {}), "config")
-    for group in ("inputs", "files"):
+    for group in ("inputs", "files", "places"):
         fields.update({f"{group}.{name}": value for name, value in fingerprint.get(group, {}).items()})
     return fields
 

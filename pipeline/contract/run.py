@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
 
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, warn
@@ -14,52 +12,20 @@ from drover.pipeline.config.section import identity
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import (
     Outside,
-    changed_places,
     listed_files,
     listing_digest,
     look,
     places,
     source_of_place,
 )
-from drover.pipeline.contract.manifest import (
-    MANIFEST,
-    Difference,
-    Drifts,
-    Identity,
-    Manifest,
-    differences,
-    read_manifest,
-)
+from drover.pipeline.contract.manifest import MANIFEST, Difference, Identity, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
-from drover.pipeline.contract.start_record import STARTED, read_start
+from drover.pipeline.contract.start_record import STARTED, StartRecord, read_start
 from drover.pipeline.contract.tasks import finished_units, marked_parts
+from drover.pipeline.contract.validity import State, record_differences, stage_state
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
 from drover.pipeline.core.files import Record, opened, sha256_file, sha256_json
-
-KEEPS = "will be made with the current settings; results that still fit are kept"
-Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
-
-
-@dataclass(frozen=True)
-class State:
-    """Status of a stage's folder.
-
-    kind: `done`; `to do`; `partial` (started, can continue); `damaged` (an output is missing: only that is made again);
-        `stale` (settings or inputs have changed); `waiting` (a stage before it is not done).
-    differences: for `stale`, what has changed; for `to do`, what has changed since an attempt that left nothing of use.
-    reasons: sentences with details. begun_only: for `stale`, whether the stage was started but not finished.
-    """
-
-    kind: Kind
-    differences: list[Difference] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    begun_only: bool = False
-
-    def __str__(self) -> str:
-        if self.kind == "stale":
-            return f"stale: {first([str(difference) for difference in self.differences], 2)}"
-        return self.kind + (f" ({self.reasons[0]})" if self.reasons else "")
 
 
 class Run:
@@ -197,56 +163,31 @@ class Run:
                 run_folder=self.folder, remember=manifest is not None, strict=key[2])
         return self._known_files[key]
 
+    def record(self, stage: str) -> Manifest | StartRecord | None:
+        """The manifest of a finished stage, the start record of an unfinished one; None if it was not started."""
+        folder = self.stage_folder(stage)
+        return self._manifest_in(folder) or read_start(folder)
+
     def state(self, stage: str) -> State:
-        """Whether the stage is done, to do, or not valid. Only reads, and never hashes unchanged files."""
-        folder, spec = self.stage_folder(stage), STAGES[stage]
-        manifest = self._manifest_in(folder)
-        absent = [need for need in spec.needs if self.manifest(need) is None]
-        if absent:
-            # The missing stage may come back unchanged (a killed repair, a deleted folder): then this stage is done.
-            changed = self.changed(stage, only_settings=True)
-            return State("stale", changed) if changed else State("waiting", reasons=[f"for {', '.join(absent)}"])
-        if manifest is not None:
-            changed = self.changed(stage)
-            if changed and spec.may_renew(manifest.fingerprint,
-                                          self._compared(stage, manifest, manifest.fingerprint)):
-                return State("partial", changed, reasons=[KEEPS])
-            if changed:
-                return State("stale", changed)
-            missing = manifest.missing_outputs(folder)
-            if not missing and (due := spec.call("due", self.config, folder, manifest)):
-                return State("partial", reasons=[due])
-            origin = [f"from {folder.parent}"] if self.is_reused(stage) else []
-            return State("damaged", reasons=missing) if missing else State("done", reasons=origin)
-        if (started := read_start(folder)) is None:
-            return State("to do")
-        now = self.fingerprint(stage)
-        before = started.fingerprint
-        changed = differences(before, now)
-        if changed and spec.may_renew(before, now):
-            return State("partial", changed, reasons=[KEEPS])
-        # A stage that may renew its results keeps the others.
-        renews = "renews" in spec.functions
-        in_one_piece = not (renews or spec.workers or spec.own_module)  # nothing is kept of an attempt
-        nothing_lost = in_one_piece or started.unusable or (started.failed and (renews or not finished_units(folder)))
-        if changed and nothing_lost and not spec.checkpoints:
-            return State("to do", changed, reasons=["was not finished; starts again with the new input"])
-        if changed:
-            return State("stale", changed, begun_only=True)
-        other = self.files_changed_since_begun(stage)
-        return State("partial", reasons=["will continue" + (f"; {other}" if other else "")])
-
-    def files_changed_since_begun(self, stage: str) -> str:
-        """A message if the files that the stage's units read have changed since its start; empty if not."""
-        started = read_start(self.own_folder(stage))
-        before = started.fingerprint.get("listing") if started else None
-        return "" if before is None or before == listing_digest(self.listing(stage)) else \
-            "some of its input files are new, missing or changed since it was started"
-
-    def begun_drift(self, stage: str) -> Drifts:
-        """The accepted differences of a stage that is started and not finished."""
-        started = read_start(self.own_folder(stage))
-        return started.drift if started else []
+        """The state of a stage. Only reads, and never hashes unchanged files."""
+        folder = self.stage_folder(stage)
+        spec = STAGES[stage]
+        record = self.record(stage)
+        if isinstance(record, Manifest):
+            present, places = self._present(stage, record)
+            missing = [*record.missing_outputs(folder), spec.call("due", self.config, folder, record, otherwise="")]
+            return stage_state(record, {**present, "places": places}, missing=[text for text in missing if text],
+                               keeps=spec.may_renew(record.fingerprint, present))
+        if waits := [need for need in spec.needs if self.manifest(need) is None]:
+            return State("absent", reasons=[f"waits for {', '.join(waits)}"])
+        if record is None:
+            return stage_state(None, {})
+        present = self.fingerprint(stage)
+        own_keys = "renews" in spec.functions and not spec.checkpoints  # each result is kept under a key of its own
+        return stage_state(
+            record, present, keeps=own_keys or spec.may_renew(record.fingerprint, present),
+            useful=spec.checkpoints or (record.fingerprint != present and not record.unusable
+                                        and finished_units(folder) > 0))
 
     def changed(self, stage: str, *, only_settings: bool = False) -> list[Difference]:
         """How settings, earlier stages and outside files differ from those that a finished stage was made from.
@@ -257,48 +198,36 @@ class Run:
         manifest = self.manifest(stage)
         if manifest is None:
             return []
-        found: list[Difference] = []
-        for old in ({**manifest.fingerprint, "places": manifest.places}, *manifest.accepted):
-            here = differences({"config": old.get("config", {})}, {"config": self._settings(stage)}) \
-                if only_settings else self._differences(stage, manifest, old)
-            if not here:
-                return []
-            found = found or here
-        return found
+        if only_settings:
+            return differences({"config": manifest.fingerprint.get("config", {})}, {"config": self._settings(stage)})
+        present, places = self._present(stage, manifest)
+        return record_differences(manifest, {**present, "places": places})
 
-    def fingerprint_of_finished(self, stage: str) -> Identity:
-        """The identity that a finished stage would have now, with the places of its outside files. Missing files and
-        stages keep their recorded hashes."""
-        manifest = self.finished(stage)
-        return {**self._compared(stage, manifest, manifest.fingerprint), "places": places(STAGES[stage], self.config)}
-
-    def _differences(self, stage: str, manifest: Manifest, old: Identity) -> list[Difference]:
-        found = differences(old, self._compared(stage, manifest, old))
-        outside, now = self._outside(stage), places(STAGES[stage], self.config)
-        elsewhere = changed_places(old.get("places") or now, now)
-        if not any(difference.key.startswith("files.") for difference in found):
-            # Equal files may be at another place. But if files are missing, another configured place is a change.
-            elsewhere = [difference for difference in elsewhere
-                         if source_of_place(difference.key, self.config) in outside.incomplete]
-        return elsewhere + found
-
-    def _compared(self, stage: str, manifest: Manifest, old: Identity) -> Identity:
-        before_it = {need: self.manifest(need) for need in STAGES[stage].needs}
-        inputs = {need: made.digest if made else old.get("inputs", {}).get(need) for need, made in before_it.items()}
-        return {"config": self._settings(stage), "inputs": inputs,
-                "files": self._outside(stage).compared(manifest.files, old.get("files", {}))}
+    def _present(self, stage: str, manifest: Manifest) -> tuple[Identity, Record]:
+        """The identity that a finished stage would have now, and the places of its outside files. Missing files and
+        stages have their recorded hashes, and a place counts as changed only if files are missing or differ."""
+        external = self._outside(stage)
+        recorded = manifest.fingerprint.get("inputs", {})
+        inputs = {need: made.digest if (made := self.manifest(need)) else recorded.get(need)
+                  for need in STAGES[stage].needs}
+        files = external.compared(manifest.files, manifest.fingerprint.get("files", {}))
+        now = places(STAGES[stage], self.config)
+        if files == manifest.fingerprint.get("files", {}):
+            now = {key: (now if source_of_place(key, self.config) in external.incomplete else manifest.places).get(key)
+                   for key in now | manifest.places}
+        return {"config": self._settings(stage), "inputs": inputs, "files": files}, now
 
     def _settings(self, stage: str) -> Record:
         return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
 
-    def refuse_stale_inputs(self, stage: str, *, files: bool = True) -> None:
-        """UserError if a stage that this one needs, directly or not, is stale.
+    def refuse_changed_ancestors(self, stage: str, *, files: bool = True) -> None:
+        """UserError if a stage that this one needs, directly or not, has changed.
 
         files: also compare the files that those stages read; one process does this for all.
         """
         for need in before([stage]):
             if changed := self.changed(need, only_settings=not files):
-                raise self.refusal(need, State("stale", changed))
+                raise self.refusal(need, changed)
 
     def changed_code(self, stage: str) -> list[str]:
         """Source files that have changed since the stage was made."""
@@ -317,20 +246,19 @@ class Run:
             lines.append(f"  code has changed since: {', '.join(changed)} (recorded; --force rebuilds)")
         return "\n".join(lines)
 
-    def refusal(self, stage: str, state: State) -> UserError:
-        """The error about a stale stage: what has changed, and what the user can do."""
-        shown = [str(difference) for difference in state.differences[:12]]
-        if len(state.differences) > 12:
-            shown.append(f"... and {len(state.differences) - 12} more (drover why {stage})")
-        was = "was started" if state.begun_only else "was made"
-        where = self.stage_folder(stage)
-        accepting = "" if state.begun_only and not STAGES[stage].checkpoints else \
-            " --accept-drift to continue with the existing outputs (every later manifest records this),"
+    def refusal(self, stage: str, changes: list[Difference]) -> UserError:
+        """The error about a stage with changes: what has changed, and what the user can do."""
+        shown = [str(difference) for difference in changes[:12]]
+        if len(changes) > 12:
+            shown.append(f"... and {len(changes) - 12} more (drover why {stage})")
+        was = "was started" if self.manifest(stage) is None else "was made"
+        accepting = "--accept-changes to continue training (its manifest records them), " * STAGES[stage].checkpoints
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
-                f"--force to rebuild it,{accepting} or name=<another> for a run of its own (reuse={self.folder} shares "
+                f"--force to rebuild it, {accepting}or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
-        return UserError(f"The stage {stage} in {where} {was} with other inputs or settings, so it is neither used nor "
-                         f"overwritten. Changes, old -> new:\n{listed(shown)}\nWays to continue: {ways}.")
+        return UserError(f"The stage {stage} in {self.stage_folder(stage)} {was} with other inputs or settings, so it "
+                         f"is neither used nor overwritten. Changes, old -> new:\n{listed(shown)}\n"
+                         f"Ways to continue: {ways}.")
 
 
 def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:

@@ -19,9 +19,9 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
 from drover.pipeline.contract.input_check import Expected, InputCheck, output, outside
 from drover.pipeline.contract.locks import await_file_system
-from drover.pipeline.contract.manifest import Drifts, Identity, Manifest, OutsideFiles
+from drover.pipeline.contract.manifest import Identity, Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run, code_hashes
-from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
+from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES
 from drover.pipeline.contract.start_record import STARTED, StartRecord, sound_start
 from drover.pipeline.contract.state import (
     PROGRESS,
@@ -70,6 +70,7 @@ class Work:
     """The argument of a stage's body: its configuration, inputs and folder, and methods to do units and to commit.
 
     part: the share of one phase's units that is done; None for the whole stage. asked: a hash of the command line.
+    accepted: changes that `--accept-changes` accepted.
     phases: those whose units were requested so far.
     stop: requests to stop. workers: the processes that do the units. last: how the start before this one ended.
     made: how many units this start has finished.
@@ -80,7 +81,7 @@ class Work:
     run: Run
     name: str
     fingerprint: Identity
-    drift: Drifts = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     part: Part | None = None
     began: float = field(default_factory=time.monotonic)
     started: str = field(default_factory=now)
@@ -265,7 +266,7 @@ class Work:
             stage=self.name, fingerprint=self._fingerprint(files), outputs=outputs, counts=counts,
             config_sha256=config_hash(self.config),
             files=sorted([*self.run.files(self.name), *files], key=lambda record: str(record["name"])),
-            places=places(STAGES[self.name], self.config), drift=self._all_drift(),
+            places=places(STAGES[self.name], self.config), accepted=self.accepted,
             wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": processes(self.config), "cores": os.cpu_count(),
@@ -290,12 +291,6 @@ class Work:
         known = self._without_listing
         return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
 
-    def _all_drift(self) -> Drifts:
-        found = list(self.drift)
-        for need in before([self.name]):
-            found += [entry for entry in self.run.finished(need).drift if entry not in found]
-        return found
-
 
 def processes(config: Config) -> int:
     """How many workers to use on this machine, or in a Slurm job on its part of the node."""
@@ -304,14 +299,14 @@ def processes(config: Config) -> int:
     return config.launch.processes or min(usable_cores(), allotted or sys.maxsize)
 
 
-def begin(run: Run, name: str, fingerprint: Identity, drift: Drifts, part: Part | None = None,
+def begin(run: Run, name: str, fingerprint: Identity, accepted: list[str], part: Part | None = None,
           forced_by: str | None = None) -> Work:
     """Prepare the stage's folder: remove files of killed writers, record the start and the configuration.
 
     Args:
         forced_by: the `--force-id`, which the start record keeps.
     """
-    work = Work(run, name, fingerprint, drift, part)
+    work = Work(run, name, fingerprint, accepted, part)
     work.folder.mkdir(parents=True, exist_ok=True)
     if part is None:
         remove_temporary(work.folder)  # not for a part: without locks, other parts may be writing
@@ -321,8 +316,8 @@ def begin(run: Run, name: str, fingerprint: Identity, drift: Drifts, part: Part 
     before = sound_start(work.folder)
     if chain is not None and chain == before.chain:
         work.started = before.at or work.started
-    # The start record keeps drift and hashes until the manifest has them, so that they survive a kill.
-    StartRecord(fingerprint, work.started, drift, run.files(name), forced_by or before.force_id,
+    # The start record keeps accepted changes and hashes until the manifest has them, so that they survive a kill.
+    StartRecord(fingerprint, work.started, accepted, run.files(name), forced_by or before.force_id,
                 chain).write(work.folder)
     if part is None:
         work.last = read_state(work.folder)

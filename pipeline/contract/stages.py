@@ -222,6 +222,11 @@ def before(stages: list[str], through: list[str] | None = None) -> list[str]:
     return [stage for stage in STAGES if stage in found]
 
 
+def follows_training(name: str) -> bool:
+    """Whether the stage, or one that it needs, has checkpoints."""
+    return any(STAGES[stage].checkpoints for stage in (name, *before([name])))
+
+
 def parse_stages(text: str) -> list[str]:
     """`all`, one stage, or a comma list, in the chain's own order; UserError for an unknown name."""
     asked = {part.strip() for part in text.split(",") if part.strip()}

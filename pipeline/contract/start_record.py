@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.manifest import Drifts, Identity, OutsideFiles, read_manifest
+from drover.pipeline.contract.manifest import Identity, OutsideFiles, read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record, typed, write_sealed
 
@@ -19,20 +19,18 @@ class StartRecord:
     """How a stage was started.
 
     Attributes:
-        fingerprint, drift, files: as in its manifest.
+        fingerprint, accepted, files: as in its manifest.
         chain: the chain of jobs (`DROVER_CHAIN`) that last started it; None outside of a chain.
         force_id: the last `--force-id` with which it was started; None if there was none.
-        failed: whether it refused its input. Then it may start from scratch if it has no finished units.
-        unusable: it refused its input, and may start from scratch even if it has finished units.
+        unusable: whether it refused its input, so that its finished units are of no use with another one.
     """
 
     fingerprint: Identity
     at: str = ""
-    drift: Drifts = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     files: OutsideFiles = field(default_factory=list)
     force_id: str | None = None
     chain: str | None = None
-    failed: bool = False
     unusable: bool = False
 
     def write(self, folder: Path) -> None:

@@ -90,12 +90,11 @@ class Channel:
         inputs = {}
         for need in STAGES[work.name].needs:
             folder, manifest = work.input(need)
-            inputs[need] = {"folder": str(folder), "counts": manifest.counts, "drift": manifest.drift,
-                            "digest": manifest.digest,
+            inputs[need] = {"folder": str(folder), "counts": manifest.counts, "digest": manifest.digest,
                             "outputs": manifest.outputs if STAGES[work.name].ranks_know_outputs else []}
         self._send({"config": work.config.model_dump(mode="json", exclude={"plugins"}),
-                    "with_plugins": bool(work.config.plugins), "fingerprint": work.fingerprint, "drift": work.drift,
-                    "inputs": inputs, "files": work.run.files(work.name)})
+                    "with_plugins": bool(work.config.plugins), "fingerprint": work.fingerprint,
+                    "accepted": work.accepted, "inputs": inputs, "files": work.run.files(work.name)})
 
     def end(self, status: int) -> None:
         """Send the other ranks that there is nothing to do, unless they have their work. Only rank 0 calls this."""
@@ -131,7 +130,7 @@ class Channel:
         try:
             own = plugins() if said["with_plugins"] else []
             run = ReceivedRun(Config.model_validate({**said["config"], "plugins": own}), said["inputs"], said["files"])
-            return Work(run, name, said["fingerprint"], said["drift"])
+            return Work(run, name, said["fingerprint"], said["accepted"])
         except (ValueError, KeyError) as error:  # from pydantic, for settings that this rank does not know
             raise UserError(f"Rank {self.rank} cannot read the message of rank 0, so it runs other code: "
                             f"{str(error).splitlines()[0]}. Start all ranks from one folder, in one "
@@ -235,7 +234,6 @@ class ReceivedRun(Run):
         if stage not in self._inputs:
             return None
         sent = self._inputs[stage]
-        found = Manifest(stage, fingerprint={}, outputs=sent["outputs"], counts=sent["counts"], config_sha256="",
-                         drift=sent["drift"])
+        found = Manifest(stage, fingerprint={}, outputs=sent["outputs"], counts=sent["counts"], config_sha256="")
         found.__dict__["digest"] = sent["digest"]  # of all outputs, which this message may not contain
         return found

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from drover.pipeline.contract.manifest import Drifts
 from drover.pipeline.contract.state import Time
 from drover.pipeline.core.files import Count, Record, read_lines
 
@@ -65,7 +64,7 @@ class Event(_Event, total=False):
     step: Count
     number: Count
     ranks: Count
-    drift: Drifts
+    accepted: list[str]
     changes: list[str]
     startup_s: float
     train_s: float
@@ -109,10 +108,10 @@ def plan_changes(folder: Path) -> int:
     return max((number for number, _ in _plan_changes(folder)), default=0)
 
 
-def new_drift(folder: Path, drift: Drifts) -> list[str]:
-    """The accepted differences in `drift`, a start's, that no earlier start of the train stage in `folder` had."""
-    known = [event["drift"] for event in read_lines(folder / "events.jsonl", Event) if "drift" in event] or [[]]
-    return list(dict.fromkeys(difference for entry in drift[len(known[-1]):] for difference in entry["differences"]))
+def newly_accepted(folder: Path, accepted: list[str]) -> list[str]:
+    """The accepted changes of a start that no earlier start of the train stage in `folder` had."""
+    known = [event["accepted"] for event in read_lines(folder / "events.jsonl", Event) if "accepted" in event] or [[]]
+    return list(dict.fromkeys(accepted[len(known[-1]):]))
 
 
 def _plan_changes(folder: Path) -> list[tuple[int, int]]:

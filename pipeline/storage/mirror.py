@@ -59,12 +59,12 @@ class _Named(TypedDict):
 class OwnerRecord(_Named, total=False):
     """The content of owner.json. name: of the owner; writer: of the process that claimed it last.
 
-    id, fingerprint, drift: of the training whose checkpoints are there. files: paths of an unfinished copy.
+    id, fingerprint, accepted: of the training whose checkpoints are there. files: paths of an unfinished copy.
     """
 
     id: str
     fingerprint: Record
-    drift: list[Record]
+    accepted: list[str]
     files: list[str]
 
 

@@ -175,7 +175,7 @@ class Guards:
         fix = ("To accept a higher level as normal, set train.guards.spike=log. To continue past bad data, raise "
                "train.guards.max_skipped." if verdict.finite else
                "Look at the text (drover trace RUN --step N --text). If it is clean, lower train.lr or lengthen "
-               f"train.warmup_steps, and continue with --accept-drift{PHASED}, or start again with --force.")
+               f"train.warmup_steps, and continue with --accept-changes{PHASED}, or start again with --force.")
         raise UserError(
             f"Training stopped at step {verdict.step}: {self.consecutive_skipped} updates in a row were skipped, and "
             f"train.guards.max_skipped is {self.config.max_skipped}. The last was {text}; "
@@ -188,7 +188,7 @@ class Guards:
                 f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
                 f"is {self.config.max_rollbacks}. The reason was {text}; {self._where(verdict.samples)}. This "
                 f"update was not applied, and the checkpoints are valid. Look at the text (drover trace RUN --step N "
-                f"--text). Lower train.lr and continue with --accept-drift{PHASED}, or set train.guards.spike=log to "
+                f"--text). Lower train.lr and continue with --accept-changes{PHASED}, or set train.guards.spike=log to "
                 f"accept such steps as normal.")
         self.rollbacks_total += 1
         return replace(verdict, event="rollback", text=text)

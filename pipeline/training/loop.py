@@ -395,7 +395,7 @@ class Loop:
     def _start_facts(self) -> Record:
         """Fields of the event that records this start."""
         ranks, train = self.ranks, self.config.train
-        return {"samples": self.progress.samples, "startup": self.startup, "drift": self.work.drift,
+        return {"samples": self.progress.samples, "startup": self.startup, "accepted": self.work.accepted,
                 "parallel": self.config.parallel.model_dump(),
                 "micro_batch": [batch.micro_batch for batch in self.phase_batches] if self.plan.declared else
                 self.batch.micro_batch, "device": ranks.device_name or ranks.device.type,

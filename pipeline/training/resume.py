@@ -29,19 +29,19 @@ OF_A_PLAN = ("steps", "packing", "phases", "grain_tokens", *FIXED, *OWN_CURVE)
 """The settings of train that make the plan."""
 
 
-def continued(path: Path, progress: TrainingProgress, plan: str, drift: bool) -> TrainingProgress:
+def continued(path: Path, progress: TrainingProgress, plan: str, accepted: bool) -> TrainingProgress:
     """The progress of training that continues from the checkpoint at `path` with `progress`.
 
     Args:
         plan: SHA-256 of the configured order of samples.
-        drift: whether it may differ from the checkpoint's.
+        accepted: whether it may differ from the checkpoint's.
 
     Raises:
         UserError: it differs and must not.
     """
-    if progress.plan_sha256 != plan and not drift:
+    if progress.plan_sha256 != plan and not accepted:
         raise UserError(f"{path} was trained on other token shards, sequence length, mixture or seed than are "
-                        f"configured now (plan {progress.plan_sha256[:12]} -> {plan[:12]}). Use --accept-drift to "
+                        f"configured now (plan {progress.plan_sha256[:12]} -> {plan[:12]}). Use --accept-changes to "
                         f"continue with the new order, or --force to start again.")
     return dataclasses.replace(progress, restarts=progress.restarts + 1, plan_sha256=plan)
 
@@ -55,7 +55,7 @@ def changed_code(path: Path, code: dict[str, str]) -> str:
 
 def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> list[str]:
     """The changes in later phases since the checkpoint at `path` was written, a sentence each. A training without
-    phases is one phase; while it has none, any change is to be accepted as drift, and none is named here.
+    phases is one phase; while it has none, any change needs --accept-changes, and none is named here.
 
     Raises:
         UserError: a phase that has started has changed; names it, and both values.

@@ -32,7 +32,7 @@ from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import start_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from drover.pipeline.records.hangs import write_places
-from drover.pipeline.records.metrics import OTHER_ORDER, new_drift
+from drover.pipeline.records.metrics import OTHER_ORDER, newly_accepted
 from drover.pipeline.records.rollbacks import no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
@@ -122,7 +122,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
 
     with times.part("data"):
         plan_changes = ranks.by_leader(
-            lambda: (newest and changed_future(*newest, plan)) or new_drift(work.folder, work.drift))
+            lambda: (newest and changed_future(*newest, plan)) or newly_accepted(work.folder, work.accepted))
         with paused():  # the rest of an epoch may have to be packed
             guards = GuardRunner(work, ranks, batches.data, say)
         progress = _continued(newest, work, guards, plan_changes)
@@ -196,7 +196,7 @@ def _continued(newest: tuple[Path, TrainingProgress] | None, work: Work, guards:
     now = order.plan_at(before.samples)
     if plan_changes and before.plan_sha256 != now:
         plan_changes.append(OTHER_ORDER)
-    return continued(path, before, now, bool(work.drift))
+    return continued(path, before, now, bool(work.accepted))
 
 
 def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:

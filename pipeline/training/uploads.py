@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from drover.pipeline.contract.manifest import Drifts, differences
+from drover.pipeline.contract.manifest import differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, change_start
@@ -151,7 +151,7 @@ class Uploads(Hook):
         self._stopped, self._problem = False, ""
         self._saved = dict[int, float]()  # steps that have no copy yet, and when they were saved
         self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
-        self._copied, work.drift = ranks.by_leader(self._claim)
+        self._copied, work.accepted = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
         self._worker = BackgroundWorker("uploads", self._upload if ranks.leads else self._follow, newest_only=True)
 
@@ -251,8 +251,8 @@ class Uploads(Hook):
             return problem
         return str(self.ranks.by_leader(wait))
 
-    def _claim(self) -> tuple[list[int], Drifts]:
-        """Claim the store. Returns the steps in it and the drift of their training. Called on rank 0."""
+    def _claim(self) -> tuple[list[int], list[str]]:
+        """Claim the store. Returns the steps in it and the accepted changes of their training. Called on rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
         self._owner, mark = Owner(store), _mark(folder)
@@ -266,11 +266,12 @@ class Uploads(Hook):
             self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
         training = Training(theirs["id"] if theirs else mine.id if mine is not None and here else uuid4().hex, mark)
         write_sealed(folder / TRAINING, asdict(training))
-        drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
-                 *self.work.drift]
-        if drift != self.work.drift:  # accepted before the folder was lost; the manifest must list it
-            change_start(folder, drift=drift)
-        self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint, drift=drift)
+        accepted = [*(change for change in (theirs or {}).get("accepted", []) if change not in self.work.accepted),
+                    *self.work.accepted]
+        if accepted != self.work.accepted:  # before the folder was lost; the manifest must list it
+            change_start(folder, accepted=accepted)
+        self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint,
+                          accepted=accepted)
         found, complete = self._copies.found(), complete_checkpoints(folder)
         if found.unfinished:
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
@@ -278,7 +279,7 @@ class Uploads(Hook):
             store.delete(path for paths in found.unfinished.values() for path in paths)
         self._remove(aside := [step for step in found.whole
                                if step > (step_of(complete[-1]) if complete else -1) and self._is_set_aside(step)])
-        return [step for step in found.whole if step not in aside], drift
+        return [step for step in found.whole if step not in aside], accepted
 
     def _is_set_aside(self, step: int) -> bool:
         """Whether the copy is of a checkpoint that a user renamed here. Its marker decides, since another checkpoint

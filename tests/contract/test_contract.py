@@ -34,20 +34,51 @@ def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_o
     assert config.name == "a" and shard.config_sha256 == tokenizer.config_sha256 == config_hash(config)
 
 
-def test_a_changed_setting_is_refused_until_drift_is_accepted_which_leaves_its_trace(place, refusal):
-    """In every stage that follows, those that were made before included; and the report is made again."""
-    assert call(place, "shard", copy_corpus) == call(place, "tokenizer", count_bytes) == 0
-    report, other = place / "runs/a/report", "shard.validation_share=0.5"
-    report.mkdir()
-    read_manifest(place / "runs/a/tokenizer").write(report)
-    for stage in ("shard", "tokenizer"):
-        assert "shard.validation_share: 0.01 -> 0.5" in refusal(stage, other)
-    assert call(place, "shard", never, other, "--accept-drift") == 0 and read_manifest(report) is None
-    assert call(place, "shard", never, other) == call(place, "tokenizer", never, other) == 0  # once is enough
-    assert call(place, "encode", count_bytes_again, other) == 0
-    for stage in ("shard", "tokenizer", "encode"):
-        assert read_manifest(place / "runs/a" / stage).drift == [
-            {"stage": "shard", "differences": ["shard.validation_share: 0.01 -> 0.5"]}]
+@pytest.fixture
+def trained(place):
+    """A run of which the stages up to the export are done, and a report."""
+    for stage, body in (("shard", copy_corpus), ("tokenizer", count_bytes), ("encode", count_bytes_again),
+                        ("train", train), ("convert", copy_model)):
+        assert call(place, stage, body) == 0
+    folder = place / "runs/a/report"
+    folder.mkdir()
+    read_manifest(place / "runs/a/convert").write(folder)
+    return place
+
+
+def train(work):
+    write_text(work.folder / "model.txt", f"{work.config.train.steps} {work.accepted}")
+    work.commit([output_record(work.folder, work.folder / "model.txt")], {"steps": work.config.train.steps})
+
+
+def copy_model(work):
+    folder, _ = work.input("train")
+    write_text(work.folder / "copy.txt", (folder / "model.txt").read_text())
+    work.commit([output_record(work.folder, work.folder / "copy.txt")], {})
+
+
+def test_changes_are_accepted_for_training_alone(trained, refusal):
+    for stage, other in (("shard", "shard.validation_share=0.5"), ("tokenizer", "tokenizer.vocab_size=1024")):
+        for arguments in ([], ["--accept-changes"]):
+            assert f"{other.partition('=')[0]}: " in refusal(stage, other, *arguments)
+    rate, folder = "train.lr=0.5", trained / "runs/a"
+    assert "train.lr: 0.003 -> 0.5" in refusal("train", rate) and "train.lr" in refusal("convert", rate)
+    assert call(trained, "train", never, rate, "--accept-changes") == 0, "there is no further step to take"
+    assert read_manifest(folder / "train").accepted == ["train.lr: 0.003 -> 0.5"]
+    assert read_manifest(folder / "report") is None, "it is made again, to show the change"
+    assert call(trained, "train", never, rate) == call(trained, "convert", never, rate) == 0
+
+
+def test_training_continues_with_accepted_changes_and_what_follows_is_rebuilt(trained, refusal):
+    more, folder = "train.steps=2000", trained / "runs/a"
+    assert call(trained, "train", train, more, "--accept-changes") == 0
+    [change] = read_manifest(folder / "train").accepted
+    assert change.startswith("train.steps: ") and change.endswith(" -> 2000")
+    assert "outputs of the stage train: " in refusal("convert", more)
+    write_text(folder / "convert/old.txt", "of the model before")
+    assert call(trained, "convert", copy_model, more, "--accept-changes") == 0
+    assert (folder / "convert/copy.txt").read_text().startswith("2000 ") and not (folder / "convert/old.txt").exists()
+    assert call(trained, "train", never, more) == call(trained, "convert", never, more) == 0
 
 
 def test_outputs_that_do_not_read_back_are_not_committed_and_a_damaged_manifest_is_named(place, refusal):
@@ -76,11 +107,12 @@ def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place):
         write_text(work.folder / "left.txt", "half")
         raise UserError("the corpus is in Latin-1")
     assert call(place, "shard", refuse) == 2
-    (place / "corpus.txt").write_text("mended\n")
+    (place / "corpus.txt").write_text("in UTF-8\n")
     assert call(place, "shard", copy_corpus) == 0
-    assert (place / "runs/a/shard/text.txt").read_text() == "MENDED\n"
+    assert (place / "runs/a/shard/text.txt").read_text() == "IN UTF-8\n"
     assert call(place, "tokenizer", refuse) == 2
     assert call(place, "tokenizer", count_bytes, "tokenizer.vocab_size=1024") == 0
+    assert not (place / "runs/a/tokenizer/left.txt").exists()
 
 
 def test_what_only_one_rank_knows_is_heard(refusal, monkeypatch):

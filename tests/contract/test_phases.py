@@ -90,14 +90,14 @@ OTHER = "shard.validation_share=0.5"
 
 
 def marks(count):
-    return {key for key in ("failed", "unusable") if read_json(count.folder() / "started.json").get(key)}
+    return {key for key in ["unusable"] if read_json(count.folder() / "started.json").get(key)}
 
 
 def test_a_refusal_that_is_none_of_the_input_gives_no_leave_to_remove_units(count, capsys):
     count.register(reads=("shard",))
 
     def others_are_refused():
-        for arguments in ([], ["--part", "1/2"], ["--accept-drift"]):
+        for arguments in ([], ["--part", "1/2"], ["--accept-changes"]):
             capsys.readouterr()
             assert count(OTHER, *arguments) == 2
             told = capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_what_is_removed_after_a_refused_input_is_told_and_a_part_that_goes_on_f
     count.register(reads=("shard",))
     for units in (44, 49):
         count.refuses = UnusableInputError
-        assert count() == 2 and marks(count) == {"failed", "unusable"}
+        assert count() == 2 and marks(count) == {"unusable"}
         assert count() == 2 and count.made.total() == units, "the same again is the same again"
         count.refuses = None
         if units == 44:

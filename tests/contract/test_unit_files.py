@@ -113,7 +113,7 @@ def test_files_that_change_after_the_start_are_read_again_and_no_others(upper, c
     (upper.place / "in/one.txt").write_text("another text\n")
     (upper.place / "in/three.txt").unlink()
     (upper.place / "in/zero.txt").write_text("nothing\n")
-    assert upper.state.kind == "partial" and CHANGED in str(upper.state)
+    assert upper.state.kind == "resumable" and CHANGED in str(upper.state)
     upper.made.clear()
     upper.stop_at = None
     assert upper() == 0 and CHANGED in capsys.readouterr().out

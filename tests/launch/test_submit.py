@@ -49,13 +49,13 @@ def test_plan_of_a_fresh_run(launcher):
     ranks = f"2 ranks x {count} thread{'s' * (count > 1)}"
     assert not launcher.run.exists()
     assert rows(shown) == dict(table(f"""
-        shard -> to do 2 processes
-        tokenizer -> waiting (for shard) 2 processes
-        encode -> waiting (for tokenizer) 2 processes
-        train -> waiting (for encode) {ranks}
-        convert -> waiting (for train) 1 process
-        evaluate -> waiting (for convert) {ranks}
-        report -> waiting (for evaluate) 1 process"""))
+        shard -> absent 2 processes
+        tokenizer -> absent (waits for shard) 2 processes
+        encode -> absent (waits for tokenizer) 2 processes
+        train -> absent (waits for encode) {ranks}
+        convert -> absent (waits for train) 1 process
+        evaluate -> absent (waits for convert) {ranks}
+        report -> absent (waits for evaluate) 1 process"""))
     for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
@@ -79,29 +79,32 @@ def test_what_cannot_be_exported_can_be_trained(launcher):
         f"{trained},convert", "model.heads=5", "model.kv_heads=5", "model.head_dim=16")
 
 
-def test_finished_partial_and_stale_stages(launcher):
+def test_finished_resumable_and_changed_stages(launcher):
     launcher.done("shard", "tokenizer", "encode")
     asked, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
     other, again = f"{asked} encode.dtype=uint32", launcher.accepted(asked)
     assert rows(again)["encode"] == "done -" and "nothing to do" in again
     (launcher.run / "tokenizer" / "manifest.json").unlink()
-    partial = rows(launcher.accepted(asked))
-    assert "partial (will continue)" in partial["tokenizer"]
-    assert "waiting (for tokenizer)" in partial["encode"], "it may come back as it was"
+    resumable = rows(launcher.accepted(asked))
+    assert "resumable (will continue)" in resumable["tokenizer"]
+    assert "absent (waits for tokenizer)" in resumable["encode"], "it may come back as it was"
     launcher.done("tokenizer")
-    stale = launcher.submit(other)
-    assert stale.returncode == 2 and f"stale: {changed}" in rows(stale.stdout)["encode"]
-    assert changed in stale.stderr and "--stage encode,train,convert,evaluate,report --force" in stale.stderr
-    launcher.accepted(other, "--accept-drift")
-    assert rows(launcher.accepted(other, "--force"))["encode"].startswith("rebuild (now stale) 2 processes")
+    shown = launcher.submit(other)
+    assert shown.returncode == 2 and f"changed: {changed}" in rows(shown.stdout)["encode"]
+    assert changed in shown.stderr and "--stage encode,train,convert,evaluate,report --force" in shown.stderr
+    assert changed in launcher.refused(other, "--accept-changes"), "data stages are rebuilt"
+    assert rows(launcher.accepted(other, "--force"))["encode"].startswith("rebuild (now changed) 2 processes")
     before = launcher.refused("--stage encode --dry-run tokenizer.vocab_size=2048 --force")
     assert "tokenizer.vocab_size: 1024 -> 2048" in before, "a stage before the asked one is not served"
     (launcher.run / "encode" / "manifest.json").unlink()
-    assert "encode is not finished, and one stage must not mix" in launcher.refused(other, "--accept-drift")
+    assert "starts from scratch with the new input" in rows(launcher.accepted(other))["encode"]
     launcher.done("encode", "train", "convert", "evaluate", "report")
     (launcher.run / "report" / "manifest.json").unlink()
     report = rows(launcher.accepted("--stage report --dry-run report.title=other"))["report"]
-    assert "starts again with the new input" in report
+    assert "starts from scratch with the new input" in report
+    learned = "--stage train,convert --dry-run train.lr=0.5"
+    assert "train.lr" in launcher.refused(learned)
+    assert rows(launcher.accepted(learned, "--accept-changes"))["convert"].startswith("absent (waits for train)")
 
 
 @pytest.mark.parametrize("arguments, said", [("", "No stage is given"), *table("""
@@ -169,7 +172,7 @@ def test_why(launcher, monkeypatch):
     launcher.done("shard", "tokenizer")
     asked = ("--config", "config.yaml")
     assert launcher.call(*asked, "tokenizer", "tokenizer.algorithm=unigram", program=commands.why).stdout == \
-        "tokenizer: stale\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
+        "tokenizer: changed\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
     monkeypatch.setitem(STAGES, "shard", replace(STAGES["shard"], code=()))
     assert "code has changed since: pipeline/data" in launcher.call(*asked, "shard", program=commands.why).stdout
     warned = launcher.accepted("--stage shard --cluster local")

@@ -91,7 +91,7 @@ def test_checkpoints_of_another_training_are_refused_with_what_differs(copied):
     for setting, said in (("train.lr=0.02", "train.lr: 0.01 -> 0.02"), ("--force", "--force discards")):
         assert said in resumed(copied, setting, expect=2).stderr
     run_train(copied, *SETTINGS)
-    assert "they were started separately" in resumed(copied, "train.steps=20", "--accept-drift", expect=2).stderr
+    assert "they were started separately" in resumed(copied, "train.steps=20", "--accept-changes", expect=2).stderr
     assert stored() == before
 
 
@@ -103,9 +103,9 @@ def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
     (folder / "manifest.json").unlink()
     run_train(copied, *SETTINGS, settings)
     assert copies(url).whole == [16]
-    run_train(copied, settings, "train.steps=20", "--accept-drift")
+    run_train(copied, settings, "train.steps=20", "--accept-changes")
     assert copies(url).whole == [16, 20]
-    drift = manifest_of(copied).drift
+    accepted = manifest_of(copied).accepted
     shutil.rmtree(folder)
     run_train(copied, settings, "train.steps=20")
-    assert manifest_of(copied).drift == drift != []
+    assert manifest_of(copied).accepted == accepted != []

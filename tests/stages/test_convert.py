@@ -177,7 +177,7 @@ def contents(folder):
 def test_an_export_that_is_done_is_copied_later_without_being_made_again(converted, run, seaweed, capsys, tmp_path):
     url, folder = seaweed.url_of("models/mini"), converted.parent / "runs/mini/convert"
     before, made, fetched = contents(folder / "hf"), (folder / "hf").stat().st_mtime_ns, tmp_path / "fetched"
-    assert state(converted).kind == "done" and state(converted, url).kind == "partial"
+    assert state(converted).kind == "done" and state(converted, url).kind == "resumable"
     assert f"upload to {url} is pending" in str(state(converted, url))
     for said in (f", 0 were there already in {url}", "up to date"):
         assert said in run("convert", converted, "convert.max_shard_mb=0.05", f"convert.copy_to={url}").out

@@ -118,10 +118,10 @@ def test_what_was_saved_before_a_later_start_stays(trained, refused):
     assert run_here("train", trained, *here, "train.steps=6") == 0
     path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     with flipped(path):
-        refused(trained, "train", path, *here, "--accept-drift")
+        refused(trained, "train", path, *here, "--accept-changes")
         assert f"The newest checkpoint is {folder}/checkpoints/step-00000006." in read_state(folder).reason
         assert [step.name for step in complete_checkpoints(folder)][-1] == "step-00000006"
-        assert run_here("train", trained, *here, "--accept-drift", "train.shard_checks=false") == 0
+        assert run_here("train", trained, *here, "--accept-changes", "train.shard_checks=false") == 0
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_a_downloaded_shard_that_is_damaged_on_its_node(trained, refused, tmp_pa
     assert run_here("train", trained, *here, "train.steps=6") == 0
     path = max((tmp_path / "node").rglob("train/*.arrow"))
     with flipped(path):
-        refused(trained, "train", path, *here, "--accept-drift")
+        refused(trained, "train", path, *here, "--accept-changes")
     path.unlink()
-    assert run_here("train", trained, *here, "--accept-drift") == 0
+    assert run_here("train", trained, *here, "--accept-changes") == 0
 
 
 def test_all_ranks_leave_together_with_one_sentence(trained):

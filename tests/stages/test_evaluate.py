@@ -145,7 +145,7 @@ def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themsel
     tasks("one", "two", stage="report")
     changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[broken, one]"])
     jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
-    assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]
+    assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "resumable"), ("report", "absent")]
     first = results()
     for names, new, how in ((["broken", "one"], "broken", "measured"), (["one", "two"], "two", "kept")):
         told = tasks(*names).out

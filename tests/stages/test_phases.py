@@ -122,9 +122,9 @@ def test_a_run_that_gains_phases_keeps_the_plan_of_the_steps_that_are_done(phase
         {"until": "4k"}, {"until": 12288, "batch_tokens": 2048, "sequence_length": 64, "lr": 0.02}]}
     other = [{"until": "6k", "batch_tokens": 2048}]
     assert "train.phases[0].batch_tokens: 1024 -> 2048" in run_train(
-        changed(phased, phased.parent, {"train": {**gained, "phases": other}}), "--accept-drift", expect=2).stderr
+        changed(phased, phased.parent, {"train": {**gained, "phases": other}}), "--accept-changes", expect=2).stderr
     assert "train.phases[1] was added" in run_train(
-        changed(phased, phased.parent, {"train": gained}), "--accept-drift").stdout
+        changed(phased, phased.parent, {"train": gained}), "--accept-changes").stdout
     assert curve(phased)[:4] == seen and [record["samples"][1] for record in curve(phased)][3:] == [
         128, 160, 192, 224, 256]
     found = audit(train_folder(phased).parent)

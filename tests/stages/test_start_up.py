@@ -95,7 +95,7 @@ def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeyp
 
 def test_a_rank_of_other_code_is_told_so(monkeypatch):
     first, *others = channels(monkeypatch, 2)
-    first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "drift": None})
+    first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "accepted": []})
     refused(UserError, "Rank 1 cannot read the message of rank 0, so it runs other code",
             others[0].listen, "train", list)
 
@@ -105,7 +105,7 @@ def test_a_rank_takes_plugins_from_its_own_command_line_and_none_from_rank_0(mon
     first, other = channels(monkeypatch, 2)
     (tmp_path / "of_rank_0.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
     first._send({"config": {"plugins": [str(tmp_path / "of_rank_0.py")]}, "with_plugins": told, "inputs": {},
-                 "files": [], "fingerprint": {}, "drift": None})
+                 "files": [], "fingerprint": {}, "accepted": []})
     assert other.listen("train", lambda: ["our.module"]).config.plugins == ["our.module"] * told
     assert not (tmp_path / "of_rank_0.ran").exists()
 

@@ -90,43 +90,43 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
     """It must not depend on the attempt that happens to finish; and the arithmetic stays what the run was begun in."""
     changed = ["train.lr=0.02", "seed=5", "train.precision=auto"]  # another order: the plan in the checkpoint differs
     assert "train.lr: 0.01 -> 0.02" in run_train(begun, *changed, expect=2).stderr
-    run_with_faults(begun, "kill:rank=0,step=12", *changed, "--accept-drift", "train.checkpoint.background=false",
+    run_with_faults(begun, "kill:rank=0,step=12", *changed, "--accept-changes", "train.checkpoint.background=false",
                     expect=-9)
     assert "fp64, as the run started" in run_train(begun, *changed, ranks=2).stdout
     assert curve(begun)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
     [resumed] = events(begun, "resume")[:1]
-    assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["drift"])
+    assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["accepted"])
     [change] = events(begun, "plan_changed")
     assert change["step"] == 8 and "train.lr: 0.01 -> 0.02" in change["changes"]
     found = audit(train_folder(begun).parent)
     assert found.replanned == 2 and found.faults == [
         "after step 8 samples come in another order than before: a sequence may come again, or never"]
-    assert [entry["differences"] for entry in manifest_of(begun).drift] == [
-        ["seed: 0 -> 5", "train.lr: 0.01 -> 0.02", 'train.precision: "fp64" -> "auto"']]
+    assert manifest_of(begun).accepted == [
+        "seed: 0 -> 5", "train.lr: 0.01 -> 0.02", 'train.precision: "fp64" -> "auto"']
 
 
 def test_what_a_begun_run_cannot_become_is_refused(begun):
     for settings, told in (
-            (["model.layers=3", "--accept-drift"],
+            (["model.layers=3", "--accept-changes"],
              ["model.layers: 2 -> 3", "cannot continue as another network"]),
-            (["train.steps=6", "--accept-drift"], ["at step 8 already, beyond train.steps 6"]),
+            (["train.steps=6", "--accept-changes"], ["at step 8 already, beyond train.steps 6"]),
             (["train.optimizer=muon"], ['train.optimizer: absent -> "muon"']),
-            (["train.optimizer=muon", "--accept-drift"],
+            (["train.optimizer=muon", "--accept-changes"],
              ["does not hold momentum.layers.0.attention.wq.weight, nor ", " states that train.optimizer"]),
             (["train.packing=best_fit"], ["train.packing"]),
             (["train.log_to=[{kind: 'no_such_module:Sink'}]"],
              ["train.log_to.0.kind names no_such_module:Sink, which cannot be imported"]),
-            (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-drift"])):
+            (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-changes"])):
         said = run_train(begun, *settings, expect=2).stderr
         assert all(text in said for text in told) and "Traceback" not in said, said
-    run_train(begun, "--accept-drift")  # the other one was asked for meanwhile
+    run_train(begun, "--accept-changes")  # the other one was asked for meanwhile
     assert curve(begun) == curve(begun, "whole")
 
 
 def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
-    longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128", "--accept-drift"]
+    longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128", "--accept-changes"]
     assert "continuing after step 8 " in run_train(begun, *longer).stdout
-    assert set(manifest_of(begun).drift[0]["differences"]) == {
+    assert set(manifest_of(begun).accepted) == {
         "model.context_length: 128 -> 256", "model.rope_theta: 500000.0 -> 1000000.0",
         "train.sequence_length: 64 -> 128"}
     longer_loss, short_loss = (curve(begun, name)[8]["loss"] for name in ("mini", "whole"))
@@ -141,10 +141,10 @@ def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
     victim.unlink()
     told = said()
     assert "making it again" in told and "is damaged" in told and curve(begun, "whole") == loss
-    assert "continuing after step 16" in said("train.steps=20", "--accept-drift")
+    assert "continuing after step 16" in said("train.steps=20", "--accept-changes")
     assert [record["step"] for record in curve(begun, "whole")] == list(range(1, 21))
     manifest = manifest_of(begun, name="whole")
-    assert manifest.counts["steps"] == 20 and "train.steps: 16 -> 20" in manifest.drift[0]["differences"]
+    assert manifest.counts["steps"] == 20 and "train.steps: 16 -> 20" in manifest.accepted
     assert "up to date" in said("train.steps=20")
     said("train.steps=2", "train.warmup_steps=1", "--force")
     assert (begun.parent / "runs/whole/train.replaced/checkpoints/step-00000020/COMPLETE.json").is_file()
@@ -278,7 +278,7 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
         process.wait(HANG_S)
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
-    told = [f"train.steps={step + 2}", *settings[1:], "--accept-drift"]
+    told = [f"train.steps={step + 2}", *settings[1:], "--accept-changes"]
     assert f"continuing after step {step}" in run_train(fresh, *told, ranks=3).stdout
     assert [record["step"] for record in curve(fresh)] == list(range(1, step + 3))
 
@@ -292,7 +292,7 @@ def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
     [many] = events(fresh, "many_epochs")
     assert f"warning: all sources: {many['planned_epochs']['all sources']:.1f} epochs. Beyond 4" in said
     assert (state.step, state.again) == (1, True)
-    run_train(fresh, *LONG, limit, "train.steps=2", "train.warmup_steps=1", "--accept-drift")
+    run_train(fresh, *LONG, limit, "train.steps=2", "train.warmup_steps=1", "--accept-changes")
     assert len(events(fresh, "finish")) == len(events(fresh, "many_epochs")) == 1
 
 

@@ -27,9 +27,9 @@ def test_code_that_changed_since_a_checkpoint_is_named(tmp_path, code, now, told
 
 def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
     progress = TrainingProgress(step=4, plan_sha256="a" * 64, restarts=1)
-    assert continued(tmp_path, progress, "a" * 64, drift=False).restarts == 2
-    refused(UserError, "was trained on other token shards", continued, tmp_path, progress, "b" * 64, drift=False)
-    assert continued(tmp_path, progress, "b" * 64, drift=True).plan_sha256 == "b" * 64
+    assert continued(tmp_path, progress, "a" * 64, accepted=False).restarts == 2
+    refused(UserError, "was trained on other token shards", continued, tmp_path, progress, "b" * 64, accepted=False)
+    assert continued(tmp_path, progress, "b" * 64, accepted=True).plan_sha256 == "b" * 64
 
 
 def test_a_rank_finds_its_generator_if_it_was_there(tmp_path, monkeypatch):

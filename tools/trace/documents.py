@@ -32,7 +32,7 @@ def show(steps: Steps, options: argparse.Namespace) -> None:
         UserError: there is no such document, or the options make no sense.
     """
     steps.check_ranks()
-    steps.warn_of_drift()
+    steps.warn_of_changes()
     search = Search(steps)
     keys = search.keys_of_id(options.id) if options.document is None else [_prefix(options.document)]
     found = [document for key in keys for document in search.with_key(key)]

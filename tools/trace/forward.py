@@ -57,7 +57,7 @@ def _of_step(options: argparse.Namespace, steps: Steps, notes: list[str]) -> np.
         raise UserError(f"--step counts from 1, --rank from 0 below --ranks; asked: step {step}, rank {rank} of "
                         f"{ranks}.")
     steps.check_ranks(step)
-    steps.warn_of_drift()
+    steps.warn_of_changes()
     if step > steps.done:
         notes.append(f"this run has done {steps.done} steps; these are the planned samples of step {step}")
     if why := steps.skipped(step):

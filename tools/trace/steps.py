@@ -60,10 +60,10 @@ class Steps:
                 raise UserError(f"--ranks must divide the {phase.sequences} sequences of a step{within}; asked: "
                                 f"{self.ranks} ranks.")
 
-    def warn_of_drift(self) -> None:
+    def warn_of_changes(self) -> None:
         """Warn if the settings changed during the run, so that earlier steps may have had another order."""
-        if any(event.get("drift") for event in self.ledger.events):
-            echo("warning: the settings of this run were changed (--accept-drift); earlier steps may have trained on "
+        if any(event.get("accepted") for event in self.ledger.events):
+            echo("warning: the settings of this run were changed (--accept-changes); earlier steps may have trained on "
                  "other text than is shown here", file=sys.stderr)
 
     @property

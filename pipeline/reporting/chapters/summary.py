@@ -20,8 +20,7 @@ TILES = (
     ("goodput", "{goodput:.1%}", "of the time since training first started"),
     ("run time", "{run_s:s}", "training {train_s:s}"))
 WARNINGS = {
-    "drift": "Stages of this run were made with other settings or inputs than the configuration names now "
-             "(--accept-drift allowed it): {drift}.",
+    "accepted": "Training continued although its settings or inputs had changed (--accept-changes): {accepted}.",
     "changed_code": "The code has changed since these stages ran; --force rebuilds them: {changed_code}.",
     "many": f"Text was repeated more than {MANY:g} times, beyond which it helps little. Epochs: {{many}}."}
 NOTES = {
@@ -69,8 +68,7 @@ def notices(facts: Facts) -> Iterator[Notice]:
     spikes = sum(event["event"] == "spike" for event in facts.events)
     known = {
         **facts.validation, **counts, "changed_code": facts.changed_code, "spikes": spikes,
-        "drift": list(dict.fromkeys(shareable(f"{entry['stage']}: {difference}") for manifest in manifests
-                                    for entry in manifest.drift for difference in entry["differences"])),
+        "accepted": list(dict.fromkeys(shareable(change) for manifest in manifests for change in manifest.accepted)),
         "many": {source: epochs for source, epochs in counts.get("epochs", {}).items() if epochs > MANY},
         "changed": [manifest.stage for manifest in manifests if manifest.git.get("changed")],
         "marks_as_spaces": facts.tokenizer.get("marks_as_spaces"),

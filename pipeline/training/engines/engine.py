@@ -125,7 +125,7 @@ class Engine(ABC):
             raise UserError(f"The checkpoint {reader.folder} does not hold {missing[0]}, nor {len(missing) - 1} more "
                             f"of {len(wanted)} states that train.optimizer has: another optimizer has trained it, "
                             f"whose states are of no use to this one. Set train.optimizer back to it (with "
-                            f"--accept-drift, since the setting has changed meanwhile), or start from scratch with "
+                            f"--accept-changes, since the setting has changed meanwhile), or start from scratch with "
                             f"--force or name=<another>.")
 
     @abstractmethod

@@ -74,7 +74,7 @@ class Run:
 
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
-        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
+        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, accepted=[], afresh=False)
         self.uploads = Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, self.log)
         self.started.append(self.uploads)
         return self.uploads
