@@ -32,7 +32,7 @@ def refuse(config: Config, ranks: int, numbers: Sequence[int]) -> None:
 
 def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: bool = True,
                    all_micro_batches: bool = False) -> list[Rehearsal]:
-    """`drover.pipeline.rehearsal.step.rehearse` of each of these ranks, as many at once as there are cores.
+    """`rehearsal.step.rehearse` of each of these ranks, as many at once as there are cores.
 
     Raises:
         UserError: see `refuse`. NotRehearsedError: a process was killed, usually for lack of memory.

@@ -21,7 +21,6 @@ from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.rehearsal import replacements
-from drover.pipeline.rehearsal.apart import refuse
 from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
 from drover.pipeline.rehearsal.traffic import Traffic
 from drover.pipeline.rehearsal.watch import Watch
@@ -44,7 +43,6 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
     Raises:
         UserError: the configuration does not suit so many ranks, or cannot be rehearsed.
     """
-    refuse(config, ranks, [rank])
     decided, notes, shape = rehearsable(config, ranks, gpu)
     with replacements.fake_world(rank, ranks) as world, as_on_gpus(config.train) if gpu else nullcontext():
         found = take_step(decided, shape, world, all_micro_batches)
