@@ -104,7 +104,8 @@ def test_no_imports_between_rooms_run_in_a_circle():
 def imported_files(path):
     """The files of the house that a file imports, also inside of functions, but not for type checkers alone."""
     tree = ast.parse(path.read_text())
-    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    branches = [node for node in ast.walk(tree)
+                if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     for_checkers = {id(part) for branch in branches for part in ast.walk(branch)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_checkers:
