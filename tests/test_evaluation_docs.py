@@ -6,7 +6,6 @@ import pytest
 
 from drover.__main__ import main
 from drover.pipeline.config.loading import load_config
-from drover.tools.lm_eval import main as lm_eval_command
 from tests.conftest import REPOSITORY
 from tests.pages import commands
 from tests.tiny_models import for_tokenizer
@@ -27,22 +26,17 @@ def home(tmp_path_factory):
 
 def test_the_page_has_the_promised_commands():
     assert [command.partition(" --")[0] for command in COMMANDS] == [
-        "python -m drover.tools.lm_eval", "drover compare", "drover compare", "drover run"]
+        "drover compare", "drover compare", "drover run"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS[:3])
+@pytest.mark.parametrize("command", COMMANDS[:2])
 def test_every_command_runs(home, command, monkeypatch, capsys):
-    import lm_eval.tasks
-    original = lm_eval.tasks.TaskManager  # without the harness's own tasks, whose thousands of files take long to read
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **more: original(**{**more, "include_defaults": False}))
     monkeypatch.chdir(home)
     program, *arguments = (str(found) for word in shlex.split(command) for found in sorted(home.glob(word)) or [word])
-    assert (main(arguments) if program == "drover" else lm_eval_command(arguments[2:])) == 0
+    assert program == "drover" and main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "python_line" in shown
-    if program == "drover":
-        assert "validation text of demo" in shown
+    assert "python_line" in shown and "validation text of demo" in shown
 
 
 def test_the_override_of_the_stage_is_one():

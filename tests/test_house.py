@@ -130,11 +130,10 @@ def test_the_rooms_are_less_entangled_than_the_first_version_was():
 
 
 def test_names_of_modules_in_texts_stand_in_one_registry():
-    """And in the network, which knows nothing of the pipeline; in the table of commands; lm_eval looks our model up in
-    its own way."""
+    """And in the network, which knows nothing of the pipeline; and in the table of commands."""
     assert {str(path.relative_to(REPOSITORY)) for path in [*FILES, COMMANDS]
             if re.search(r"\"(drover|model|pipeline|launch|tools)\.[\w.]+:\w+\"", path.read_text())} == {
-        "pipeline/config/shipped.py", "model/attention/__init__.py", "tools/lm_eval.py", "drover/__main__.py"}
+        "pipeline/config/shipped.py", "model/attention/__init__.py", "drover/__main__.py"}
 
 
 CALLED_FROM_OUTSIDE = {
@@ -188,7 +187,6 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.export_tokens -> --run nope --out x --format hf -> {NO_RUN}
     drover.launch.doctor -> --write {CONFIG} -> exists already
     drover.tools.init -> nope -> nope is no folder
-    drover.tools.lm_eval -> nope -> invalid choice: 'nope'
     drover.tools.presets -> nope -> There is no preset 'nope'
     drover.tools.rehearse -> --config {CONFIG} --ranks 3 -> cannot be rehearsed on 3 ranks
     drover.tools.verify -> nope -> {NO_RUN}
@@ -196,9 +194,8 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.trace -> nope --step 1 -> {NO_RUN}""")}
 """Of each program, wrong arguments and what is said of them."""
 REFUSED |= {f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES}
-NEEDED = {"drover.tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "drover.pipeline.tokenizer": {"numpy"},
-          "drover.pipeline.encode": {"numpy"}}
-"""What these import before they look at their arguments: lm_eval's own command line, and what stages work with."""
+NEEDED = {"drover.pipeline.tokenizer": {"numpy"}, "drover.pipeline.encode": {"numpy"}}
+"""What these stages import before they look at their arguments."""
 
 
 def imported_by(*command, cwd):

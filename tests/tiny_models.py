@@ -43,6 +43,8 @@ def write_run(folder, models, tokenizer, **settings):
         stage = folder / "tokenizer"
         stage.mkdir()
         write_record(stage, tokenizer)
+        (stage / "hf").mkdir()
+        write_hugging_face(tokenizer, stage / "hf")
         Manifest("tokenizer", {}, [], {"vocab_size": tokenizer.size}, "").write(stage)
     for step, model in models.items():
         as_checkpoint(folder / f"train/checkpoints/step-{step:08d}", model, step)

@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.plugins import add_plugin_option
@@ -24,7 +23,7 @@ from drover.pipeline.core.command_line import Parser, Program, add_json, find_mo
 from drover.pipeline.core.console import aligned, echo
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.core.files import Record
-from drover.pipeline.evaluation.comparing import Conditions, measured, rows
+from drover.pipeline.evaluation.comparing import measured, rows
 from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 
@@ -55,13 +54,29 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Measure, compare and print."""
     go_offline()  # before anything imports the libraries that look for it
-    conditions, models = _conditions(options), _models(options.models)
+    refuse_low(options, "limit", "batch", "length")
+    if not options.tasks and options.validation is None:
+        raise UserError("There is nothing to measure: give --tasks, --validation or both.")
+    tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
+    validation = None if options.validation is None else run_in(options.validation)
+    settings = EvaluateConfig(task_limit=options.limit, dtype=options.dtype, batch=options.batch,
+                              sequence_length=options.length)
+    models = _models(options.models)
     require("a comparison", "lm_eval")
+    from drover.pipeline.evaluation.results import doubts, rounded
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
     ranks = start_ranks()
     try:
-        results = compare(models, conditions, ranks)
+        parts = dict[str, dict[str, Record]]()
+        for name, path in models.items():
+            if ranks.leads:
+                echo(f"measuring {name}", file=sys.stderr)
+            parts[name] = measured(path, tasks, validation, settings, ranks)
+        results = {"format": FORMAT, "models": {name: str(path) for name, path in models.items()},
+                   "dtype": settings.dtype, "window": settings.sequence_length, "limit": settings.task_limit,
+                   "rows": [rounded(row) for row in rows(parts)],
+                   "notes": [f"{name}: {doubt}" for name, part in parts.items() for doubt in doubts(part)]}
         if ranks.leads:
             print(json.dumps(results, ensure_ascii=False)) if options.json else _print(results)
         ranks.barrier()
@@ -80,33 +95,6 @@ def _models(named: list[Path]) -> dict[str, Path]:
         with open_weights(path):
             pass
     return models
-
-
-def _conditions(options: argparse.Namespace) -> Conditions:
-    refuse_low(options, "limit", "batch", "length")
-    if not options.tasks and options.validation is None:
-        raise UserError("There is nothing to measure: give --tasks, --validation or both.")
-    tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
-    validation = None if options.validation is None else run_in(options.validation)
-    settings = EvaluateConfig(task_limit=options.limit, dtype=options.dtype, batch=options.batch,
-                              sequence_length=options.length)
-    return Conditions(tasks, settings, validation)
-
-
-def compare(models: dict[str, Path], conditions: Conditions, ranks: Any) -> Record:
-    """Every model's rows, ready for JSON; all ranks call it together."""
-    from drover.pipeline.evaluation.results import doubts, rounded
-
-    found = dict[str, dict[str, Record]]()
-    for name, path in models.items():
-        if ranks.leads:
-            echo(f"measuring {name}", file=sys.stderr)
-        found[name] = measured(path, conditions, ranks)
-    settings = conditions.settings
-    return {"format": FORMAT, "models": {name: str(path) for name, path in models.items()}, "dtype": settings.dtype,
-            "window": settings.sequence_length, "limit": settings.task_limit,
-            "rows": [rounded(row) for row in rows(found)],
-            "notes": [f"{name}: {doubt}" for name, parts in found.items() for doubt in doubts(parts)]}
 
 
 def _print(results: Record) -> None:

@@ -13,8 +13,7 @@ documents, which the model does not.
 The documents of a source are concatenated in order. After training text only the bytes that they add to it count, and
 the sources follow one another; else file headers count too. The compressors get the first documents, up to
 `evaluate.compressed_mb`, and as much training text. One separate process computes all baselines once, in the
-background: it needs no torch, and does not take the interpreter lock of a rank that keeps a GPU busy. No rank waits for
-it in a long collective: the ranks check every few seconds whether it is done.
+background: it needs no torch, and does not take the interpreter lock of a rank that keeps a GPU busy.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ import lzma
 import os
 import signal
 import zlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -56,8 +56,6 @@ ALONE = ("gzip -9", "xz -9")
 """The baselines that have seen no training text, which the model has."""
 DEFLATE_WINDOW = 32 << 10
 LZMA_WINDOW = 64 << 20
-ASKED_EVERY = 5.0
-"""Seconds between two checks of the ranks whether the process is done."""
 Compared = dict[str, dict[str, float]]
 """The result of `baselines` of each source, by its name."""
 OVERALL = ""
@@ -127,9 +125,9 @@ def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_b
     evenly from all of it.
     """
     counts, training = training_text(folder, manifest, train_bytes, min(most, LZMA_WINDOW))
-    whole = sum(size for documents in wanted.values() for _, size, _ in documents.values())
-    together = most if whole <= most else most / len(wanted)
-    found, parts, everywhere = {}, dict[str, bytes](), np.zeros(256, np.int64)
+    size = sum(size for shards in wanted.values() for shard in shards.values() for _, size in shard.values())
+    together = most if size <= most else most / len(wanted)
+    compared, parts, everywhere = Compared(), dict[str, bytes](), np.zeros(256, np.int64)
     for source, documents in wanted.items():
         given, part, own = bytearray(), bytearray(), np.zeros(256, np.int64)
         for document in read_texts(folder, manifest, source, documents):
@@ -138,60 +136,38 @@ def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_b
                 given += document
             if len(part) < together:
                 part += document
-        found[source], parts[source] = baselines(bytes(given), own, counts), bytes(part)
+        compared[source], parts[source] = baselines(bytes(given), own, counts), bytes(part)
         everywhere += own
     if len(wanted) > 1:
-        found[OVERALL] = baselines(b"".join(parts.values()), everywhere, counts)
+        compared[OVERALL] = baselines(b"".join(parts.values()), everywhere, counts)
     seen, of_training = after_training(training, parts), training_bytes(manifest)
-    return {source: {**figures, **seen[source], "training_bytes": len(training), "of_training_bytes": of_training}
-            for source, figures in found.items()}
+    return {source: {**values, **seen[source], "training_bytes": len(training), "of_training_bytes": of_training}
+            for source, values in compared.items()}
 
 
-class Baselines:
-    """Runs `compare` in the background on rank 0, until the result is needed. A context manager, which aborts the
-    computation at its end.
+@contextmanager
+def in_background(ranks: Ranks, *arguments: Any) -> Iterator[Callable[[], Compared]]:
+    """Run `compare` in a process of rank 0, which is ended with the context. Gives a function that waits for the
+    result, the same on every rank; every rank calls it.
 
-    Args:
-        ranks: every rank makes one, and calls `result` at the same place.
-        given: the arguments of `compare`; the sources on rank 0, empty if the result will not be needed.
+    arguments: of `compare`; the sources on rank 0, empty if the result will not be needed.
     """
+    with ProcessPoolExecutor(1, get_context("spawn"), _prepare, (os.getpid(),)) as executor:
+        future = executor.submit(compare, *arguments) if ranks.leads and arguments[2] else None
 
-    def __init__(self, ranks: Ranks, *given: Any) -> None:
-        self.ranks, self._future = ranks, Future[Compared]()
-        self._executor = ProcessPoolExecutor(1, get_context("spawn"), _prepare, (os.getpid(),))
-        if ranks.leads and given[2]:
-            self._future = self._executor.submit(compare, *given)
-
-    def __enter__(self) -> Baselines:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in (self._executor._processes or {}).values():
-            process.terminate()
-        self._executor.shutdown()
-
-    def result(self) -> Compared:
-        """The result of `compare`, on every rank. Every rank calls it.
-
-        Raises:
-            UserError: a text is not as recorded, or the process failed; the same on every rank.
-        """
-        while not self.ranks.same(self.ranks.leads and bool(wait([self._future], ASKED_EVERY).done)):
-            pass
-        return self.ranks.by_leader(self._received)
-
-    def _received(self) -> Compared:
+        def result() -> Compared:
+            assert future is not None
+            try:
+                return future.result()
+            except BrokenProcessPool:
+                raise UserError("The process that computes the compression baselines died. Probably the kernel killed "
+                                "it because memory ran out (see dmesg): xz needs up to 1 GB. Lower "
+                                "evaluate.compressed_mb; all other results are kept.") from None
         try:
-            return self._future.result()
-        except UserError:
-            raise
-        except BrokenProcessPool:
-            raise UserError("The process that computes the compression baselines died. Probably the kernel killed it "
-                            "because memory ran out (see dmesg): xz needs up to 1 GB. Lower "
-                            "evaluate.compressed_mb; all other results are kept.") from None
-        except Exception as error:
-            raise UserError(f"The compression baselines could not be computed: {type(error).__name__}: {error}. All "
-                            f"other results are kept; run the same command again.") from error
+            yield lambda: ranks.by_leader(result)
+        finally:
+            for process in (executor._processes or {}).values():
+                process.terminate()
 
 
 def _prepare(parent: int) -> None:

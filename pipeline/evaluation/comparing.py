@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,25 +23,16 @@ if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """The settings that are equal for all models.
-
-    Attributes:
-        tasks: to measure, in this order.
-        settings: how, as the stage evaluate has it: task_limit, dtype, batch, sequence_length. The limit also holds for
-            the validation documents of each source.
-        validation: the run whose validation documents are measured; None: none.
-    """
-
-    tasks: Sequence[TaskFile]
-    settings: EvaluateConfig
-    validation: Run | None = None
-
-
-def measured(path: Path, conditions: Conditions, ranks: Ranks) -> dict[str, Record]:
+def measured(path: Path, tasks: Sequence[TaskFile], validation: Run | None, settings: EvaluateConfig,
+             ranks: Ranks) -> dict[str, Record]:
     """One model's results by task, and for validation text if requested: those of `measure_task`, including
-    `per_item`. ranks: share the requests.
+    `per_item`.
+
+    Args:
+        validation: the run whose validation documents are measured; None: none.
+        settings: task_limit, dtype, batch, sequence_length, as the stage evaluate has them. The limit also holds for
+            the validation documents of each source.
+        ranks: share the requests.
 
     Raises:
         UserError: the windows exceed the model's context, or a task cannot be measured.
@@ -50,27 +41,23 @@ def measured(path: Path, conditions: Conditions, ranks: Ranks) -> dict[str, Reco
 
     from drover.pipeline.evaluation.harness import HarnessModel
     from drover.pipeline.evaluation.open_model import open_model
-    from drover.pipeline.evaluation.prompts import eos_ids
     from drover.pipeline.evaluation.running import measure_task
 
-    settings, validation = conditions.settings, conditions.validation
     opened = open_model(path, ranks.device, getattr(torch, settings.dtype), ranks=ranks)
     try:
-        harness = HarnessModel(opened.placed, opened.tokenizer, batch=settings.batch, length=settings.sequence_length,
-                               ranks=ranks, ends=eos_ids(opened))
+        model = HarnessModel(opened, batch=settings.batch, length=settings.sequence_length, ranks=ranks)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    found = {}
-    for task in conditions.tasks:
-        found[task.name] = measure_task(harness, task, settings.task_limit, settings.bootstrap_iters, Path(os.devnull))
+    results = {task.name: measure_task(model, task, settings.task_limit, settings.bootstrap_iters, Path(os.devnull))
+               for task in tasks}
     if validation is not None:
-        found[f"validation text of {validation.config.name}"] = _validation(harness, validation, settings.task_limit)
-    return found
+        results[f"validation text of {validation.config.name}"] = _validation(model, validation, settings.task_limit)
+    return results
 
 
-def _validation(harness: HarnessModel, run: Run, documents: int | None) -> Record:
-    """Bits per byte on a run's validation documents, as in the stage evaluate. Each model uses its own tokenizer; the
-    bytes are the same. UserError if there are none."""
+def _validation(model: HarnessModel, run: Run, documents: int | None) -> Record:
+    """Bits per byte on a run's validation documents, as in the stage evaluate: cut into windows that overlap by one
+    token. Each model uses its own tokenizer; the bytes are the same. UserError if there are no documents."""
     from drover.pipeline.data.text_shards import read_shard, shard_records
 
     folder, manifest = run.stage_folder("shard"), run.finished("shard")
@@ -82,11 +69,17 @@ def _validation(harness: HarnessModel, run: Run, documents: int | None) -> Recor
     if not texts:
         raise UserError(f"The run {run.folder} has no validation text. Omit --validation, or give a run with "
                         f"shard.validation_share above 0.")
-    ids = [[harness.prefix_token_id, *harness.tok_encode(text), harness.eot_token_id] for text in texts.values()]
+    tokenizer, length = model.opened.tokenizer, model.max_length
+    windows = []
+    for text in texts.values():
+        ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        windows.append([(ids[start:start + 1], ids[start + 1:start + 1 + length])
+                        for start in range(0, len(ids) - 1, length)])
     items = [(-value / math.log(2), float(len(text.encode())))
-             for value, text in zip(harness.documents(ids), texts.values(), strict=True)]
+             for value, text in zip(model.summed(windows), texts.values(), strict=True)]
     return {"metrics": {BITS: scored(items)}, "items": len(items), "few_shot": 0, "version": manifest.digest[:12],
-            "chance": None, "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
+            "chance": None, "items_without_right_choice": 0, "without_value": {}, "contexts_truncated": 0,
+            "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
 
 
 def rows(results: dict[str, dict[str, Record]]) -> list[Record]:
@@ -95,7 +88,7 @@ def rows(results: dict[str, dict[str, Record]]) -> list[Record]:
     results: of `measured`, by the models' names. UserError if two models had other items.
     """
     first, *others = results
-    found = []
+    table = []
     for task, part in results[first].items():
         for other in others:
             if results[other][task]["per_item"]["hashes"] != part["per_item"]["hashes"]:
@@ -103,17 +96,17 @@ def rows(results: dict[str, dict[str, Record]]) -> list[Record]:
                                 f"changed in between. Compare them again.")
         of_items = part["per_item"]["metrics"]
         for metric in [*part["metrics"], *([ANSWER_BITS] if ANSWER_BITS in of_items else [])]:
-            found += [_row(task, metric, model, results[model][task], None if model == first else part)
+            table += [_row(task, metric, model, results[model][task], None if model == first else part)
                       for model in results]
-    return found
+    return table
 
 
 def _row(task: str, metric: str, model: str, part: Record, first: Record | None) -> Record:
     """first: the first model's results; None for its own row."""
     items, form = part["per_item"]["metrics"].get(metric), part["per_item"]["forms"].get(metric, "ratio")
     before = None if first is None else first["per_item"]["metrics"].get(metric)
-    apart = asdict(difference(before, items, form)) if before and items else {}
+    compared = asdict(difference(before, items, form)) if before and items else {}
     score = scored(items) if metric == ANSWER_BITS else part["metrics"][metric]
     return {"task": task, "version": part["version"], "few_shot": part["few_shot"], "metric": metric,
             "n": part["items"], "model": model, **score, "chance": part["chance"] if metric.startswith("acc") else None,
-            **apart}
+            **compared}

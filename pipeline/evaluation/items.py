@@ -4,82 +4,69 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from drover.pipeline.core.files import Record
-from drover.pipeline.evaluation.paired import Form, scored
+from drover.pipeline.evaluation.paired import Form, Item, scored
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
 ANSWER_BITS = "answer_bits_per_byte"
 ANSWERED = ("multiple_choice", "loglikelihood")
 """Output types of tasks that request the probability of right answers: choices, or one expected text."""
-
-
-Added = tuple[float, float]
-"""An item's addend to a score: (value, weight)."""
-
-
-def _added_to_mean(value: Any) -> Added | None:
-    return (float(value), 1.0) if isinstance(value, (int, float)) else None
-
-
-def _added_to_f1(answer: tuple[Any, Any]) -> Added | None:
-    """answer: the right class and the model's; 1 is the positive class."""
-    gold, predicted = (int(each == 1) for each in answer)  # the sum of two numpy booleans would be one
-    return 2.0 * gold * predicted, float(gold + predicted)
-
-
-ADDED: dict[str, tuple[Form, Callable[[Any], Added | None]]] = {
-    "mean": ("ratio", _added_to_mean),
-    "bits_per_byte": ("ratio", lambda value: (-value[0] / math.log(2), float(value[1]))),
+WHOLE_TEXTS = (BITS, "byte_perplexity", "word_perplexity")
+"""Metrics for which the harness computes no standard error."""
+ADDENDS: dict[str, tuple[Form, Callable[[Any], Item]]] = {
+    "mean": ("ratio", lambda value: (float(value), 1.0) if isinstance(value, (int, float)) else None),
+    BITS: ("ratio", lambda value: (-value[0] / math.log(2), float(value[1]))),
     "perplexity": ("perplexity", lambda nats: (-nats, 1.0)),
-    "weighted_perplexity": ("perplexity", lambda value: (-value[0], float(value[1]))),
-    "f1_score": ("f1", _added_to_f1)}
+    "weighted_perplexity": ("perplexity", lambda value: (-value[0], float(value[1])))}
 """By the harness's name of an aggregation: its form, and an item's addend from its logged value."""
 
 
-def of_items(task: Any, samples: list[Record], failed: Collection[str] = ()) -> Record:
+def shown_name(metric: str, filter_name: str) -> str:
+    """A metric's name in results."""
+    return metric if filter_name == "none" else f"{metric} ({filter_name})"
+
+
+def item_results(task: Any, samples: list[Record]) -> Record:
     """Results of a task's items: `chance`, the expected accuracy of guessing, None without choices;
-    `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong; and
-    `per_item`.
+    `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong;
+    `stderr` of metrics for which the harness has none; and `per_item`.
 
     samples: as the harness logs them, one per item and filter. `per_item` is ready for JSON, in the order of the items:
     `hashes`, the beginning of each item's sha256; `texts`, see `item_text`; `metrics`, by name, each item's (value,
     weight) or null (see `paired.Item`); `forms`, by name, the `paired.Form` of metrics that are not plain ratios.
-    Metrics that are not sums over items (mcc, bleu, chrf, ter, medians) are omitted, and `failed`: those that have no
-    value for a text.
+    Metrics that are not sums over items (f1, mcc, bleu, chrf, ter, medians) are omitted.
     """
     firsts = {sample["doc_id"]: sample for sample in reversed(samples)}
     order = sorted(firsts)
-    metrics: dict[str, dict[int, Added]] = defaultdict(dict)
+    addends: dict[str, dict[int, Item]] = defaultdict(dict)
     forms: dict[str, Form] = {}
-    taken = {name: ADDED[kind] for name, how in task.aggregation().items()
-             if (kind := getattr(how, "__name__", "")) in ADDED and name not in failed}
+    kinds = {metric: getattr(how, "__name__", "") for metric, how in task.aggregation().items()}
     for sample in samples:
-        for name in (name for name in sample["metrics"] if name in taken):
-            shown, (form, added) = name if sample["filter"] == "none" else f"{name} ({sample['filter']})", taken[name]
-            if (found := added(sample[name])) is not None:
-                metrics[shown][sample["doc_id"]] = found
-                if form != "ratio":
-                    forms[shown] = form
-    answers = {document: _answer(task, firsts[document]) for document in order} if task.OUTPUT_TYPE in ANSWERED else {}
-    chances = [chance for chance, _ in answers.values() if chance is not None]
-    right = {document: added for document, (_, added) in answers.items() if added is not None}
-    if right:
-        metrics[ANSWER_BITS] = right
-    size = sum(weight for _, weight in right.values())
-    return {"chance": math.fsum(chances) / len(chances) if chances else None,
-            ANSWER_BITS: math.fsum(bits for bits, _ in right.values()) / size if size else None,
-            "items_without_right_choice": len(answers) - len(right),
+        for metric in sample["metrics"]:
+            if kinds.get(metric) in ADDENDS:
+                shown = shown_name(metric, sample["filter"])
+                forms[shown], addend = ADDENDS[kinds[metric]]
+                addends[shown][sample["doc_id"]] = addend(sample[metric])
+    answers = [_answer(task, firsts[document]) for document in order] if task.OUTPUT_TYPE in ANSWERED else []
+    chances = [chance for chance, _ in answers if chance is not None]
+    metrics = {metric: [values.get(document) for document in order] for metric, values in addends.items()}
+    right = [answer for _, answer in answers]
+    bits = None
+    if any(right):
+        metrics[ANSWER_BITS], bits = right, scored(right)["value"]
+    return {"chance": math.fsum(chances) / len(chances) if chances else None, ANSWER_BITS: bits,
+            "items_without_right_choice": right.count(None),
+            "stderr": {name: scored(metrics[name], forms[name])["stderr"] for name in WHOLE_TEXTS if name in metrics},
             "per_item": {"hashes": [firsts[document]["doc_hash"][:16] for document in order],
-                         "texts": [item_text(task, firsts[document]["doc"]) for document in order], "forms": forms,
-                         "metrics": {name: [known.get(document) for document in order]
-                                     for name, known in metrics.items()}}}
+                         "texts": [item_text(task, firsts[document]["doc"]) for document in order],
+                         "forms": forms, "metrics": metrics}}
 
 
-def _answer(task: Any, sample: Record) -> tuple[float | None, Added | None]:
+def _answer(task: Any, sample: Record) -> tuple[float | None, Item]:
     """An item's share of right choices, None without choices; and the model's bits for the right answer given the
     question, with the answer's UTF-8 bytes including its leading blank, None if no choice is right. If several choices
     are right, the first counts."""
@@ -93,16 +80,6 @@ def _answer(task: Any, sample: Record) -> tuple[float | None, Added | None]:
     context, continuation = sample["arguments"][number][:2]
     nats = -sample["resps"][number][0][0]
     return chance, (nats / math.log(2), float(len((context[len(context.rstrip()):] + continuation).encode())))
-
-
-def errors_of_texts(per_item: Record) -> dict[str, float]:
-    """Standard errors of whole-text metrics, which the harness does not compute. per_item: see `of_items`."""
-    found = {}
-    for name in (BITS, "byte_perplexity", "word_perplexity"):
-        stderr = scored(per_item["metrics"].get(name, ()), per_item["forms"].get(name, "ratio"))["stderr"]
-        if stderr is not None:
-            found[name] = stderr
-    return found
 
 
 def item_text(task: Any, document: Record) -> str:
@@ -125,5 +102,5 @@ def right_choices(task: Any, document: Record) -> tuple[list[str], list[int]]:
     choices = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     golds = gold if isinstance(gold, list) else [gold]
-    named = {choices.index(one) for one in golds if isinstance(one, str) and one in choices}
-    return choices, sorted(named | {number for number in range(len(choices)) if number in golds})
+    return choices, [number for number, choice in enumerate(choices)
+                     if number in golds or (choice in golds and choices.index(choice) == number)]

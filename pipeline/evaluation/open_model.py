@@ -46,6 +46,17 @@ class OpenedModel:
         """The network's shape, `vocab_size` known."""
         return self.model.config
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model.parameters()).device
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The tokenizer in Hugging Face's form: next to the weights, or in the run's tokenizer stage."""
+        run = run_of(self.path)
+        return self.path if run is None else run.stage_folder("tokenizer") / "hf"
+
 
 @contextmanager
 def named_if_nan(opened: OpenedModel) -> Iterator[None]:

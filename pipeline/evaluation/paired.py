@@ -4,12 +4,10 @@ A score over n items is made of a sum of values over a sum of weights,
 
     R = sum(x_i) / sum(w_i),
 
-and has one of three forms:
+and has one of two forms:
 
 - `ratio`, S = R: the mean with all weights 1 (accuracies), bits per byte with x_i the bits of an item, w_i its bytes;
-- `perplexity`, S = exp(R), with x_i the nats of an item and w_i its words or bytes, or 1;
-- `f1`, S = R = 2 TP / (2 TP + FP + FN), with x_i 2 for a true positive, else 0, and w_i 2 for that, 1 for a false
-  positive or negative, 0 for a true negative: a model's answers decide the weights too. S is 0 for no weight at all.
+- `perplexity`, S = exp(R), with x_i the nats of an item and w_i its words or bytes, or 1.
 
 Each item changes S, to first order (Cochran, Sampling Techniques, 1977, 2.11, for ratios; the delta method for exp), by
 
@@ -33,7 +31,7 @@ from drover.pipeline.evaluation.measurement import exp
 
 Item = tuple[float, float] | None
 """(value, weight) of an item; None where it has none."""
-Form = Literal["ratio", "perplexity", "f1"]
+Form = Literal["ratio", "perplexity"]
 NORMAL_95 = 1.96
 
 
@@ -50,38 +48,40 @@ class Difference:
 def scored(items: Sequence[Item], form: Form = "ratio") -> dict[str, float | None]:
     """S as `value`, nan for no items, inf if it exceeds a float, and its standard error as `stderr`, None for fewer
     than two items or if that exceeds a float."""
-    value, moves = _moves([item for item in items if item is not None], form)
-    return {"value": value, "stderr": _stderr(value, moves)}
+    score, changes = _score([item for item in items if item is not None], form)
+    return {"value": score, "stderr": _stderr(score, changes)}
 
 
 def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "ratio") -> Difference:
     """The difference of two models on the same items in the same order, as defined above. ValueError if their weights
-    differ in a form whose weights do not depend on the model."""
+    differ."""
     both = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
-    if form != "f1" and any(one[1] != other[1] for one, other in both):
+    if any(one[1] != other[1] for one, other in both):
         raise ValueError("the items weigh differently: they are not the same ones")
-    (start, before), (end, after) = (_moves([pair[side] for pair in both], form) for side in (0, 1))
+    start, before = _score([one for one, _ in both], form)
+    end, after = _score([other for _, other in both], form)
     stderr = _stderr(end - start, [late - early for early, late in zip(before, after, strict=True)])
-    if stderr is None:
-        return Difference(end - start, None, None)
-    return Difference(end - start, end - start - NORMAL_95 * stderr, end - start + NORMAL_95 * stderr)
+    reach = None if stderr is None else NORMAL_95 * stderr
+    return Difference(end - start, None if reach is None else end - start - reach,
+                      None if reach is None else end - start + reach)
 
 
-def _moves(items: Sequence[tuple[float, float]], form: Form) -> tuple[float, list[float]]:
+def _score(items: Sequence[tuple[float, float]], form: Form) -> tuple[float, list[float]]:
     """S, and the u_i."""
     total = math.fsum(weight for _, weight in items)
     if not total:
-        return 0.0 if form == "f1" and items else math.nan, [0.0] * len(items)
+        return math.nan, [0.0] * len(items)
     ratio = math.fsum(value for value, _ in items) / total
-    found, slope = (exp(ratio), exp(ratio)) if form == "perplexity" else (ratio, 1.0)
-    return found, [slope * (value - ratio * weight) / total for value, weight in items]
+    score = exp(ratio) if form == "perplexity" else ratio
+    slope = score if form == "perplexity" else 1.0
+    return score, [slope * (value - ratio * weight) / total for value, weight in items]
 
 
-def _stderr(found: float, moves: Sequence[float]) -> float | None:
-    count = len(moves)
-    if count < 2 or not math.isfinite(found):
+def _stderr(score: float, changes: Sequence[float]) -> float | None:
+    count = len(changes)
+    if count < 2 or not math.isfinite(score):
         return None
     try:
-        return math.sqrt(count / (count - 1) * math.fsum(move**2 for move in moves))
+        return math.sqrt(count / (count - 1) * math.fsum(change**2 for change in changes))
     except OverflowError:  # of a perplexity near the largest float
         return None

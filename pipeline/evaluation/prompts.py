@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_record
-from drover.pipeline.evaluation.open_model import OpenedModel, run_of
+from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.records.generation_settings import stated_settings
 
 if TYPE_CHECKING:
@@ -43,6 +43,21 @@ def ending_ids(opened: OpenedModel) -> frozenset[int]:
     return eos_ids(opened) | ({turn} if turn is not None else set())
 
 
+def hugging_face_tokenizer(folder: Path) -> Any:
+    """The tokenizer of transformers in a folder. UserError if it needs Python code of its own."""
+    from transformers import AutoTokenizer
+
+    try:
+        # Earlier exports encode names of special tokens in a text as plain text; a template needs the tokens.
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False,
+                                             split_special_tokens=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(f"The tokenizer in {folder} needs its own Python code, which Drover does not run. Use its "
+                        f"model without chat.") from None
+
+
 class ChatTemplate:
     """Formats a conversation for a model that was trained on conversations.
 
@@ -51,18 +66,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        # Earlier exports encode names of special tokens in a text as plain text; a template needs the tokens.
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False,
-                                                                 split_special_tokens=False)
-        except ValueError as error:
-            if "trust_remote_code" not in str(error):
-                raise
-            raise UserError(f"The tokenizer in {folder} needs its own Python code, which Drover does not run. Use its "
-                            f"model without chat.") from None
-        self.folder = folder
+        self._tokenizer, self.folder = hugging_face_tokenizer(folder), folder
 
     def ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The ids of a conversation up to where the model's answer begins, BOS included.
@@ -82,9 +86,7 @@ class ChatTemplate:
 def chat_template(opened: OpenedModel) -> ChatTemplate | None:
     """The chat template next to the model, or in its run's tokenizer stage; None if there is none, as for every model
     that was only pretrained."""
-    run = run_of(opened.path)
-    folder = opened.path if run is None else run.stage_folder("tokenizer") / "hf"
-    return ChatTemplate(folder) if _has_template(folder) else None
+    return ChatTemplate(opened.tokenizer_folder) if _has_template(opened.tokenizer_folder) else None
 
 
 def _has_template(folder: Path) -> bool:

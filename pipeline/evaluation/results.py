@@ -35,24 +35,23 @@ DEFINITIONS = {
 }
 
 
-def validation_results(found: Record) -> Record:
-    """The section `validation` of results.json. found: `sources`, the exact sums by name; `baselines`, the result of
-    `baselines.compare`; `without_validation_text`, the sources without validation text."""
-    sources, compared = found["sources"], found["baselines"]
-    everything = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
-    whole = compared[OVERALL] if len(sources) > 1 else next(iter(compared.values()))
-    return {"sources": {name: _validation_entry(counts, compared[name]) for name, counts in sources.items()},
-            "overall": _validation_entry(everything, whole),
-            "without_validation_text": found["without_validation_text"]}
+def validation_results(measured: Record) -> Record:
+    """The section `validation` of results.json. measured: `sources`, the exact sums by name; `baselines`, the result of
+    `baselines.compare`; `without_validation_text`, the sources without validation text; `window`."""
+    sources, baselines = measured.pop("sources"), measured.pop("baselines")
+    total = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
+    of_total = baselines[OVERALL] if len(sources) > 1 else next(iter(baselines.values()))
+    return {"sources": {name: _validation_entry(counts, baselines[name]) for name, counts in sources.items()},
+            "overall": _validation_entry(total, of_total), **measured}
 
 
-def _validation_entry(counts: Record, compared: dict[str, float]) -> Record:
+def _validation_entry(counts: Record, baselines: dict[str, float]) -> Record:
     """One source, or all of them."""
-    found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
+    loss = Measurement(counts["nats"], counts["targets"], counts["bytes"])
     return rounded({
-        **counts, "bits_per_byte": found.bits_per_byte, "loss": found.loss, "perplexity": found.perplexity,
-        **{name: compared[name] for name in ("compressed_bytes", "training_bytes", "of_training_bytes", "entropy")},
-        "baselines": {name: compared[name] for name in MEANING}})
+        **counts, "bits_per_byte": loss.bits_per_byte, "loss": loss.loss, "perplexity": loss.perplexity,
+        **{name: baselines[name] for name in ("compressed_bytes", "training_bytes", "of_training_bytes", "entropy")},
+        "baselines": {name: baselines[name] for name in MEANING}})
 
 
 def rounded(value: Any) -> Any:
@@ -64,17 +63,17 @@ def rounded(value: Any) -> Any:
     return round(value, DIGITS) if math.isfinite(value) else None
 
 
-def as_json(config: Config, model: ModelConfig, window: int, found: Record) -> Record:
+def as_json(config: Config, model: ModelConfig, measured: Record) -> Record:
     """Everything, ready for results.json."""
     settings = config.evaluate
     tasks = {name: rounded({key: value for key, value in task.items() if key != "per_item"})
-             for name, task in found["tasks"].items()}
+             for name, task in measured["tasks"].items()}
     return {
         "format": FORMAT,
         "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
                   "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
-        "validation": {**validation_results(found["validation"]), "window": window}, "tasks": tasks,
-        "continuations": found["continuations"],
+        "validation": validation_results(measured["validation"]), "tasks": tasks,
+        "continuations": measured["continuations"],
         "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
         "definitions": DEFINITIONS,
@@ -84,13 +83,14 @@ def as_json(config: Config, model: ModelConfig, window: int, found: Record) -> R
 
 def library_versions() -> dict[str, str]:
     """Versions of the libraries that measure, of those that are installed."""
-    found = {package: installed_version(package) for package in ("torch", "lm_eval", "datasets")}
-    return {package: version for package, version in found.items() if version is not None}
+    versions = {package: installed_version(package) for package in ("torch", "lm_eval", "datasets")}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
-def say_results(results: Record) -> Iterator[str]:
-    """A summary of the stage in a few lines."""
-    total = results["validation"]["overall"]
+def summary(results: Record) -> Iterator[str]:
+    """The results in a few lines."""
+    validation = results["validation"]
+    total = validation["overall"]
     seen, alone = (", ".join(f"{name.removesuffix(AFTER)} {value:.3f}" for name, value in total["baselines"].items()
                              if (name in ALONE) == unseen) for unseen in (False, True))
     yield (f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); given training "
@@ -98,30 +98,30 @@ def say_results(results: Record) -> Iterator[str]:
     if (given := total["training_bytes"]) < total["of_training_bytes"]:
         yield (f"xz was given {given:,} of {total['of_training_bytes']:,} bytes of training text "
                f"(evaluate.compressed_mb, at most its window of 64 MB)")
-    for name, entry in results["validation"]["sources"].items():
+    for name, entry in validation["sources"].items():
         if entry["documents"] < entry["of_documents"]:
             yield f"{name}: measured on {_share(entry)}; evaluate.validation_tokens=null takes all"
         if entry["compressed_bytes"] < entry["bytes"]:
             yield (f"{name}: gzip and xz were given the first {entry['compressed_bytes']:,} of {entry['bytes']:,} "
                    f"bytes (evaluate.compressed_mb)")
-    for source in results["validation"]["without_validation_text"]:
+    for source in validation["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
-        shown = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
+        scores = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
-        yield f"{name}: {shown}{chance} on {task['items']} items"
+        yield f"{name}: {scores}{chance} on {task['items']} items"
     yield from doubts(results["tasks"])
 
 
 def doubts(tasks: Record) -> Iterator[str]:
     """Warnings about task scores."""
     for name, task in tasks.items():
-        if count := task.get("items_without_right_choice"):
+        if count := task["items_without_right_choice"]:
             yield (f"{name}: {count:,} items have a target that is not among their choices; lm-evaluation-harness "
                    f"counts them as wrong")
-        for metric, reason in (task.get("without_value") or {}).items():
+        for metric, reason in task["without_value"].items():
             yield f"{name}: {metric} has no value: {reason.rstrip('.')}"
-        if count := task.get("contexts_truncated"):
+        if count := task["contexts_truncated"]:
             yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
         if (count := task.get("contamination", {}).get("too_short", 0)) > task["items"] / 2:
             yield f"{name}: {count:,} of {task['items']:,} items are too short to be searched for in the training text"

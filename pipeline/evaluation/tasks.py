@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import yaml
 
@@ -130,24 +128,6 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
 def _yaml_files(place: Path) -> list[Path]:
     """All YAML files under a folder. If it contains a run, whose folders may vanish meanwhile, os.walk skips them."""
     return sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(".yaml"))
-
-
-def write_absolute(tasks: Iterable[TaskFile], folder: Path, **more: Any) -> None:
-    """Write a YAML file for each task into `folder` that works from any working directory: lm_eval itself resolves
-    data files in the working directory, not next to the task. more: further `dataset_kwargs`."""
-    for task in tasks:
-        kwargs = task.settings.get("dataset_kwargs") or {}
-        own: Record = {"include": str(task.path.absolute()), "task": task.name}
-        if kwargs.get("data_files"):
-            own["dataset_kwargs"] = {**kwargs, "data_files": task.data_files, **more}
-        (folder / f"{quote(task.name, safe='')}.yaml").write_text(yaml.safe_dump(own), encoding="utf-8")
-
-
-def write_groups(place: Path, folder: Path) -> None:
-    """The same for each group under `place`; the harness finds its tasks by their names."""
-    for number, path in enumerate(path for path in _yaml_files(place) if "group" in _read(path, ())[0]):
-        text = yaml.safe_dump({"include": str(path.absolute())})
-        (folder / f"group {number}.yaml").write_text(text, encoding="utf-8")
 
 
 def _read(path: Path, including: tuple[Path, ...]) -> tuple[Record, list[Path]]:

@@ -1,56 +1,69 @@
-"""The validation documents to measure: their token shards and their texts."""
+"""Validation text: the loss on each source's documents, and the texts for the baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.chosen_documents import Chosen, choose
+from drover.pipeline.core.files import Record
+from drover.pipeline.data.chosen_documents import Chosen, ChosenDocuments, choose
 from drover.pipeline.data.remote_tokens import shards_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
 
-Wanted = dict[int, tuple[str, int, str]]
-"""Documents of one source to read, by their number within the source, in order: key, UTF-8 bytes, and the name for
-error messages."""
+if TYPE_CHECKING:
+    from drover.pipeline.evaluation.open_model import OpenedModel
+    from drover.pipeline.parallel.ranks import Ranks
 
-
-def byte_counts(text: bytes) -> np.ndarray:
-    """How often each byte value occurs: (256,) int64."""
-    return np.bincount(np.frombuffer(text, np.uint8), minlength=256).astype(np.int64)
+Wanted = dict[str, dict[int, tuple[str, int]]]
+"""Documents of one source to read: by the name of their shard and their number in it, in order, key and UTF-8 bytes."""
 
 
 def chosen_documents(work: Work) -> dict[str, Chosen]:
     """By source, the validation documents to measure."""
-    found = {source: choose(shards, work.config.evaluate.validation_tokens)
-             for source, shards in shards_of(work, "validation").items()}
-    if not any(map(len, found.values())):
+    chosen = {source: choose(shards, work.config.evaluate.validation_tokens)
+              for source, shards in shards_of(work, "validation").items()}
+    if not any(map(len, chosen.values())):
         raise UserError("There is no validation text to measure. Raise shard.validation_share "
                         f"(now {work.config.shard.validation_share}), or add documents.")
-    return {source: chosen for source, chosen in found.items() if len(chosen)}
+    return {source: documents for source, documents in chosen.items() if len(documents)}
+
+
+def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: int) -> Record:
+    """The loss on each source's validation text, and how much text was measured; see `results.validation_results`.
+    Every rank reads the documents of its own batches. length: tokens per window."""
+    from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
+
+    chosen = ranks.by_leader(lambda: chosen_documents(work))
+    shards = shards_of(work, "validation")
+    texts = {source: ValidationText(ChosenDocuments(shards[source], documents), int(documents.text_bytes.sum()),
+                                    documents.lengths.tolist()) for source, documents in chosen.items()}
+    batches = ValidationBatches(texts, batch=work.config.evaluate.batch, length=length, rank=ranks.rank,
+                                world=ranks.world)
+    measured = measure(lambda tokens, labels, documents, positions: opened.model(
+        tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device,
+        together=opened.placed.together)
+    return {"sources": {source: {
+        "nats": measured[source].nats, "targets": measured[source].targets, "bytes": measured[source].text_bytes,
+        "documents": len(documents), "tokens": int(documents.lengths.sum()), "of_documents": documents.of_documents,
+        "of_tokens": documents.of_tokens} for source, documents in chosen.items()},
+        "without_validation_text": [source.name for source in work.config.shard.sources if source.name not in chosen]}
 
 
 def wanted_texts(work: Work) -> dict[str, Wanted]:
-    """By source, the texts of the measured documents to read; UserError if the token shards have more or fewer
-    documents than the text shards."""
-    chosen, (folder, manifest), found = chosen_documents(work), work.input("shard"), {}
-    for source, shards in shards_of(work, "validation").items():
-        if (own := chosen.get(source)) is None:
-            continue
-        texts = sum(record["docs"] for record in shard_records(manifest, "validation", source))
-        if texts != own.of_documents:
-            raise UserError(f"{work.input('encode')[0]} holds {'fewer' if texts > own.of_documents else 'more'} "
-                            f"validation documents of {source} than {folder}. Run the stage encode again with --force.")
-        starts = np.cumsum([0, *(each.documents for each in shards)])
-        found[source] = {
-            int(starts[shard] + place): (shards[shard].document_key(int(place)), int(size),
-                                         f"Document {place} of {shards[shard].path}")
-            for shard, place, size in zip(own.shards, own.places, own.text_bytes, strict=True)}
-    return found
+    """By source, the texts of the measured documents."""
+    shards, sources = shards_of(work, "validation"), dict[str, Wanted]()
+    for source, chosen in chosen_documents(work).items():
+        wanted = sources[source] = Wanted()
+        for number, place, size in zip(chosen.shards, chosen.places, chosen.text_bytes, strict=True):
+            shard = shards[source][number]
+            wanted.setdefault(shard.path.stem, {})[int(place)] = shard.document_key(int(place)), int(size)
+    return sources
 
 
 def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) -> Iterator[bytes]:
@@ -59,18 +72,20 @@ def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) ->
     Raises:
         UserError: the token shards were not made of these text shards, so bits per byte would be wrong.
     """
-    first = 0
     for record in sorted(shard_records(manifest, "validation", source), key=lambda record: str(record["path"])):
-        own = [number for number in range(first, first + record["docs"]) if number in wanted]
-        read = read_shard(folder, record, {number - first for number in own}) if own else ()
-        first += record["docs"]
-        for number, document in zip(own, read, strict=True):  # both in order
-            key, size, name = wanted[number]
+        own = wanted.get(Path(record["path"]).stem, {})
+        documents = read_shard(folder, record, own) if own else ()
+        for (key, size), document in zip(own.values(), documents, strict=True):  # both in order
             text = document.text.encode()
             if (document.key, len(text)) != (key, size):
-                raise UserError(f"{name} was made of another text ({key}) than the text shards have there "
-                                f"({document.key}). Run the stage encode again with --force.")
+                raise UserError(f"The token shard of {record['path']} was made of another text ({key}) than the text "
+                                f"shard has there ({document.key}). Run the stage encode again with --force.")
             yield text
+
+
+def byte_counts(text: bytes) -> np.ndarray:
+    """How often each byte value occurs: (256,) int64."""
+    return np.bincount(np.frombuffer(text, np.uint8), minlength=256).astype(np.int64)
 
 
 def training_text(folder: Path, manifest: Manifest, counted: int, given: int) -> tuple[np.ndarray, bytes]:

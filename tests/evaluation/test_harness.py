@@ -1,16 +1,45 @@
+"""Our model behind lm_eval's own: its figures are those of transformers on the export, to the last printed digit."""
+
 import math
+import re
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lm_eval.evaluator import evaluate, simple_evaluate
+from lm_eval.tasks import TaskManager
 
 from drover.model.config import ModelConfig
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.open_model import OpenedModel, open_model
 from drover.pipeline.evaluation.placing import Placed
+from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.simple import ByteTokenizer
-from tests.tiny_models import for_tokenizer
+from tests.evaluation.task_pack import write_pack
+from tests.refusal import refused
+from tests.tiny_models import for_tokenizer, write_huggingface
 
 VOCABULARY = ByteTokenizer()
+TASKS = {"capitals", "endings", "sums", "capitals_2shot"}
+
+
+@cache
+def tokenizer_folder():
+    """VOCABULARY in Hugging Face's form. Removed when the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    write_hugging_face(VOCABULARY, Path(folder.name))
+    return folder
+
+
+def harness(network, batch=4, **more):
+    """A network behind the harness."""
+    return HarnessModel(OpenedModel(Placed(network), VOCABULARY, Path(tokenizer_folder().name)), batch=batch, **more)
 
 
 class Uniform(torch.nn.Module):
@@ -45,42 +74,99 @@ def direct(model, context, continuation):
     return float(scores.gather(-1, wanted[:, None]).sum()), bool((scores.argmax(-1) == wanted).all())
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """An export, and the README's tasks with data by absolute paths, so that the harness finds it by itself."""
+    folder = tmp_path_factory.mktemp("home")
+    write_huggingface(folder / "hf", for_tokenizer(VOCABULARY, seed=7, context_length=512), VOCABULARY)
+    for path in write_pack(folder / "tasks").glob("*.yaml"):
+        path.write_text(re.sub(r"\w+\.jsonl", rf"{folder / 'tasks'}/\g<0>", path.read_text()))
+    return folder
+
+
+def opened(folder):
+    return open_model(folder, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(("names", "more"), [(TASKS, {}), ({"pages"}, {"add_bos_token": False})])
+def test_figures_equal_those_of_hf_on_the_export(home, names, more):
+    """Every printed digit, and everything that was written. Whole texts without the BOS that hf would predict."""
+    manager = TaskManager(include_path=str(home / "tasks"), include_defaults=False)
+    theirs = simple_evaluate(model="hf", tasks=[*names], device="cpu", bootstrap_iters=20, task_manager=manager,
+                             model_args={"pretrained": str(home / "hf"), "dtype": "float32", "max_length": 256, **more})
+    ours = evaluate(HarnessModel(opened(home / "hf"), batch=3, length=256), manager.load([*names]), bootstrap_iters=20)
+    values = 0
+    for task in names:
+        if task == "sums":
+            assert len({tuple(map(str, (sample["resps"] for sample in found["samples"][task])))
+                        for found in (ours, theirs)}) == 1
+        for metric, value in theirs["results"][task].items():
+            if isinstance(value, float):  # perplexities of a random model have ten digits before the point
+                assert ours["results"][task][metric] == pytest.approx(value, rel=1e-4)
+                assert value > 1000 or f"{ours['results'][task][metric]:.4f}" == f"{value:.4f}"
+                values += 1
+    assert values >= 3
+
+
 def test_an_answer_is_greedy_if_each_token_is_the_most_likely_one():
     """Sums of log-probabilities are compared with `direct` in tests/evaluation/test_running.py."""
     model = for_tokenizer(VOCABULARY)
     ids = [VOCABULARY.bos_id, *VOCABULARY.encode("x = ")]
     with torch.no_grad():
         best = int(model(torch.tensor([ids]))[0, -1].argmax())
-    answers = HarnessModel(Placed(model), VOCABULARY, batch=3)._loglikelihood_tokens(
+    answers = harness(model)._loglikelihood_tokens(
         [(("", ""), ids, [token]) for token in (best, (best + 1) % 256)])
     assert [greedy for _, greedy in answers] == [True, False]
 
 
 def test_rolling_is_exact_for_a_uniform_byte_model():
-    harness = HarnessModel(Placed(Uniform()), VOCABULARY, batch=4)
     texts = ["", "a", "x" * 32, "y" * 33, "größer" * 40]
-    for text, value in zip(texts, harness.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
+    values = harness(Uniform()).loglikelihood_rolling(requests(*((text,) for text in texts)))
+    for text, value in zip(texts, values, strict=True):
         assert value == pytest.approx(-math.log(2) * 8 * len(text.encode()), rel=1e-12)
 
 
-def test_long_contexts_lose_their_beginning_but_not_bos():
-    model = for_tokenizer(VOCABULARY, context_length=16)
-    harness = HarnessModel(Placed(model), VOCABULARY, batch=2)
-    (value, _), (short, _) = harness.loglikelihood(requests(("0123456789" * 5, "abc"), ("x", "abc")))
-    assert harness.truncated == 1
-    assert value == pytest.approx(direct(model, ("0123456789" * 5)[-13:], "abc")[0], abs=1e-4)
-    assert short == pytest.approx(direct(model, "x", "abc")[0], abs=1e-4)
+def test_contexts_that_lose_their_beginning_are_counted():
+    model = harness(for_tokenizer(VOCABULARY, context_length=16), batch=2)
+    _, (short, _) = model.loglikelihood(requests(("0123456789" * 5, "abc"), ("x", "abc")))
+    assert model.truncated == 1 and short == pytest.approx(direct(model.opened.model, "x", "abc")[0], abs=1e-4)
+    model.generate_until(requests(("0123456789", {"until": []})))
+    assert model.truncated == 2
 
 
-class Merging(ByteTokenizer):
+@pytest.mark.parametrize(("context", "continuation", "before", "after"), [
+    ("xa", "b", "xa", "b"), ("x ", "ab", "x", " \a")])
+def test_a_token_across_the_cut_leaves_no_empty_answer(monkeypatch, context, continuation, before, after):
     """Bytes, but "ab" is one token where it stands: encoding a pair as one text moves the cut."""
+    model = harness(for_tokenizer(VOCABULARY))
+    monkeypatch.setattr(model, "tok_encode", lambda text, **_: [*text.replace("ab", "\a").encode()])
+    assert model._encode_pair(context, continuation) == ([*before.encode()], [*after.encode()])
 
-    def encode(self, text):
-        return [byte for part in text.split("ab") for byte in [*part.encode(), 7]][:-1]
+
+def test_windows_beyond_the_context_are_refused():
+    refused(UserError, "513 tokens are more than the model's context of 128", harness, for_tokenizer(VOCABULARY),
+            length=513)
 
 
-@pytest.mark.parametrize(("pair", "expected"), [
-    (("xa", "b"), (b"xa", [*b"b"])), (("x ", "ab"), (b"x", [*b" ", 7]))])
-def test_a_token_across_the_cut_leaves_no_empty_answer(pair, expected):
-    context, continuation = HarnessModel(Placed(for_tokenizer(VOCABULARY)), Merging(), batch=1)._encode_pair(*pair)
-    assert (bytes(context[1:]), continuation) == expected and context[0] == VOCABULARY.bos_id
+def test_texts_do_not_depend_on_the_batch(home):
+    """Greedy and sampled: request i uses seed i, alone or among others, whatever their lengths."""
+    wanted = requests(*(("a" * number, {"max_gen_toks": 9, "do_sample": number < 3, "temperature": 1.0})
+                        for number in (1, 9, 2, 30, 4)))
+    texts = [HarnessModel(opened(home / "hf"), batch=batch).generate_until(wanted) for batch in (1, 2, 5)]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0])) > 1
+
+
+@pytest.mark.parametrize("where", [("generation_config.json",), ("config.json",), ("config.json", "nothing")])
+def test_a_text_ends_at_every_id_that_the_model_names(home, tmp_path, where):
+    """In generation_config.json, or in config.json, with or without other generation settings."""
+    folder = shutil.copytree(home / "hf", tmp_path / "hf")
+    wanted = requests(("import", {"max_gen_toks": 24, "until": []}))
+    whole, = HarnessModel(opened(folder), batch=1).generate_until(wanted)
+    end = next(character for character in whole[2:] if character.isascii())
+    if where != ("generation_config.json",):
+        (folder / "generation_config.json").unlink()
+    if where[1:]:
+        write_json(folder / "generation_config.json", {"temperature": 0.6})
+    path = folder / where[0]
+    write_json(path, {**read_json(path), "eos_token_id": [VOCABULARY.eos_id, *VOCABULARY.encode(end)]})
+    assert HarnessModel(opened(folder), batch=1).generate_until(wanted) == [whole.partition(end)[0]]

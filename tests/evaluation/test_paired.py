@@ -51,22 +51,6 @@ def test_ratios_and_their_exponentials_are_paired(form, value):
     assert found.high - found.low < 2 * 1.96 * alone["stderr"] / 2, "what both find hard does not count"
 
 
-def added(gold, answers):
-    """(value, weight) of each answer, as f1 adds them."""
-    return [(2.0 * (right and said), float(right + said)) for right, said in zip(gold, answers, strict=True)]
-
-
-def test_f1_by_hand():
-    """First: a true positive, a false positive, a false negative: 2 / 4. Second: all right. A true negative adds
-    nothing, and where no item is or is called positive, f1 is 0, as scikit-learn has it."""
-    gold = [True, False, True, False]
-    found = difference(added(gold, [True, True, False, False]), added(gold, gold), "f1")
-    # Moves of the first: (2 - 1/2 x 2) / 4, (0 - 1/2) / 4 twice, 0; of the second none.
-    reach = 1.96 * math.sqrt(4 / 3 * (1 + 1 / 4 + 1 / 4) / 16)
-    assert [found.low, found.difference, found.high] == pytest.approx([0.5 - reach, 0.5, 0.5 + reach])
-    assert scored(added([False, False], [False, False]), "f1") == {"value": 0.0, "stderr": 0.0}
-
-
 @pytest.mark.parametrize(("first", "second", "expected"), table("""
     [null] -> [[1, 1]] -> [NaN, null, null]
     [[1, 2], null, [3, 4]] -> [[2, 2], [9, 1], null] -> [0.5, null, null]

@@ -2,33 +2,20 @@
 
 import math
 import os
-import re
 
 import pytest
 
-from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.files import read_lines
-from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.paired import scored
-from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import tasks_named
 from tests.data.source_files import write_jsonl
+from tests.evaluation.task_pack import FILES, write_pack
 from tests.evaluation.test_harness import VOCABULARY, direct, requests
+from tests.evaluation.test_harness import harness as behind_harness
 from tests.tiny_models import for_tokenizer
 
-FILES = {name: text for name, _, text in re.findall(
-    r"^`([\w.]+)`\n\n```(yaml|json)\n(.*?)```", (REPOSITORY / "configs/tasks/README.md").read_text(encoding="utf-8"),
-    re.DOTALL | re.MULTILINE)}
 NAMES = [name.removesuffix(".yaml") for name in FILES if name.endswith(".yaml")]
-
-
-def write_pack(folder):
-    """The README's files in a new folder; the folder."""
-    folder.mkdir()
-    for name, text in FILES.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +25,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def harness(model):
-    return HarnessModel(Placed(model), VOCABULARY, batch=2)
+    return behind_harness(model, batch=2)
 
 
 @pytest.fixture(scope="module")

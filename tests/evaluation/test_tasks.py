@@ -9,11 +9,9 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines
-from drover.pipeline.evaluation.harness import HarnessModel
-from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
-from tests.evaluation.test_harness import VOCABULARY, Uniform
+from tests.evaluation.test_harness import Uniform, harness
 from tests.refusal import refused
 from tests.stages.small_run import item, write_task
 
@@ -29,7 +27,7 @@ def config(folder, *tasks, **more):
 def run(folder, name, limit=None):
     """What a model without an opinion has; tests/evaluation/test_running.py compares figures."""
     task, = chosen_tasks(config(folder, name))
-    return measure_task(HarnessModel(Placed(Uniform()), VOCABULARY, batch=4), task, limit, 100, os.devnull)
+    return measure_task(harness(Uniform()), task, limit, 100, os.devnull)
 
 
 @pytest.mark.parametrize("place", ["one", "one/deep"])

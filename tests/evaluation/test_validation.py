@@ -1,9 +1,6 @@
-"""Which validation documents are measured, who reads them, and how long anybody waits for the baselines."""
+"""Which validation documents are measured, who reads them, and what becomes of errors of the baselines."""
 
-import json
-import threading
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+import os
 
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.evaluation import baselines
-from drover.pipeline.evaluation.baselines import Baselines
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText
 from tests.refusal import refused
 from tests.token_shards import write_documents
@@ -69,38 +65,25 @@ def test_a_rank_reads_and_keeps_what_it_measures(shards, monkeypatch):
 
 
 class OneRank:
-    """All ranks there are; counts how often they meet."""
+    """All ranks there are."""
 
-    leads, meetings = True, 0
-
-    def same(self, value):
-        self.meetings += 1
-        return json.loads(json.dumps(value))
+    leads = True
 
     def by_leader(self, function):
         return function()
 
 
-@pytest.fixture
-def begun(monkeypatch):
-    """Baselines whose process is the test, and what it answers with."""
-    monkeypatch.setattr(baselines, "ASKED_EVERY", 0.02)
-    with Baselines(OneRank(), None, None, {}, 1, 1) as made:
-        made._future = Future()
-        yield made, made._future
+def end(*_):
+    os._exit(1)
 
 
-def test_who_waits_for_the_baselines_meets_the_others_again_and_again(begun):
-    compared, answer = begun
-    threading.Timer(0.3, answer.set_result, [{"s": {"gzip -9": 2.5}}]).start()
-    assert compared.result() == {"s": {"gzip -9": 2.5}}
-    assert compared.ranks.meetings > 4, "a collective that waits for all of it would be one meeting"
+def raise_error(*_):
+    raise UserError("Document 3 was made of another text.")
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (UserError("Document 3 was made of another text."), "Document 3 was made"),
-    (BrokenProcessPool(), "compression baselines died"), (ZeroDivisionError("x"), "could not be computed: ZeroDiv")])
-def test_what_goes_wrong_beside_is_told_and_a_killed_process_not_waited_for(begun, error, said):
-    compared, answer = begun
-    answer.set_exception(error)
-    refused(UserError, said, compared.result)
+@pytest.mark.parametrize(("compare", "message"), [(raise_error, "Document 3 was made"),
+                                                  (end, "compression baselines died")])
+def test_errors_of_the_baselines_are_raised_and_a_killed_process_ends_the_wait(monkeypatch, compare, message):
+    monkeypatch.setattr(baselines, "compare", compare)
+    with baselines.in_background(OneRank(), None, None, {"s": {}}, 1, 1) as result:
+        refused(UserError, message, result)

@@ -173,7 +173,7 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
     told = tasks("one", "two").out
     assert told_of(told, *parts) == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
-        patch.setattr("drover.pipeline.contract.run.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
+        patch.setattr("drover.pipeline.evaluation.cached.code_hashes", lambda stage: {"evaluate.py": "another"})
         told = tasks("two", "one").out
     assert told_of(told, *parts) == ["measured"] * 3
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())

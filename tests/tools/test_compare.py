@@ -10,8 +10,8 @@ from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.comparing import rows
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.compare import main
+from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import corpus, text_of
-from tests.evaluation.test_task_packs import write_pack
 from tests.refusal import printed, refused, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 

@@ -15,10 +15,9 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sealed_text
 from drover.pipeline.encode import encode
 from drover.pipeline.tokenization.simple import ByteTokenizer
-from drover.tools import lm_eval
 from drover.tools.verify.__main__ import main as verify
-from tests.conftest import merged, slow
-from tests.evaluation.test_task_packs import write_pack
+from tests.conftest import merged
+from tests.evaluation.task_pack import write_pack
 from tests.refusal import printed, refused, table
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tools.recorded import Recorded
@@ -33,8 +32,6 @@ TOOLS = table("""
     chat --model {model} x --max-tokens 1 -> 0
     compare --models {out} {tasks} --validation {data} -> 2
     weights --from {model} --to {out} --format hf -> 0""", str, int)
-HARNESS = ("lm_eval --model drover --model_args run={model} --tasks capitals --include_path {tasks} --limit 1 --device "
-           "cpu", 0)
 REUSING = {
     "why": (commands.why, "encode"),
     "--dry-run": (submit.main, "--stage encode --cluster local --dry-run"),
@@ -69,14 +66,13 @@ def ran(home, no_plugins, monkeypatch):
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["opened", "named"])
-@pytest.mark.parametrize("tool", [*TOOLS, *slow(HARNESS)], ids=lambda tool: tool[0].split()[0])
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool[0].split()[0])
 def test_a_tool_imports_what_its_user_names(home, ran, tmp_path, monkeypatch, capsys, tool, named):
     words, expected = tool
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap
     plugin = str(home / "foreign_code.py")
     places = {"data": home / "data", "model": home / "model", "tasks": home / "tasks", "out": tmp_path / "out"}
     name, *arguments = [*words.format(**places).split(), *(["--plugin", plugin] if named else [])]
-    found = lm_eval.main(arguments) if name == "lm_eval" else main([name, *arguments])
+    found = main([name, *arguments])
     assert (ran.exists(), found) == (named, expected)
     said = capsys.readouterr().err
     assert said.count(FOREIGN.format(plugin)) == (not named) and (named or f"--plugin {plugin}" in said)

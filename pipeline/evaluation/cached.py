@@ -1,0 +1,64 @@
+"""Parts of an evaluation that are measured once: each is cached under a hash of its inputs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from drover.pipeline.contract.run import code_hashes
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.tasks import UNITS, Ledger
+from drover.pipeline.core.files import Record, sha256_json
+from drover.pipeline.evaluation.results import library_versions
+from drover.pipeline.parallel.ranks import Ranks
+
+
+class Cached:
+    """Results of a stage, each written when it is measured. A kill, a failed task or another list of tasks loses no
+    finished result. All ranks call the methods together.
+
+    Attributes:
+        seconds: the time that each part took when it was measured.
+    """
+
+    def __init__(self, work: Work, ranks: Ranks) -> None:
+        self.ledger, self.ranks, self.say = Ledger(work.folder / UNITS / "measured"), ranks, work.say
+        self.seconds: dict[str, float] = {}
+        self._keys: dict[str, str] = {}
+        self._made_by = [code_hashes(STAGES[work.name]), library_versions()]
+
+    def get(self, name: str, identity: Record, measure: Callable[[], Any]) -> Any:
+        """The part `name`: from disk if its inputs are equal, else the result of `measure`, a JSON value.
+
+        identity: all inputs of the result, as JSON, besides the code and the libraries that measure. If those change,
+        the part is measured again, so that the manifest names the code that made it.
+        """
+        record, how = self._record(name, identity), "measured before, kept"
+        if record is None:
+            start = time.monotonic()
+            value = json.loads(json.dumps(measure()))  # the same value whether cached or not
+            record = {"seconds": round(time.monotonic() - start, 3), "value": value}
+            how = f"{record['seconds']:.1f} s"
+            if self.ranks.leads:
+                self.ledger.add(name, self._keys[name], record)
+        self.seconds[name] = record["seconds"]
+        if self.ranks.leads:
+            self.say(f"{name}: {how}")
+        return record["value"]
+
+    def has(self, name: str, identity: Record) -> bool:
+        """Whether `get` would take the part from disk."""
+        return self._record(name, identity) is not None
+
+    def _record(self, name: str, identity: Record) -> Any:
+        """A part's record, if its inputs are equal."""
+        self._keys[name] = key = sha256_json([identity, self._made_by])
+        return self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
+
+    def forget(self) -> None:
+        """Invalidate all parts of this start: its inputs did not match their digests."""
+        for name in self.seconds if self.ranks.leads else ():
+            self.ledger.add(name, self._keys[name], None)
