@@ -33,6 +33,11 @@ def masks_in(environment: Mapping[str, str]) -> str:
     return ", ".join(f"{mask}={environment[mask]}" for mask in sorted(MASKS) if mask in environment)
 
 
+def has_one_of(gpus: int, environment: Mapping[str, str]) -> bool:
+    """Whether a process may use only one of its node's GPUs."""
+    return bool(masks_in(environment)) and visible_gpus(environment) == 1 < gpus
+
+
 def gpu_of(environment: Mapping[str, str]) -> str:
     """What identifies the one GPU that a process may use, or its part (MIG); empty if that cannot be known."""
     named = next((environment[mask] for mask in MASKS if environment.get(mask, "").startswith(("GPU-", "MIG-"))), "")

@@ -133,7 +133,7 @@ def _spec(run: Run, job: Job, chain: str) -> JobSpec:
     path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
     # Children import this checkout, nothing from the folder they run in, and do not buffer output.
     environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
-                   "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1"}
+                   "PYTHONUNBUFFERED": "1"}
     # The user is watching: without checkpoints, let them decide whether to start the stage again.
     restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
     command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)

@@ -162,9 +162,9 @@ def started(command: Sequence[str], environment: Environment, out: int | IO[byte
                             start_new_session=True, preexec_fn=partial(_prepare, os.getpid()))
 
 
-def meeting(ranks: int, address: str, port: int) -> dict[str, str]:
+def meeting(address: str, port: int) -> dict[str, str]:
     """Variables that say where ranks meet. They sign what they leave in their store with the secret."""
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "DROVER_RANKS": str(ranks), SECRET: secrets.token_hex(32)}
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), SECRET: secrets.token_hex(32)}
 
 
 def variables_of(ranks: int) -> list[dict[str, str]]:
@@ -249,7 +249,7 @@ def run_here(command: Sequence[str], environment: Environment, each: Each = lamb
     each, stage, asked: as of a `Group`.
     """
     if ranks:
-        environment = {**environment, **meeting(ranks, "127.0.0.1", free_port())}
+        environment = {**environment, **meeting("127.0.0.1", free_port())}
     pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()]
     (_, out), (_, errors) = pipes
     with open(log, "ab", buffering=0) as kept:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.files import output_record, write_text
@@ -36,6 +37,11 @@ def never(work):
 
 def call(place, stage, body, *arguments):
     return stage_main(stage, body, ["--config", str(place / "c.yaml"), *arguments])
+
+
+def in_chain(chain):
+    """The arguments with which a launcher's submission starts a stage."""
+    return "--job", str(StageJob(chain))
 
 
 def run_of(place, *overrides):

@@ -94,6 +94,17 @@ def arrows():
     return {(start, end) for start, end in found if start != end}
 
 
+BY_THE_USER = {"pipeline/contract/signed.py": "a secret, which others on the machine would read on a command line"}
+"""Files of the stages that read a variable of ours, with the reason."""
+
+
+def test_stages_are_steered_by_arguments_and_not_by_variables():
+    """What a stage knows of its job is in `pipeline/contract/job.py`."""
+    reading = {str(path.relative_to(REPOSITORY)) for room in ("pipeline", "model")
+               for path in (REPOSITORY / room).rglob("*.py") if "DROVER_" in path.read_text()}
+    assert reading == set(BY_THE_USER)
+
+
 def test_no_imports_between_rooms_run_in_a_circle():
     left = arrows()
     while ends := {start for start, _ in left} and {end for _, end in left} - {start for start, _ in left}:

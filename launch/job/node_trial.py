@@ -1,7 +1,7 @@
 """A rank's part of the preflight: test its node, measure with the others, and print a report.
 
-    srun ... python -m drover.launch.job.rank preflight \\
-        python -m drover.launch.job.node_trial RUN_FOLDER SECONDS
+    srun ... python -m drover.launch.job.rank preflight RANKS GPUS \\
+        python -m drover.launch.job.node_trial RUN_FOLDER SECONDS GPUS
 
 One task per rank, as in training. The first task of a node tests the node; all measure. Each prints its report as a
 line of JSON twice: before it meets the others, and at the end. A node thus writes one file, its log.
@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drover.launch.devices import for_amd, gpu_of, smi, visible_gpus
+from drover.launch.devices import for_amd, gpu_of, has_one_of, smi, visible_gpus
 from drover.launch.processes import answer_of
 from drover.launch.slurm.start_logs import labelled
 
@@ -135,10 +135,12 @@ def partner_of(node: int, number: int, nodes: int) -> int:
     return (number - node) % nodes
 
 
-def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
-    """Do this rank's part. limit_s: how long to wait for the other ranks, at most."""
+def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) -> None:
+    """Do this rank's part. limit_s: how long to wait for the other ranks, at most. gpus: of a node."""
     report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
-    gpus, per_node = int(os.environ.get("DROVER_GPUS") or 0), int(os.environ["LOCAL_WORLD_SIZE"])
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if has_one_of(gpus, os.environ):
+        gpus = 1
     alone = gpus == 1 < per_node
     if report.rank % per_node == 0:
         report.problems = check_node(run_folder, gpus)
@@ -239,4 +241,4 @@ def read_reports(folder: Path) -> list[Report]:
 
 
 if __name__ == "__main__":
-    try_node(Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])
+    try_node(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

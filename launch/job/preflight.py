@@ -58,7 +58,7 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
     nodes = here.nodes
     places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
     trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.node_trial", spec.run, f"{limit_s:.0f}",
-             *spec.health_check]
+             str(spec.gpus_per_node), *spec.health_check]
     reports, look_at = list[Report](), 0.0
     began = last = time.monotonic()  # last: when the newest report came
 

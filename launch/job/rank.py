@@ -1,6 +1,6 @@
 """The first program of every task of a step: it makes its process a rank of torch.distributed, and becomes the stage.
 
-    python -m drover.launch.job.rank STAGE COMMAND...
+    python -m drover.launch.job.rank STAGE RANKS GPUS COMMAND...
 
 `srun` starts it once per rank. A moment later the stage has replaced it, so that no signal has to pass through it, and
 the exit status is the stage's own. It imports nothing heavy.
@@ -13,7 +13,7 @@ import platform
 import signal
 import sys
 
-from drover.launch.devices import masks_in, visible_gpus
+from drover.launch.devices import has_one_of, masks_in, visible_gpus
 from drover.launch.processes import Environment, end_with_parent
 from drover.launch.slurm.trust import node_folder, private_folder
 from drover.pipeline.core.console import echo
@@ -32,25 +32,27 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 """Variables that torch.distributed reads, and the variables of a step's task that have their values."""
 
 
-def rank_environment(given: Environment, stage: str = "") -> dict[str, str]:
+def rank_environment(given: Environment, stage: str, planned: int, gpus: int) -> dict[str, str]:
     """Variables for torch.distributed, from those that Slurm sets in each task of a step; the runner sets the others.
     {} for a stage without ranks. A task that Slurm or the site gives one GPU of its node's has it as device 0, whatever
     its place on the node.
 
+    planned: ranks of the step. gpus: of a node.
+
     Raises:
         UserError: the step has other ranks than planned, or the task sees neither one GPU nor all.
     """
-    if not (planned := int(given.get("DROVER_RANKS") or 0)):
+    if not planned:
         return {}
     node, world = given.get("SLURMD_NODENAME", "this node"), int(given["SLURM_NTASKS"])
     nodes = int(given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_JOB_NUM_NODES") or 1)
     if world != planned:
         raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
     variables = {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: given[theirs] for name, theirs in NAMES.items()}}
-    gpus, masks = int(given.get("DROVER_GPUS") or 0), masks_in(given)
+    if has_one_of(gpus, given):
+        return {**variables, "LOCAL_RANK": "0"}
+    masks = masks_in(given)
     seen = visible_gpus(given) if gpus else 0
-    if masks and seen == 1 < gpus:
-        return {**variables, "LOCAL_RANK": "0", "DROVER_GPUS": "1"}
     if masks and seen < gpus:
         raise UserError(f"{node} shows {seen} of {gpus} GPUs to this task ({masks}). A task needs one GPU of its own, "
                         f"or all of its node's. Look at what divides or hides them: gpus-per-task and gpu-bind in "
@@ -86,12 +88,12 @@ def defaults(environment: Environment) -> dict[str, str]:
     return found
 
 
-def main(stage: str, *command: str) -> int:
-    """Become the command; an exit status only if that fails."""
+def main(stage: str, ranks: str, gpus: str, *command: str) -> int:
+    """Become the command; an exit status only if that fails. ranks: of the step. gpus: of a node."""
     # A killed slurmstepd leaves its tasks running. They would write into the run together with those of the next start.
     end_with_parent(os.getppid())
     try:
-        environment = {**os.environ, **rank_environment(os.environ, stage)}
+        environment = {**os.environ, **rank_environment(os.environ, stage, int(ranks), int(gpus))}
         if "RANK" in environment:
             environment |= defaults(environment)
         # These signals would end the stage before it has its handlers. The mask survives exec; the stage unblocks them.

@@ -48,6 +48,7 @@ from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
     ATTEMPTS,
@@ -266,12 +267,13 @@ class Runner:
         """Start the stage once and wait for its end. folder: for its logs."""
         spec, here = self.spec, self.here
         prune(self.logs, here.name, self.say)
-        os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
         what = f"{spec.ranks} ranks on {counted(spec.nodes, 'node')}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
         part = ["--part", str(self.part), "--phase", spec.phase] if self.part else []
-        end = here.start(spec, [*spec.wrap, *spec.command, *part], self._environment(), folder, self.tick)
+        job = StageJob(spec.chain, self.number, spec.ranks)
+        command = [*spec.wrap, *spec.command, "--job", str(job), *part]
+        end = here.start(spec, command, self._environment(), folder, self.tick)
         self.last = (folder, end)
         return self._judge(folder, end)
 
@@ -304,8 +306,7 @@ class Runner:
         spec = self.spec
         given = {name: value for name, value in {**os.environ, **spec.environment}.items()
                  if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")}  # left over in a shell
-        return {**given, "DROVER_ATTEMPT": str(self.number), "DROVER_CHAIN": spec.chain,
-                "DROVER_GPUS": str(spec.gpus_per_node), **(self.here.rendezvous(spec) if spec.ranks else {})}
+        return {**given, **(self.here.rendezvous(spec) if spec.ranks else {})}
 
     # ---- what a start left
 
@@ -403,9 +404,9 @@ class Runner:
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
         # Without a job lock (on one machine) a stage that refused may be running in another process.
         if decision.final and not self.part and (self.lock or decision.status != "failed"):
-            os.environ.setdefault("DROVER_ATTEMPT", str(self.number))
             with suppress(OSError):
-                write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason)
+                write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason,
+                            attempt=self.number)
         if decision.action == "stop":
             self._tell_last_words()
         how = "is done" if decision.status == "done" else f"{decision.status}: {decision.reason}"

@@ -103,7 +103,7 @@ class SlurmHost(Host):
         node = self.nodes[0]
         if self.first[0] != node or self.first[1] == node:  # else it is kept: the controller may be down now
             self.first = node, address(node, self.scheduler)
-        return meeting(spec.ranks, self.first[1], free_port())
+        return meeting(self.first[1], free_port())
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Sequence[str] = ()) -> list[str]:
@@ -123,7 +123,8 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Seq
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             *([f"--nodelist={','.join(nodes)}"] * spec.survives_nodes), "--distribution=block", "--overlap",
             "--label", f"--output={literal(folder)}/node%n.log",
-            *spec.srun_args, python, "-m", "drover.launch.job.rank", spec.stage, *command]
+            *spec.srun_args, python, "-m", "drover.launch.job.rank", spec.stage, str(spec.ranks),
+            str(spec.gpus_per_node), *command]
 
 
 def run_step(command: Sequence[str], environment: Environment, folder: Path, each: Each,

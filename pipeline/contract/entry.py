@@ -14,6 +14,7 @@ from typing import NoReturn
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
+from drover.pipeline.contract.job import StageJob, set_this_job, this_job
 from drover.pipeline.contract.locks import StageLock, await_file_system, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.preparation import forced, is_leader, note_done, prepare, report_changes, report_done
@@ -43,6 +44,7 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     writes. If the body returns without a commit, it was stopped, and the same command continues.
     """
     options = parser(name).parse_intermixed_args(arguments)
+    set_this_job(options.job)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and would outlive it
     try:
@@ -91,14 +93,15 @@ def parser(name: str) -> Parser:
     result.add_argument("--accept-changes", action="store_true",
                         help="train: continue although inputs or settings changed, and record this; the stages after "
                              "it: rebuild what has changed")
+    result.add_argument("--job", type=StageJob.parse, default=StageJob(), help=argparse.SUPPRESS)
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     return result
 
 
 def continues(run: Run, name: str) -> bool:
     """Whether this job continues what the same submission has started."""
-    chain = os.environ.get("DROVER_CHAIN")
-    return chain is not None and sound_start(run.own_folder(name)).chain == chain
+    chain = this_job().chain
+    return bool(chain) and sound_start(run.own_folder(name)).chain == chain
 
 
 class StageAttempt:
@@ -223,7 +226,7 @@ class StageAttempt:
             run.refuse_changed_ancestors(name, files=False)
             say(name, f"warning: this job continues as it was submitted, although since then: {error}")
             return
-        if "DROVER_LAUNCHED" not in os.environ:  # the launcher has printed it
+        if not this_job().chain:  # else the launcher has printed it
             for text in run.absences(before([name])):
                 say(name, text)
 
@@ -272,7 +275,8 @@ class StageAttempt:
     def _do(self, work: Work) -> None:
         """Do the work. If it fails because an input is damaged, raise the error about the input instead."""
         if self.channel is not None:
-            work.asked, work.store = sha256_json(vars(self.options)), self.channel.store
+            work.asked = sha256_json({**vars(self.options), "job": str(self.options.job)})
+            work.store = self.channel.store
         try:
             self.body(work)
         except (ShareDone, OSError):
@@ -332,5 +336,5 @@ def _is_followed(run: Run, name: str) -> bool:
     """Whether a failure is recorded. A stage that was refused before its start gets no folder for this, except in a
     job, whose launcher waits for the reason. A reused stage records nothing about this run."""
     with suppress(UserError):
-        return (run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ) and not run.is_reused(name)
+        return (run.own_folder(name).is_dir() or bool(this_job().chain)) and not run.is_reused(name)
     return False

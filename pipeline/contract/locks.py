@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TypeVar
 
+from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
@@ -104,7 +105,7 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
 def await_file_system(look: Callable[[], T], ready: Callable[[T], bool]) -> T:
     """The result of `look()`; in a chain of jobs, wait until it is `ready`, at most NETWORK_S. It is for files that
     another node has written: the client of a network file system may remember for a while that a file was missing."""
-    until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+    until = time.monotonic() + NETWORK_S * bool(this_job().chain)
     while not ready(found := look()) and time.monotonic() < until:
         time.sleep(1.0)
     return found
@@ -139,8 +140,8 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
             time.sleep(0.5)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     file.truncate(0)
-    job = _named("Slurm job", "SLURM_JOB_ID")
-    file.write(f"process {os.getpid()} on {platform.node()}{job}{_named('chain', 'DROVER_CHAIN')}, since {now}\n")
+    job = _named("Slurm job", os.environ.get("SLURM_JOB_ID"))
+    file.write(f"process {os.getpid()} on {platform.node()}{job}{_named('chain', this_job().chain)}, since {now}\n")
     file.flush()
     return file
 
@@ -160,13 +161,12 @@ def _is_ending(holder: str) -> bool:
 def _is_earlier_start(holder: str) -> bool:
     """Whether the holder of a lock is an earlier start of the same submission (not of another launcher in the same
     allocation). Starts of a submission follow each other, so it is about to end."""
-    chain = _named("chain", "DROVER_CHAIN")
+    chain = _named("chain", this_job().chain)
     return bool(chain) and f"{chain}," in holder
 
 
-def _named(what: str, variable: str) -> str:
-    """The job or submission in the description of a lock's holder; empty if the environment has none."""
-    value = os.environ.get(variable)
+def _named(what: str, value: str | None) -> str:
+    """The job or submission in the description of a lock's holder; empty without one."""
     return f", {what} {value}" if value else ""
 
 

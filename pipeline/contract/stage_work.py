@@ -18,6 +18,7 @@ from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
 from drover.pipeline.contract.input_check import Expected, InputCheck, output, outside
+from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.locks import await_file_system
 from drover.pipeline.contract.manifest import Identity, Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run, code_hashes
@@ -312,7 +313,7 @@ def begin(run: Run, name: str, fingerprint: Identity, accepted: list[str], part:
         remove_temporary(work.folder)  # not for a part: without locks, other parts may be writing
     remove_orphans(run.folder / "config.yaml")
     save_config(run.config, run.folder / "config.yaml")
-    chain = os.environ.get("DROVER_CHAIN")  # all starts of a chain count as one attempt
+    chain = this_job().chain or None  # all starts of a chain count as one attempt
     before = sound_start(work.folder)
     if chain is not None and chain == before.chain:
         work.started = before.at or work.started

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
+from drover.pipeline.contract.job import this_job
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, Record, append_line, read_lines, read_record, write_json, write_sealed
 
@@ -73,9 +74,8 @@ def write_state(folder: Path, status: Status, file: str = STATE, **facts: Any) -
     of the stage may call this. facts: step, reason, again, units and idle of the `StageState`. OSError if it cannot be
     written."""
     write_sealed(folder / file, asdict(StageState(
-        status, **facts, job=os.environ.get("SLURM_JOB_ID", ""),
-        restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), attempt=int(os.environ.get("DROVER_ATTEMPT") or 0),
-        host=platform.node(), at=now())))
+        status, **{"attempt": this_job().start, **facts}, job=os.environ.get("SLURM_JOB_ID", ""),
+        restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), host=platform.node(), at=now())))
 
 
 def read_state(folder: Path, file: str = STATE) -> StageState | None:

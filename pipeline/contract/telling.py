@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.manifest import Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
@@ -99,7 +100,7 @@ class Channel:
     def end(self, status: int) -> None:
         """Send the other ranks that there is nothing to do, unless they have their work. Only rank 0 calls this."""
         # If a rank fails, Drover's launcher itself ends the other ranks of the start.
-        if self._said or (status and not self._agent and "DROVER_CHAIN" in os.environ):
+        if self._said or (status and not self._agent and this_job().chain):
             return
         with suppress(RuntimeError):  # if no rank can be reached, the reason why this rank ends matters more
             self._send({"end": status})
@@ -176,7 +177,7 @@ class _Wait:
     """A wait for other ranks, which is printed once."""
 
     def __init__(self) -> None:
-        launched = any(name in os.environ for name in ("DROVER_LAUNCHED", "DROVER_CHAIN", "TORCHELASTIC_RUN_ID"))
+        launched = this_job().chain or "TORCHELASTIC_RUN_ID" in os.environ
         self._advice = "" if launched else f".{_LEFT_OVER}"
         self._due = time.monotonic() + (REPORT_AFTER_LAUNCH_S if launched else REPORT_AFTER_S)
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.contract.job import this_job
 from drover.pipeline.core.console import first, spelled
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, read_lines, read_record, write_sealed
@@ -78,7 +79,7 @@ class Hang:
 def attempt_key() -> str:
     """The name of this start: Slurm's job, its restart, the start within it; `local.0.0` outside of Slurm."""
     return ".".join((os.environ.get("SLURM_JOB_ID") or "local", os.environ.get("SLURM_RESTART_COUNT") or "0",
-                     os.environ.get("DROVER_ATTEMPT") or "0"))
+                     str(this_job().start)))
 
 
 def hang_folder(train_folder: Path, key: str | None = None) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from drover.pipeline.config.loading import config_hash
+from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
@@ -55,7 +56,7 @@ class RankAgreement:
         meant = sorted({member["world"] for member in self.members} - {None})
         if meant and meant != [len(self.members)]:
             return (f"{counted(len(self.members), 'rank')} found each other, but {' or '.join(map(str, meant))} were "
-                    f"to be started (DROVER_RANKS). Look in the nodes' logs for ranks that ended at their start.")
+                    f"to be started. Look in the nodes' logs for ranks that ended at their start.")
         return ""
 
     def warning(self) -> str:
@@ -102,10 +103,9 @@ def node_name() -> str:
 def describe_this(ranks: Ranks, work: Work) -> Record:
     """This rank, as plain values. code: a hash of the code that it runs. world: the number of ranks that the launcher
     wanted to start, if known."""
-    meant = os.environ.get("DROVER_RANKS")
     return {"node": node_name(), "device": ranks.device_name or "", "torch": str(torch.__version__),
             "python": platform.python_version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else "",
             "code": sha256_json(code_hashes(STAGES[work.name], work.config)),
             "config": sha256_json([config_hash(work.config), work.asked]),
-            "chain": os.environ.get("DROVER_CHAIN", ""), "world": int(meant) if meant else None}
+            "chain": this_job().chain, "world": this_job().ranks or None}

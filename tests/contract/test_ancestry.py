@@ -8,7 +8,7 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.core.errors import UserError
 from tests import refusal
-from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never, run_of
+from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, in_chain, never, run_of
 
 
 @pytest.fixture
@@ -124,14 +124,12 @@ def test_a_stage_before_that_was_deleted_has_not_changed(made):
     ask(made, "train")
 
 
-def test_a_job_goes_on_with_what_its_submission_began(made, monkeypatch, capsys):
+def test_a_job_goes_on_with_what_its_submission_began(made, capsys):
     """Nobody is there at night to answer for a corpus that has grown; it was asked for when the jobs were queued."""
-    monkeypatch.setenv("DROVER_CHAIN", "c1")
-    assert call(made, "encode", lambda work: None) == 130
+    assert call(made, "encode", lambda work: None, *in_chain("c1")) == 130
     (made / "corpus.txt").write_text("other text\n")
-    assert call(made, "encode", count_bytes_again) == 0
+    assert call(made, "encode", count_bytes_again, *in_chain("c1")) == 0
     said = capsys.readouterr().out
     assert "continues as it was submitted" in said and "t/corpus.txt has other content" in said
     (made / "runs/a/encode/manifest.json").unlink()
-    monkeypatch.setenv("DROVER_CHAIN", "c2")
-    assert call(made, "encode", never) == 2
+    assert call(made, "encode", never, *in_chain("c2")) == 2

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from drover.pipeline.contract import locks
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.errors import UserError
@@ -43,14 +44,14 @@ def test_a_process_on_its_end_is_waited_for(tmp_path, capsys, monkeypatch):
 def test_in_one_allocation_only_starts_of_one_submission_wait_for_each_other(tmp_path, monkeypatch):
     """A process at work, of another submission or of none, is not waited for."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("DROVER_CHAIN", "a")
+    monkeypatch.setattr(locks, "this_job", lambda: StageJob("a"))
     held, slept = lock(tmp_path, "train"), []
     monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", slept.append)
-    monkeypatch.setenv("DROVER_CHAIN", "b")
+    monkeypatch.setattr(locks, "this_job", lambda: StageJob("b"))
     refused(UserError, f"in use by process {os.getpid()} on .*, Slurm job 12, chain a, since", lock, tmp_path, "train")
     assert len(slept) == 1
     monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", lambda seconds: held.close())
-    monkeypatch.setenv("DROVER_CHAIN", "a")
+    monkeypatch.setattr(locks, "this_job", lambda: StageJob("a"))
     lock(tmp_path, "train").close()
 
 

@@ -8,7 +8,7 @@ from drover.pipeline.contract.state import PROGRESS, Progress, ProgressRecord, r
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json, write_text
 from tests.refusal import refused
-from tests.stand_ins import call, copy_corpus, count_bytes, never, state
+from tests.stand_ins import call, copy_corpus, count_bytes, in_chain, never, state
 
 
 def test_the_state_says_how_a_stage_ended(place, monkeypatch):
@@ -55,9 +55,8 @@ def test_the_state_of_a_finished_stage_is_made_right(place):
 
 def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
     assert call(place, "tokenizer", never) == 2 and not (place / "runs/a/tokenizer").exists()
-    monkeypatch.setenv("DROVER_CHAIN", "c1")
     monkeypatch.setattr("drover.pipeline.contract.locks.NETWORK_S", 1.0)
-    assert call(place, "tokenizer", never) == 2 and state(place, "tokenizer") == ("failed", None)
+    assert call(place, "tokenizer", never, *in_chain("c1")) == 2 and state(place, "tokenizer") == ("failed", None)
     assert "The stage shard of" in read_state(place / "runs/a/tokenizer").reason
     call(place, "shard", copy_corpus)
     assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
@@ -101,9 +100,7 @@ def test_progress_is_written_now_and_then_and_ends_nothing(tmp_path, monkeypatch
 def test_starts_of_one_chain_count_as_one_piece_of_work(place, monkeypatch):
     started = place / "runs/a/shard/started.json"
     for chain, kept in (("c1", True), ("c2", False)):
-        monkeypatch.setenv("DROVER_CHAIN", "c1")
-        assert call(place, "shard", lambda work: None, "--force") == 130
+        assert call(place, "shard", lambda work: None, "--force", *in_chain("c1")) == 130
         write_json(started, {**read_json(started), "at": "2026-01-01T00:00:00+00:00"})
-        monkeypatch.setenv("DROVER_CHAIN", chain)
-        assert call(place, "shard", copy_corpus) == 0
+        assert call(place, "shard", copy_corpus, *in_chain(chain)) == 0
         assert (read_manifest(started.parent).started == "2026-01-01T00:00:00+00:00") == kept

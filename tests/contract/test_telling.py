@@ -14,6 +14,7 @@ import torch
 from drover.launch.processes import free_port, run_here
 from drover.pipeline.contract import entry, telling
 from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.telling import Channel, await_ranks
 from tests.conftest import environment
 from tests.refusal import table
@@ -97,11 +98,10 @@ def test_a_rank_says_whom_it_waits_for(monkeypatch, capsys, rank, address, launc
     monkeypatch.setattr(telling, "REPORT_AFTER_LAUNCH_S", -1.0)
     monkeypatch.setattr(telling, "LATER_LOOKS_S", 0.0)
     monkeypatch.setattr(telling, "CONNECT", timedelta(seconds=0.5))
-    monkeypatch.delenv("DROVER_CHAIN", raising=False)
     for name, value in {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": address, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     if launched:
-        monkeypatch.setenv("DROVER_LAUNCHED", "1")
+        monkeypatch.setattr(telling, "this_job", lambda: StageJob("a"))
     with suppress(RuntimeError):
         await_ranks(Channel.here().connected(), rank, 3, timedelta(seconds=0.2))
     said = capsys.readouterr().out

@@ -21,6 +21,7 @@ from drover.launch.job.srun import SlurmHost, read_end
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import Chain, ChainJob
 from drover.launch.slurm.scheduler import JobInfo
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part
@@ -82,7 +83,7 @@ class Slurm:
 class Job:
     """A job in a folder of its own: its spec, and Slurm's answers.
 
-    commands, environments: of its starts.
+    commands, environments: of its starts. start: what the stage of the last one was passed.
     """
 
     folder: Path
@@ -90,6 +91,7 @@ class Job:
     slurm: Slurm = field(default_factory=Slurm)
     commands: list[str] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
+    start: StageJob = field(default_factory=StageJob)
 
     @property
     def run(self) -> Path:
@@ -110,13 +112,14 @@ class Job:
         def start(command, environment, folder, each, say):
             self.commands.append(" ".join(command))
             self.environments.append(environment)
+            if "--job" in command:
+                self.start = StageJob.parse(command[command.index("--job") + 1])
             what = next(left)
             return what(each) if callable(what) else self.play(what, folder, element)
 
         with redirect_stdout(io.StringIO()) as said, stop_requests() as asked, pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_JOB_ID", job)
             patch.setenv("SLURM_RESTART_COUNT", str(restart))
-            patch.setenv("DROVER_ATTEMPT", "0")
             patch.setattr(runner, "PAUSE_S", 0.0)
             patch.setattr(runner, "run_preflight", trial if callable(trial) else
                           lambda *_: trial or Found({}, ["all is well"]))
@@ -129,7 +132,9 @@ class Job:
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""
         part = None if element is None else Part(element, self.spec.parts, self.spec.phase)
-        say = partial(write_state, self.stage / PARTS, file=part.word) if part else partial(write_state, self.stage)
+        attempt = self.start.start
+        say = partial(write_state, self.stage / PARTS, file=part.word, attempt=attempt) if part else \
+            partial(write_state, self.stage, attempt=attempt)
         kind, _, which = what.partition(" ")
         if what == "no step":
             return read_end(1, NO_STEP)

@@ -15,6 +15,7 @@ from drover.launch.job.host import process_end
 from drover.launch.local import LocalHost, find_machine
 from drover.launch.plan import Machine, local_ranks
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.state import read_state, write_state
 from tests.refusal import table
 from tests.waiting import wait_for
@@ -52,7 +53,6 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
     from before, which proves nothing."""
     left, commands = plays.split("/"), []
     monkeypatch.setattr(runner, "PAUSE_S", 0.0)
-    monkeypatch.setenv("DROVER_ATTEMPT", "0")  # which the runner sets
     if forced:  # by a run that the launcher did not make, whose last word is no start's of the launcher
         launcher.done("shard", "tokenizer")
         write_state(launcher.run / "shard", "done")
@@ -65,7 +65,7 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
         if "done" in said:
             launcher.done(spec.stage)
         for word in {"done", "preempted"}.intersection(said):
-            write_state(spec.folder, word)
+            write_state(spec.folder, word, attempt=StageJob.parse(command[command.index("--job") + 1]).start)
         return process_end(int(end))
 
     monkeypatch.setattr(LocalHost, "start", start)

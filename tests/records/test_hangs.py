@@ -5,8 +5,10 @@ import time
 
 import pytest
 
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.core.console import spelled
 from drover.pipeline.core.files import append_line
+from drover.pipeline.records import hangs
 from drover.pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
 from drover.pipeline.training.watchdog import Watchdog
 from tests.refusal import table
@@ -53,7 +55,7 @@ def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
     """A neighbour of who reads waits in another place than the others do. Where one leads, the functions of the entry
     that are open differ. Who is ended before it could write is not late: many, or more than wait."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("DROVER_ATTEMPT", "2")
+    monkeypatch.setattr(hangs, "this_job", lambda: StageJob(start=2))
     write_places(tmp_path, ["n0", "n0", "n1", *["n9"] * 17])
     folder = hang_folder(tmp_path)
     assert folder == tmp_path / "hangs/77.0.2"
@@ -64,7 +66,7 @@ def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
 
 def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
     write_places(tmp_path, ["n0", "n1"])
-    monkeypatch.setenv("DROVER_ATTEMPT", "1")
+    monkeypatch.setattr(hangs, "this_job", lambda: StageJob(start=1))
     folder = hang_folder(tmp_path)
     write(folder, "R-")
     assert judge_hang(folder, 2).late == ((1, None),)

@@ -75,7 +75,6 @@ def channels(monkeypatch, world=3):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.delenv("DROVER_CHAIN", raising=False)
     return [channel(monkeypatch, RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             for rank in range(world)]
 

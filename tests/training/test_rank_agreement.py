@@ -2,6 +2,7 @@
 
 import pytest
 
+from drover.pipeline.contract.job import StageJob
 from drover.pipeline.training.rank_agreement import RankAgreement
 from tests.stages.training import run_train
 
@@ -47,7 +48,7 @@ def test_different_devices_are_slow_and_not_wrong():
 
 @pytest.mark.slow
 def test_a_real_run_tells_and_refuses(fresh):
-    said = run_train(fresh, ranks=2, DROVER_RANKS="2").stdout
+    said = run_train(fresh, "--job", str(StageJob(ranks=2)), ranks=2).stdout
     assert said.count("2 ranks on 1 node: ") == 1
-    refused = run_train(fresh, "name=other", DROVER_RANKS="3", expect=2)
+    refused = run_train(fresh, "name=other", "--job", str(StageJob(ranks=3)), expect=2)
     assert "1 rank found each other, but 3 were to be started" in refused.stderr

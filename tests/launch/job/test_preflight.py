@@ -178,12 +178,11 @@ def test_two_ranks_with_one_gpu_end_the_job(owners, shared):
 
 def test_each_task_tests_the_gpu_that_it_has(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node_trial, "measure", lambda *_: None)
-    for name, value in {"RANK": "5", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "GPU-7",
-                        "PATH": str(tmp_path)}.items():
+    for name, value in {"RANK": "5", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "PATH": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    for gpus, found in ("1", ({"gpu": "nvidia-smi does not answer"}, "GPU-7")), ("4", ({}, "")):
-        monkeypatch.setenv("DROVER_GPUS", gpus)
-        node_trial.try_node(tmp_path, 1.0)
+    for mask, found in ("GPU-7", ({"gpu": "nvidia-smi does not answer"}, "GPU-7")), ("0,1,2,3", ({}, "")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        node_trial.try_node(tmp_path, 1.0, 4)
         report = Report(**json.loads(capsys.readouterr().out.splitlines()[0]))
         assert (report.problems, report.own_gpu) == found
 
@@ -213,7 +212,7 @@ def test_a_rank_that_cannot_measure_says_why(tmp_path, monkeypatch, capsys, erro
     monkeypatch.setattr(node_trial, "GRACE_S", 0.0)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    refused(type(error), "ib9", node_trial.try_node, tmp_path, 1.0)
+    refused(type(error), "ib9", node_trial.try_node, tmp_path, 1.0, 0)
     (tmp_path / "node0.log").write_text("".join(f"3: {line}\n" for line in capsys.readouterr().out.splitlines()))
     report, = read_reports(tmp_path)
     assert report.failed == f"{type(error).__name__}: no ib9" and not report.times
@@ -343,7 +342,7 @@ from drover.launch.job.node_trial import try_node
 exchange = dist.batch_isend_irecv
 if os.environ["SLURMD_NODENAME"] == "n3":
     dist.batch_isend_irecv = lambda operations: time.sleep(1.0) or exchange(operations)
-try_node(Path(sys.argv[1]), float(sys.argv[2]))
+try_node(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -360,7 +359,7 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     folder = job.folder / "preflight"
     folder.mkdir()
     environment = {**os.environ, "PATH": f"{programs.folder}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
-                   "DROVER_RANKS": "6", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+                   "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
     here = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)

@@ -18,27 +18,27 @@ from tests.refusal import refused, table
 
 SLURM = {"SLURM_PROCID": "13", "SLURM_NTASKS": "32", "SLURM_LOCALID": "5", "SLURM_NODEID": "1",
          "SLURM_STEP_NUM_NODES": "4", "SLURM_JOB_NUM_NODES": "9", "MASTER_ADDR": "gpu009", "MASTER_PORT": "24567",
-         "DROVER_RANKS": "32", "SLURMD_NODENAME": "gpu010"}
+         "SLURMD_NODENAME": "gpu010"}
 ASK = ("import os, signal, sys; os.write(2, b'first\\n'); "
        "print({'mask': sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))), "
        "'pid': os.getpid(), **{name: os.environ.get(name) for name in sys.argv[1:]}})")
 
 
 def test_rank_environment():
-    assert rank_environment(SLURM) == {
+    assert rank_environment(SLURM, "train", 32, 0) == {
         "RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
         "MASTER_ADDR": "gpu009", "MASTER_PORT": "24567"}
 
 
 def test_what_was_not_planned_is_refused():
-    short = {**SLURM, "DROVER_GPUS": "8", "CUDA_VISIBLE_DEVICES": "0,1"}
+    short = {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1"}
     for stage in ("train", "preflight"):
-        said = refused(UserError, "gpu010 shows 2 of 8 GPUs to this task", rank_environment, short, stage)
+        said = refused(UserError, "gpu010 shows 2 of 8 GPUs to this task", rank_environment, short, stage, 32, 8)
         assert "CUDA_VISIBLE_DEVICES=0,1" in said and "gpu-bind" in said and "exclude" not in said
     bare = {name: value for name, value in short.items() if name != "CUDA_VISIBLE_DEVICES"}
-    refused(UserError, "gpu010 shows 0 GPUs to this job, but 8 per node", rank_environment, bare)
-    assert rank_environment(bare, "preflight"), "it says so"
-    assert rank_environment({"SLURM_NTASKS": "1"}) == {}, "a stage without ranks"
+    refused(UserError, "gpu010 shows 0 GPUs to this job, but 8 per node", rank_environment, bare, "train", 32, 8)
+    assert rank_environment(bare, "preflight", 32, 8), "it says so"
+    assert rank_environment({"SLURM_NTASKS": "1"}, "shard", 0, 0) == {}, "a stage without ranks"
 
 
 @pytest.mark.parametrize("masks, own", table("""
@@ -52,9 +52,8 @@ def test_what_was_not_planned_is_refused():
     {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"} -> false""", *[json.loads] * 2))
 def test_a_task_has_its_own_gpu_as_device_0_or_all_by_its_place(masks, own):
     for stage in ("train", "preflight"):
-        found = rank_environment({**SLURM, "DROVER_GPUS": "4", **masks}, stage)
-        assert (found["LOCAL_RANK"], found.get("DROVER_GPUS"), found["LOCAL_WORLD_SIZE"]) == (
-            ("0", "1", "8") if own else ("5", None, "8"))
+        found = rank_environment({**SLURM, **masks}, stage, 32, 4)
+        assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("0" if own else "5", "8")
 
 
 def test_the_place_of_a_rank_names_its_caches(tmp_path, monkeypatch):
@@ -99,12 +98,12 @@ def test_visible_gpus_of_amd(tmp_path, monkeypatch):
         assert visible_gpus({}, tmp_path) == count
 
 
-def rank(stage, command=(sys.executable, "-c", ASK, "RANK", "NCCL_DEBUG")):
-    return [sys.executable, "-m", "drover.launch.job.rank", stage, *command]
+def rank(stage, command=(sys.executable, "-c", ASK, "RANK", "NCCL_DEBUG"), ranks=32):
+    return [sys.executable, "-m", "drover.launch.job.rank", stage, str(ranks), "0", *command]
 
 
-def environment(**more):
-    return {**os.environ, **SLURM, "PYTHONPATH": str(REPOSITORY), **more}
+def environment():
+    return {**os.environ, **SLURM, "PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.mark.parametrize("stage, blocked", [
@@ -118,11 +117,11 @@ def test_it_becomes_the_command(stage, blocked):
     assert found == {"RANK": "13", "NCCL_DEBUG": "WARN", "mask": blocked, "pid": process.pid}, "no process in between"
 
 
-@pytest.mark.parametrize("command, variables, said", [
-    (["true"], {"DROVER_RANKS": "8"}, "rank 13: Slurm started 32 ranks"),
-    (["/no/such/program"], {}, "/no/such/program cannot be started")])
-def test_a_refusal_is_one_sentence_and_exit_status_2(command, variables, said):
-    result = subprocess.run(rank("train", command=command), env=environment(**variables),
+@pytest.mark.parametrize("command, ranks, said", [
+    (["true"], 8, "rank 13: Slurm started 32 ranks"),
+    (["/no/such/program"], 32, "/no/such/program cannot be started")])
+def test_a_refusal_is_one_sentence_and_exit_status_2(command, ranks, said):
+    result = subprocess.run(rank("train", command, ranks), env=environment(),
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert result.returncode == 2 and result.stdout.startswith(said) and len(result.stdout.splitlines()) == 1
 

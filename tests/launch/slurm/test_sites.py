@@ -39,7 +39,7 @@ def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, p
     job = JobSpec("t", "train", (PYTHON, "-m", "x"), run="/runs/t", chain="c", **changes)
     command = srun_command(job, Path("/logs"), [*job.wrap, *job.command])
     at = command.index("drover.launch.job.rank")
-    assert command[at - 2:] == [python, "-m", command[at], "train", *job.wrap, *job.command]
+    assert command[at - 2:] == [python, "-m", command[at], "train", "0", "0", *job.wrap, *job.command]
     assert ("--container-image=i" in command[:at]) == (not job.wrap)
 
 
