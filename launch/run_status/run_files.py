@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,16 +17,16 @@ import psutil
 from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
-from drover.launch.slurm.nodes import LIFTED, NODES, Strike, failing
+from drover.launch.slurm.nodes import failing
 from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import PROGRESS, STOP, Progress, StageState, read_attempts, read_state
-from drover.pipeline.contract.tasks import marked_parts
+from drover.pipeline.contract.state import PROGRESS, STOP, Progress, StageState, read_state
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, read_bytes, read_lines, read_sealed
+from drover.pipeline.core.files import read_bytes, read_sealed
+from drover.pipeline.records.starts import Start, read_starts
 
 Value = TypeVar("Value")
 
@@ -40,9 +39,7 @@ class StageFiles:
         manifest: of the finished stage; `damaged`: why it cannot be read. reused: it is in the folder of another run.
         begun: whether there is a start record.
         alive: whether the process that last held the stage still runs; None if it is on another machine.
-        shares: for each array, by its job id, the elements whose share of the stage is done.
-        ended: the launcher's last record (`log_attempt`) of a start of the newest submission, or on this machine.
-        causes: why the last start of each job ended, by the job's name (`<array id>_<index>` for an element).
+        starts: of the newest submission, or of the last command on this machine.
     """
 
     manifest: Manifest | None
@@ -52,9 +49,7 @@ class StageFiles:
     progress: Progress | None
     begun: bool
     alive: bool | None
-    shares: dict[str, set[int]]
-    ended: Record
-    causes: dict[str, str]
+    starts: list[Start]
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class RunFiles:
     """The contents of a run folder.
 
     Attributes:
-        remarks: about failed nodes.
+        excluded: nodes that failed twice within a day.
         stop: the reason in the stop file, if there is one.
         train_nodes: how many nodes the configuration requests for training.
     """
@@ -70,7 +65,7 @@ class RunFiles:
     folder: Path
     chain: Chain | None
     stages: dict[str, StageFiles]
-    remarks: list[str]
+    excluded: list[str]
     stop: str | None
     train_nodes: int
 
@@ -81,19 +76,25 @@ class RunFiles:
 
 def read_run(folder: Path) -> RunFiles:
     """Read the files of a run."""
-    run, chain = _quietly(lambda: _run(folder), None), _quietly(lambda: read_chain(folder), None)
-    jobs, nodes = chain.jobs if chain else (), run.config.launch.train.nodes if run else 1
-    events: list[Record] = _quietly(lambda: read_attempts(folder), [])
-    newest = chain.id if chain else events[-1].get("chain") if events else None
-    ended = [event for event in events if event["event"] == "ended" and event.get("chain") == newest]
+    run = _quietly(lambda: _run(folder), None)
+    chain = _quietly(lambda: read_chain(folder), None)
+    nodes = run.config.launch.train.nodes if run else 1
+    starts = newest_starts(folder, chain)
     # Plugins are not imported: the stages that they add are known by their records and jobs.
     added = sorted(path.parent.name for name in OF_A_STAGE for path in folder.glob(f"*/{name}"))
-    stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
-                            [event for event in ended if event["stage"] == stage])
-              for stage in dict.fromkeys([*STAGES, *added, *(job.stage for job in jobs)])}
+    names = dict.fromkeys([*STAGES, *added, *(job.stage for job in (chain.jobs if chain else ()))])
     return RunFiles(
-        folder, chain, stages, _quietly(lambda: _failed_nodes(folder, nodes), list[str]()),
+        folder, chain,
+        {name: _stage(run, folder / name, [start for start in starts if start.stage == name]) for name in names},
+        _quietly(lambda: failing(folder, nodes)[0], list[str]()),
         _quietly(lambda: read_bytes(folder / STOP).decode().strip(), None), nodes)
+
+
+def newest_starts(folder: Path, chain: Chain | None) -> list[Start]:
+    """The starts of the newest submission, or of the last command on this machine."""
+    starts = _quietly(lambda: read_starts(folder), list[Start]())
+    newest = chain.id if chain else starts[-1].chain if starts else ""
+    return [start for start in starts if start.chain == newest]
 
 
 def when(text: str) -> float:
@@ -107,7 +108,7 @@ def _run(folder: Path) -> Run:
     return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
 
 
-def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: list[Record]) -> StageFiles:
+def _stage(run: Run | None, own: Path, starts: list[Start]) -> StageFiles:
     place, manifest, damaged = own, None, ""
     try:
         if run is not None and own.name in STAGES:
@@ -115,20 +116,10 @@ def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: list[Recor
         manifest = read_manifest(place)
     except (UserError, OSError, TypeError) as error:
         damaged = str(error)
-    shares = {job.id: _quietly(partial(marked_parts, own, job.parts, job.phase), set[int]()) for job in arrays}
     # Not by `read_record`: it has a loss of NaN as a text.
     progress = _quietly(lambda: TypeAdapter(Progress).validate_python(read_sealed(own / PROGRESS)), None)
     return StageFiles(manifest, damaged, place != own, read_state(own), progress, (own / STARTED).exists(), _alive(own),
-                      shares, ended[-1] if ended else {},
-                      {event["job"]: str(event.get("reason") or "") for event in ended})
-
-
-def _failed_nodes(folder: Path, wanted: int) -> list[str]:
-    left_out, _ = failing(folder, wanted)
-    newest = {strike["node"]: strike for strike in read_lines(folder / NODES, Strike, appended=True)}
-    return [f"node {node} failed at {strike['at'][:16]}: {strike.get('reason')}"
-            f"{'; it is excluded from the next submission' * (node in left_out)}" for node, strike in newest.items()
-            if strike["job"] != LIFTED]
+                      starts)
 
 
 def _alive(own: Path) -> bool | None:

@@ -15,7 +15,6 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS, Progress
-from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.files import append_line, write_json, write_text
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -57,10 +56,6 @@ class HandMade:
         """PROGRESS.json, just written."""
         self.begun(stage)
         write_json(self.folder / stage / PROGRESS, asdict(Progress(done, total, unit, **{"at": ago(0), **more})))
-
-    def part(self, stage: str, phase: str, index: int, of: int) -> None:
-        """An element's share that is done."""
-        Part(index, of, phase).mark(self.folder / stage, "", {})
 
     def attempt(self, event: str, stage: str, job: str, *, seconds: float = 600, start: int = 0, **more: Any) -> None:
         """A line of launch/attempts/."""

@@ -35,7 +35,7 @@ from tests.refusal import table
     running -> unknown -> failed -> train failed: job 16 is no longer known to Slurm: it crashed or was
     running -> NODE_FAIL -> failed -> train failed: job 16 ended NODE_FAIL
     null -> unknown -> failed -> known
-    null -> FAILED NonZeroExitCode -> failed -> job 16 ended FAILED \(NonZeroExitCode\)\. Logs: .*slurm/16.log
+    null -> FAILED NonZeroExitCode -> failed -> job 16 ended FAILED \(NonZeroExitCode\)\. .drover why runs/demo
     null -> COMPLETED -> failed -> job 16 ended COMPLETED
     null -> CANCELLED -> failed -> job 16 ended CANCELLED
     running -> null -> running -> ^Slurm does not answer
@@ -95,7 +95,8 @@ def test_local_run(run):
         process.communicate(b"\n")
     assert run.states({})[3] == "stopped"
     run.state("train", "running")
-    assert run.states({})[3] == "failed" and "no longer exists; it was killed. Logs: " in run.status({}).remarks[0]
+    assert run.states({})[3] == "failed" and "no longer exists; it was killed. `drover why" in run.status({}).remarks[0]
+    run.attempt("attempt", "train", "local", ranks=2, nodes=["n1"])
     for seconds, then, state in (30, "restart", "running"), (20, "stop", "failed"):
         run.attempt("ended", "train", "local", seconds=seconds, status="crashed", reason="rank 1: killed", next=then)
         assert run.states({})[3] == state
@@ -104,33 +105,15 @@ def test_local_run(run):
     assert run.status({}).rows[3].remarks[0].endswith("its last record is 10 m 00 s old")
 
 
-@pytest.mark.parametrize("read, sort, rest, job, progress, remark", table("""
-    RUNNING -> PENDING -> PENDING -> 20 -> read 1/2 parts 50% -> ''
-    FAILED -> CANCELLED -> CANCELLED -> 20 -> read 1/2 parts 50%, failed: 1 -> 'shard failed: element 1 of read ended \
-FAILED. Logs: runs/demo/logs/shard/20_1.*, runs/demo/logs/slurm/20_1.log'
-    COMPLETED -> COMPLETED -> RUNNING -> 22 -> read 1/2 parts 50% -> ''""", *[str] * 5, yaml.safe_load))
-def test_arrays_of_several_phases(run, read, sort, rest, job, progress, remark):
-    run.submitted(run.job("20", "shard", "array", (0, 1), parts=2, phase="read"),
-                  run.job("21", "shard", "array", (0, 1), parts=2, phase="sort"), run.job("22", "shard", "finalise"))
-    run.part("shard", "read", 0, 2)
-    answers = {"20": read, "20_0": "COMPLETED", "20_1": read if remark else "RUNNING", "21": sort, "22": rest}
-    seen = run.status(answers)
-    assert (seen.rows[0].job, seen.rows[0].progress) == (job, progress) and remark in " ".join(seen.remarks)
-    run.progress("shard", 1, 4, "shards", phase="write")  # by a job that is no array
-    assert run.status(answers).rows[0].progress == (progress if job == "20" else "write 1/4 shards 25%")
-
-
-def test_why_elements_of_an_array_and_a_job_failed(run):
-    """As the launcher recorded it: of elements that failed alike once. A job that was ended from outside left none."""
-    run.submitted(run.job("20", "encode", "array", (0, 1, 2, 3), parts=4, phase="encode"), run.job("30", "convert"))
-    for element, reason in (0, "element 0 was done before"), (1, "no space"), (2, "no space"):
-        run.attempt("ended", "encode", f"20_{element}", status="failed", reason=reason)
-    run.attempt("ended", "convert", "30", status="crashed", reason="killed by SIGKILL")
-    run.part("encode", "encode", 0, 4)
-    seen = run.status({"20": "FAILED", "30": "FAILED", **{f"20_{element}": "FAILED" for element in range(1, 4)}})
-    assert seen.rows[2].remarks[0].startswith(
-        "encode failed: elements 1-2 of encode ended FAILED: no space; element 3 of encode ended FAILED. Logs: ")
-    assert "convert failed: job 30 ended FAILED (no reason given): killed by SIGKILL. Logs: " in " ".join(seen.remarks)
+def test_why_an_array_and_a_job_failed(run):
+    """As the launcher recorded it. A job that was ended by others left no record."""
+    run.submitted(run.job("20", "encode", "array", (0, 1), parts=2, phase="encode"), run.job("30", "convert"))
+    for stage, job, reason in (("encode", "20_1", "no space"), ("convert", "30", "killed by SIGKILL")):
+        run.attempt("attempt", stage, job, ranks=1, nodes=["n1"])
+        run.attempt("ended", stage, job, status="failed", reason=reason)
+    remarks = run.status({"20": "FAILED", "30": "FAILED"}).remarks
+    assert remarks[0].startswith("encode failed: job 20 ended FAILED (no reason given): no space. `drover why")
+    assert "convert failed: job 30 ended FAILED (no reason given): killed by SIGKILL. " in remarks[1]
 
 
 def test_a_reused_stage_and_one_of_a_plugin(run):
@@ -159,6 +142,6 @@ def test_failed_nodes_and_a_request_to_stop(run):
     for number in range(2):
         add_strike(run.folder, "n3", f"16.{number}", "was late")
     run.done("shard", "tokenizer", "encode", until=1)
-    asked, strike = run.status({"16": "RUNNING", **DEPENDENTS}).remarks
-    assert asked == "a request to stop training is pending (maintenance): it saves and ends"
-    assert re.fullmatch("node n3 failed at .*: was late; it is excluded from the next submission", strike)
+    assert run.status({"16": "RUNNING", **DEPENDENTS}).remarks == [
+        "a request to stop training is pending (maintenance): it saves and ends",
+        "excluded from the next submission, since they failed twice within a day: n3"]

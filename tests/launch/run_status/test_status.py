@@ -29,6 +29,7 @@ train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
 
 def test_a_chain_that_runs(run):
     run.training(attempt=1)
+    run.attempt("attempt", "train", "16", ranks=4, nodes=["n3"])
     run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")
     seen = run.status({"16": JobInfo("16", "RUNNING", "", "n[1-4]", 600), **DEPENDENTS})
     assert "\n".join(show(seen, columns=80)) == RUNNING
