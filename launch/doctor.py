@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
-from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, most_elements, seconds
+from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, seconds
 from drover.pipeline.config.launching import LaunchConfig, minutes
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.command_line import Parser, Program
-from drover.pipeline.core.console import aligned, counted, echo
+from drover.pipeline.core.console import counted, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
-
-RUNTIMES = ("apptainer", "singularity", "podman", "enroot")
-CONTAINER = "container: {image: /shared/images/drover.sif}"
-Row = tuple[str, str, str]
-"""Of the table: what it is about, what was found, and what to do or to set, if anything."""
 
 
 def add_options(parser: Parser) -> None:
@@ -50,7 +45,13 @@ def work(options: argparse.Namespace) -> int:
     if unknown := set(options.partition) - {kind.partition for kind in kinds}:
         raise UserError(f"There is no partition {', '.join(sorted(unknown))}. `sinfo` lists them.")
     settings = scheduler.site_settings()
-    echo(*aligned([("what", "found", "advice"), *ask(scheduler, kinds, settings)]))
+    version = settings.get("SLURM_VERSION", "unknown")
+    accounts = scheduler.associations(getpass.getuser()) if has_accounting(settings) else []
+    echo(f"Slurm {version}; accounts and QOS: "
+         f"{'; '.join(' '.join(filter(None, row)) for row in accounts) or 'none'}",
+         *(f"partition {kind.partition}{'*' * kind.usual}: {counted(kind.nodes, 'node')} with {kind.cpus} cores, "
+           f"{kind.memory_mb / 1000:,.0f} GB, {kind.gpus} GPUs; time limit {kind.longest or 'unknown'}, node limit "
+           f"{kind.most}" for kind in kinds))
     if options.write:
         chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
         Path(options.write).parent.mkdir(parents=True, exist_ok=True)
@@ -59,46 +60,20 @@ def work(options: argparse.Namespace) -> int:
     return 0
 
 
-def ask(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: Mapping[str, str]) -> Iterator[Row]:
-    """What Slurm and this login node show."""
-    yield "Slurm", f"version {settings.get('SLURM_VERSION', 'unknown')}", ""
-    for kind in kinds:
-        yield (f"partition {kind.partition}{'*' * kind.usual}",
-               f"{counted(kind.nodes, 'node')} with {kind.cpus} cores, {kind.memory_mb / 1000:,.0f} GB, {kind.gpus} "
-               f"GPUs; time limit {kind.longest or 'unknown'}, node limit {kind.most}", "")
-    if most := most_elements(settings):
-        yield "arrays", f"at most {most:,} elements", ""
-    if settings.get("JobRequeue") == "0":
-        yield "requeue", "off by default", "if the site forbids it, requeue: false and train.links"
-    if has_accounting(settings):
-        rows = scheduler.associations(getpass.getuser())
-        yield ("account, QOS", "; ".join(" ".join(filter(None, row)) for row in rows) or "no association for you",
-               "set account: and qos: unless you use the defaults")
-    else:
-        yield "accounting", "none; Drover relies on the run's own records", ""
-    if found := _runtimes():
-        yield "containers here", ", ".join(found), f"{CONTAINER} runs the stages in one"
-    if os.environ.get("MODULEPATH"):
-        yield "modules", "this site has modules", "setup: [module load ...]"
-
-
-def _runtimes() -> list[str]:
-    """Programs of this login node that start containers."""
-    return [name for name in RUNTIMES if shutil.which(name)]
-
-
 def profile(kinds: Sequence[NodeKind], settings: Mapping[str, str]) -> str:
-    """A profile of these partitions, in YAML, with the reason for each value. kinds: at least one."""
+    """A profile of these partitions, in YAML. kinds: at least one."""
     gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes))
     cpu = next((kind for kind in kinds if not kind.gpus), None)
     per = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus)
-    there, longest = sum(kind.nodes for kind in kinds if kind.partition == gpu.partition), seconds(gpu.longest, inf)
+    there = sum(kind.nodes for kind in kinds if kind.partition == gpu.partition)
+    longest = seconds(gpu.longest, inf)
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits.",
              f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
              f"cpus: {max(1, per)}  # of {gpu.cpus} cores a node",
              'train: {mem: "0"}  # all memory of a node', 'evaluate: {mem: "0"}',
              "# mem: 32G  # of the other stages; without it what the site gives by default",
-             "# account: my-project", "# setup: [module load cuda]", *[f"# {CONTAINER}"] * bool(_runtimes()),
+             "# account: my-project", "# setup: [module load cuda]",
+             "# container: {image: /shared/images/drover.sif}",
              f"requeue: {str(settings.get('JobRequeue') != '0').lower()}",
              "limits:", f"  nodes: {min(there, gpu.most)}"]
     if longest < inf:
@@ -106,8 +81,7 @@ def profile(kinds: Sequence[NodeKind], settings: Mapping[str, str]) -> str:
     if longest < 60 * minutes(LaunchConfig().time):
         lines.append(f"time: {gpu.longest}  # the partition allows no more")
     if gpu.gpus and cpu is not None:
-        lines += [f"{stage}: {{partition: {cpu.partition}}}" for stage in ("shard", "tokenizer", "encode", "convert",
-                                                                           "report")]
+        lines += [f"{stage}: {{partition: {cpu.partition}}}" for stage, its in STAGES.items() if not its.ranks]
     return "\n".join(lines) + "\n"
 
 

@@ -86,22 +86,22 @@ def look(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
 
 def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
     """Show the run every `every_s` seconds until nothing continues; then 0 if all is done, else 1. None: once; 0."""
-    live, ended = sys.stdout.isatty(), 0
-    while True:
+    ended = 0
+    while ended < 2:  # between two stages nothing runs for a moment
         standing, = look([folder], scheduler)
         lines = show(standing, in_colour(sys.stdout))
         if every_s is None:
             print(*lines, sep="\n")
             return 0
-        lines.insert(0, f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this")
-        if live:  # draw each line over the old one, so that nothing flickers
-            lines = [f"{line}\x1b[K" for line in lines[:shutil.get_terminal_size().lines - 2]]
-        print("\x1b[H" * live + "\n".join(lines) + "\x1b[J" * live, flush=True)
-        # Between two stages nothing runs for a moment, locally and on Slurm: end only after two such looks.
+        lines = [f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this", *lines]
+        if sys.stdout.isatty():  # draw each line over the old one, so that nothing flickers
+            shown = [f"{line}\x1b[K" for line in lines[:shutil.get_terminal_size().lines - 2]]
+            lines = ["\x1b[H" + "\n".join(shown) + "\x1b[J"]
+        print(*lines, sep="\n", flush=True)
         ended = ended + 1 if standing.outcome else 0
-        if ended > 1:
-            return 0 if standing.outcome == "done" else 1
-        time.sleep(every_s)
+        if ended < 2:
+            time.sleep(every_s)
+    return 0 if standing.outcome == "done" else 1
 
 
 def show(standing: RunStatus, colour: bool = False, columns: int = 0) -> list[str]:

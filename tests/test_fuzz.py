@@ -108,7 +108,6 @@ def _job(folder):
     run.state("encode", "running", job="13", units=3)
     run.state("tokenizer", "failed", job="12", reason="no room")
     run.progress("encode", 3, 7, "shards")
-    run.part("encode", "encode", 0, 4)
     run.progress("train", 12, 500, "steps", goodput=0.5)
     run.state("train", "preempted", job="15", step=12)
     run.attempt("job", "train", "15")
