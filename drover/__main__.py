@@ -23,7 +23,7 @@ COMMANDS = {
     "compare": ("tools.compare:main", "compare models on the same items"),
     "weights": ("tools.weights:main", "convert weights between Drover's and Hugging Face's form"),
     "trace": ("tools.trace.__main__:main", "find the documents of a training step, or the steps that saw a document"),
-    "verify": ("tools.verify.__main__:main", "check every file of a run against its recorded hash"),
+    "verify": ("tools.verify:main", "check every file of a run against its recorded hash"),
     "audit": ("tools.audit:main", "check that every training sample was used exactly once"),
     "export-tokens": ("tools.export_tokens.__main__:main", "write tokens for Megatron or the datasets library"),
     "copy-tokens": ("tools.copy_tokens:main", "copy a run's tokens to an object store"),

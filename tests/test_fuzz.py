@@ -44,7 +44,7 @@ from drover.pipeline.tokenization.export import names_code, settings_text
 from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
 from drover.tools.audit import main as audit
 from drover.tools.trace.__main__ import main as trace
-from drover.tools.verify.__main__ import main as verify
+from drover.tools.verify import main as verify
 from tests.conftest import REPOSITORY
 from tests.evaluation.test_tasks import write_planted
 from tests.formats.test_weights import as_pickled

@@ -266,7 +266,7 @@ def all_of(*rooms):
      "[stage.input_files(load_config('configs/demo.yaml')) for stage in STAGES.values()]", set()),
     ("from drover.tools.presets import main; main(['llama3_8b'])", set()),
     ("import drover.launch.job.rank", set()),
-    ("import drover.tools.verify.__main__, drover.tools.trace.__main__", set()),
+    ("import drover.tools.verify, drover.tools.trace.__main__", set()),
     (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
     ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.trace.forward, "
      "drover.tools.trace.documents", {"numpy"}),

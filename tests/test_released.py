@@ -13,7 +13,7 @@ from drover.tools.audit import main as audit
 from drover.tools.chat import main as chat
 from drover.tools.export_tokens.__main__ import main as export_tokens
 from drover.tools.trace.__main__ import main as trace
-from drover.tools.verify.__main__ import main as verify
+from drover.tools.verify import main as verify
 from drover.tools.weights import main as weights
 from tests.conftest import run_stage
 from tests.refusal import printed

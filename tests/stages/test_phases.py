@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from drover.tools.audit import audit
-from drover.tools.verify import __main__ as verify
+from drover.tools import verify
 from tests.stages.training import (
     THREE_PHASES,
     assert_equal_but_for_rounding,

@@ -8,7 +8,7 @@ import pytest
 
 from drover.pipeline.training.sinks.base import curves
 from drover.tools.rehearse import main as rehearse
-from drover.tools.verify.__main__ import main as verify
+from drover.tools.verify import main as verify
 from tests.stages.training import curve, events, lines, reusing, run_train, run_with_faults, train_folder
 
 STEPS = "train.steps=6"

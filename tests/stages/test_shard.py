@@ -20,8 +20,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.files import read_lines, remove
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
-from drover.tools.verify.__main__ import verify
-from drover.tools.verify.inventory import SCRATCH
+from drover.tools.verify import SCRATCH, verify
 from tests.conftest import run_stage
 from tests.cut_off import cut_off, cut_off_stage
 from tests.data.planning.test_near_duplicates import planted

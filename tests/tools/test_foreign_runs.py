@@ -15,7 +15,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sealed_text
 from drover.pipeline.encode import encode
 from drover.pipeline.tokenization.simple import ByteTokenizer
-from drover.tools.verify.__main__ import main as verify
+from drover.tools.verify import main as verify
 from tests.conftest import merged
 from tests.evaluation.task_pack import write_pack
 from tests.refusal import printed, refused, table

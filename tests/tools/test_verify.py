@@ -11,31 +11,46 @@ import yaml
 
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import (
+    Ledger,
     output_record,
     read_json,
     read_sealed,
+    seal_of,
     sealed_text,
     sha256_file,
     write_json,
     write_sealed,
 )
 from drover.pipeline.records.checkpoints import MARKER
-from drover.tools.verify.__main__ import main, share_of, verify
-from drover.tools.verify.checks import WENT, Findings
-from drover.tools.verify.inventory import FAR, LOGS, Inventory
+from drover.tools.verify import (
+    FAR,
+    LOGS,
+    SIZED,
+    WENT,
+    Check,
+    Inventory,
+    Report,
+    check_ledger,
+    check_record,
+    check_source,
+    main,
+    share_of,
+    verify,
+)
 from tests.conftest import run_stage, write_config
+from tests.mutations import OTHERWISE
 from tests.refusal import printed
 from tests.stages.test_damaged_inputs import flipped
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 PLACES = (0.0, 0.4, 1.0)
 """How far into a file a bit is flipped."""
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A finished run, and the corpus that it is made of."""
-    folder = tmp_path_factory.mktemp("whole")
+def finished(tmp_path_factory):
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("finished")
     (folder / "texts").mkdir()
     for number in range(40):
         (folder / f"texts/{number}.txt").write_text(f"def function_{number}(x):\n    return x * {number}\n" * 5)
@@ -50,30 +65,31 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def copied(whole, tmp_path):
-    """A copy of the finished run, to spoil."""
-    return Path(shutil.copytree(whole, tmp_path / "mini", copy_function=shutil.copy2))
+def copied(finished, tmp_path):
+    """A copy of the finished run, to damage."""
+    return Path(shutil.copytree(finished, tmp_path / "mini", copy_function=shutil.copy2))
 
 
 def named(report):
     return {problem.file for problem in report.problems}
 
 
-def test_an_untouched_run_is_in_order(whole, capsys):
-    report = verify(whole)
-    assert not report.problems and report.shards == report.shards_read > 4
-    assert set(report.notes) == {LOGS}
-    assert all(".locks" in file or file.endswith((".log", "PROGRESS.json")) for file in report.notes[LOGS])
-    alone = json.loads(printed(capsys, main, "--run", whole, "--processes", 1, "--json"))
-    assert alone["problems"] == []
-    assert json.loads(printed(capsys, main, "--run", whole, "--processes", 2, "--json")) == alone
+@slow
+def test_an_untouched_run_is_in_order(finished, capsys):
+    report = verify(finished, documents=True)
+    assert not report.problems and set(report.notes) == {LOGS} and report.files > 50
+    alone = printed(capsys, main, "--run", finished, "--processes", 1, "--json")
+    assert printed(capsys, main, "--run", finished, "--processes", 2, "--json") == alone
+    assert json.loads(alone)["problems"] == []
 
 
-def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):
+@slow
+def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(finished):
     """Of records, on which the checks of others depend, one file at a time; of all other files all at once."""
-    endless = set(verify(whole).notes[LOGS])
-    files = [path for path in sorted([*whole.rglob("*"), *(whole.parents[1] / "texts").iterdir()])
-             if path.is_file() and path.stat().st_size and str(path) not in endless]
+    logs = {*verify(finished).notes[LOGS]}
+    assert all(".locks" in file or "/tensorboard/" in file or file.endswith((".log", "PROGRESS.json")) for file in logs)
+    files = [path for path in sorted([*finished.rglob("*"), *(finished.parents[1] / "texts").iterdir()])
+             if path.is_file() and path.stat().st_size and str(path) not in logs]
     records = [path for path in files if path.suffix in (".json", ".yaml")]
     others = sorted({*files} - {*records})
     assert len(others) > 50 and len(records) > 20
@@ -83,17 +99,18 @@ def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):
             for path in paths:
                 at = int(place * (path.stat().st_size - 1))
                 damage.enter_context(flipped(path, at, at % 8))
-            report = verify(whole)
+            report = verify(finished)
         assert not (missed := set(map(str, paths)) - named(report)), f"{place}: {missed}"
         assert all(problem.do and problem.what for problem in report.problems)
-    assert not verify(whole).problems
+    assert not verify(finished).problems
 
 
+@slow
 def test_missing_cut_longer_and_unexpected_files(copied, capsys):
     tokens, texts = (sorted((copied / stage / "train").iterdir()) for stage in ("encode", "shard"))
     earlier, last = (next(path for path in sorted((copied / f"train/checkpoints/step-0000000{step}").iterdir())
                           if path.name != MARKER) for step in (2, 4))
-    for path in (tokens[0], earlier):  # of the earlier checkpoint no manifest speaks
+    for path in (tokens[0], earlier):  # no manifest lists the earlier checkpoint
         path.unlink()
     texts[1].write_bytes(texts[1].read_bytes()[:-512])
     longer, foreign = copied / "shard/rejected.jsonl", copied / "encode/train/zz.arrow"
@@ -106,36 +123,31 @@ def test_missing_cut_longer_and_unexpected_files(copied, capsys):
     last.unlink()
     (copied / "train/manifest.json").unlink()  # as of a run that is not finished
     assert str(last) in named(verify(copied))
-    assert main(["--run", str(copied / "nothing")]) == 2
 
 
-def test_shards_are_read_and_not_only_hashed(copied):
-    """What was wrong when it was hashed: records whose hashes fit, and whose content does not."""
-    vocabulary, folder = read_json(copied / "tokenizer/vocabulary.json"), copied / "encode"
-    manifest = read_sealed(folder / "manifest.json")
-    record = min((one for one in manifest["outputs"] if one["path"].startswith("train/")), key=lambda one: one["path"])
-    path, width = folder / record["path"], 2 if record["dtype"] == "uint16" else 4
-    data, at = bytearray(path.read_bytes()), record["data_offset"] + 5 * width
-
-    def told(token):
-        """What is found where a document's sixth token is another, and the manifest says of the file what is there."""
-        data[at:at + width] = token.to_bytes(width, "little")
-        path.write_bytes(data)
-        record["sha256"] = sha256_file(path)
-        write_sealed(folder / "manifest.json", manifest)
-        return " ".join(map(str, verify(copied).problems))
-    data[record["keys_offset"]] ^= 1
-    found = told(vocabulary["eos_id"])
-    assert "EOS is inside of a document at its token 5 (document 0" in found and "its document 0 is" in found
-    assert "outside of the vocabulary" in told(vocabulary["size"] + 1)
+@slow
+@pytest.mark.parametrize("column", ["data_offset", "keys_offset", "bytes_offset"])
+def test_documents_are_compared_with_their_tokens(copied, column):
+    """A token shard that was wrong when it was hashed."""
+    manifest = read_sealed(copied / "encode/manifest.json")
+    record = manifest["outputs"][0]
+    path = copied / "encode" / record["path"]
+    data = bytearray(path.read_bytes())
+    data[record[column] + 8] ^= 1
+    path.write_bytes(data)
+    record["sha256"] = sha256_file(path)
+    write_sealed(copied / "encode/manifest.json", manifest)
+    assert str(path) not in named(verify(copied))
+    problem, = (problem for problem in verify(copied, documents=True).problems if problem.file == str(path))
+    assert "its document " in problem.what and ".txt of train/" in problem.what
 
 
+@slow
 @pytest.mark.parametrize(("stage", "file", "users"), [
     ("train", "metrics.jsonl", "convert, report were"), ("convert", "hf/config.json", "evaluate, report were"),
     ("tokenizer", "report.json", "encode, train, convert, evaluate, report were"),
     ("evaluate", "results.json", "report was")])
-def test_an_output_and_its_manifest_that_fit_to_each_other_and_not_to_later_stages(copied, stage, file, users):
-    """As somebody writes them who seals them again: `drover run` takes such a stage for another."""
+def test_a_stage_whose_record_was_written_again_is_not_what_later_ones_used(copied, stage, file, users):
     path, manifest = copied / stage / file, read_sealed(copied / stage / "manifest.json")
     path.write_bytes(path.read_bytes() + b"\n")
     for record in manifest["outputs"]:
@@ -147,65 +159,95 @@ def test_an_output_and_its_manifest_that_fit_to_each_other_and_not_to_later_stag
     assert problem.what == f"its outputs are not those that {users} made from"
 
 
-def test_a_sample_looks_at_all_sizes(whole):
-    report = verify(whole, 0.01)
-    assert 0 < report.shards_read < report.shards and not report.problems
-    assert f"of {report.shards:,} shards" in report.lines()[0]
-    last = sorted((whole / "encode/train").iterdir())[-1]
-    with open(last, "ab") as file:
-        file.write(b"x")
-    try:
-        assert str(last) in named(verify(whole, 0.01))
-    finally:
-        os.truncate(last, last.stat().st_size - 1)
+@slow
+def test_a_sample_compares_all_sizes(copied):
+    report = verify(copied, 0.01)
+    assert not report.problems and len(report.notes[SIZED]) > 40
+    for path in [*(copied / "encode/train").iterdir()]:
+        path.write_bytes(path.read_bytes() + b"x")
+        assert str(path) in named(verify(copied, 0.01))
     assert [share_of(text) for text in ("1%", "0.5", "100%")] == [0.01, 0.5, 1]
 
 
-def listed(run):
-    """The inventory of a run before a file is read, and its checks."""
-    report = Inventory(run=str(run))
-    return report, report.take()
-
-
-def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
-    manifest, config = copied / "encode/manifest.json", copied / "config.yaml"
+@slow
+def test_records_without_a_checksum(copied):
+    manifest, config, note = copied / "encode/manifest.json", copied / "config.yaml", copied / "train/rollbacks.json"
     content = read_json(manifest)
     del content["seal"]
     write_json(manifest, content)
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
-    names = ("rollbacks.json", "copying.json", "wandb.json")
-    for name in names:
-        (copied / "train" / name).write_text("{")
-    found = {Path(problem.file).relative_to(copied).as_posix(): problem for problem in verify(copied).problems}
-    assert found.keys() == {"encode/manifest.json", "config.yaml", *(f"train/{name}" for name in names)}
-    for name in ("encode/manifest.json", "config.yaml"):
-        assert found[name].what == "its checksum is missing: it was cut or edited"
-    assert [found[f"train/{name}"].do.partition(":")[0] for name in names] == [
-        *["Restore it from a copy"] * 2, "Delete it"]
-    config.write_text("name: mini\n")  # what cannot be loaded any more
-    assert str(config) in named(verify(copied))
+    note.write_text("{")
+    found = {problem.file: problem.what for problem in verify(copied).problems}
+    missing = "its checksum is missing: it was cut or edited"
+    assert found == {str(manifest): missing, str(config): missing, str(note): found[str(note)]}
 
 
-def test_token_shards_that_are_read_from_a_store_may_be_away(copied):
+@slow
+def test_token_shards_that_are_read_from_a_store_may_be_absent(copied):
     tokens = sorted((copied / "encode").rglob("*.arrow"))
     tokens[0].unlink()
     assert str(tokens[0]) in named(verify(copied))
     values = yaml.safe_load((copied / "config.yaml").read_text())
     values["train"]["tokens_from"] = "s3://bucket/tokens"
     (copied / "config.yaml").write_text(sealed_text(yaml.safe_dump(values)))
-    text = copied / "shard" / tokens[0].relative_to(copied / "encode").with_suffix(".tar")
-    with flipped(text):
-        report = verify(copied)
-    assert report.notes[FAR] == [str(tokens[0])] and named(report) == {str(text)}
+    report = verify(copied, documents=True)
+    assert report.notes[FAR] == [str(tokens[0])] and not report.problems
 
 
-def test_what_a_run_at_work_removes_meanwhile_is_no_problem(copied):
-    report, checks = listed(copied)
+@slow
+def test_what_a_working_run_removes_meanwhile_is_no_problem(copied):
+    checks = Inventory(Report(str(copied)), 1.0, documents=False).checks
     shutil.rmtree(copied / "train/checkpoints/step-00000002")
     (copied / "train/STATE.json").unlink()
-    for check in checks:
-        report.add(check())
-    assert not report.problems
-    assert {Path(file).name for file in report.notes[WENT]} >= {"STATE.json", "COMPLETE.json"}
+    results = {check.path.name: what for check in checks if (what := check())}
+    assert {*results.values()} == {WENT} and {"STATE.json", MARKER} <= results.keys()
     shutil.rmtree(copied / "train/checkpoints/step-00000004")  # the manifest's
-    assert any(check().problems for check in checks if check.function is Findings.compare)
+    assert any("is missing" in check() for check in checks if check.function is check_record)
+
+
+def test_a_changed_byte_of_a_checksummed_record_is_found(tmp_path):
+    """Any byte, also of the seal itself; what was sealed reads back as it was."""
+    path, value = tmp_path / "a.json", {"a": [1, {"b": "ä\udce9"}], "c": {}}
+    write_sealed(path, {**value, "seal": "old"})
+    assert seal_of(path) == "sealed" and read_sealed(path) == value
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 6]) + data[at + 1:])
+        assert seal_of(path) == "damaged", at
+
+
+def test_a_changed_byte_of_a_ledger_is_found_and_a_torn_line_is_none(tmp_path):
+    ledger = Ledger(tmp_path)
+    for name in "ab":
+        ledger.add(name, "k", {"text": name * 50})
+    [path] = tmp_path.iterdir()
+    data = path.read_bytes()
+
+    def problem(content):
+        path.write_bytes(content)
+        return check_ledger(path)
+    for at in range(len(data)):
+        assert problem(data[:at] + bytes([data[at] ^ 1 << at % 6]) + data[at + 1:]), at
+    end = data.index(b"\n") + 1
+    assert not any(problem(data[:cut] + torn) for cut in range(end, len(data) - 3) for torn in (b"", b"\n"))
+
+
+@pytest.mark.parametrize(("make", "size", "expected"), [
+    (lambda path: path.symlink_to("/dev/zero"), 0, "it is not a regular file"),
+    (os.mkfifo, 0, "it is not a regular file"),
+    (lambda path: path.write_bytes(b"x" * 10), 9, "has 10 bytes instead of the 9 that the stage shard read (as a/b)"),
+    (OTHERWISE["hole"], 9, "it has 4,398,046,511,104 bytes instead of the 9 that")])
+def test_an_input_that_cannot_be_what_was_read_is_not_hashed(tmp_path, make, size, expected):
+    make(path := tmp_path / "source")
+    record = {"name": "a/b", "bytes": size, "sha256": "0" * 64, "mtime_ns": 0}
+    assert expected in Check(path, "", check_source, (record, "shard"))()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("hole", "it has 4,398,046,511,104 bytes; at most"), ("endless", "it is not a regular file"),
+    ("folder", "it is not a regular file"), ("loop", "Too many levels"), ("missing", "No such file")])
+def test_a_configuration_that_is_not_read_is_one_of_the_problems(tmp_path, kind, expected):
+    OTHERWISE[kind](tmp_path / "config.yaml")
+    (tmp_path / "shard").mkdir()
+    problem, = verify(tmp_path).problems
+    assert expected in problem.what

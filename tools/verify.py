@@ -1,0 +1,425 @@
+"""Check every file of a run against the hash that was recorded when it was written.
+
+    drover verify runs/demo
+    drover verify runs/demo --sample 1% --documents --json
+
+All stages are checked, reused ones too. Outputs are compared with their manifest, the files of checkpoints with their
+marker, and input files with the hashes made when they were read. Manifests, markers and small records carry checksums
+of their own. With --documents each document is also read: its text must have the hash in its key, and is encoded again
+and compared with its tokens. The output also lists unknown files, and files without a recorded hash.
+
+Exit status: 0 no problem; 1 there are problems, and each file is named with what to do; 2 there is no such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.contract.content_hash import content_hash
+from drover.pipeline.contract.external_inputs import HASHES
+from drover.pipeline.contract.locks import LOCKS
+from drover.pipeline.contract.manifest import MANIFEST, Manifest, not_as_used, read_manifest
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import PROGRESS
+from drover.pipeline.contract.tasks import UNITS
+from drover.pipeline.core.command_line import Parser, Program, add_json
+from drover.pipeline.core.console import ProgressBar, echo, first
+from drover.pipeline.core.files import (
+    Record,
+    bounded_lines,
+    opened,
+    problem_of,
+    read_json,
+    refuse_irregular,
+    seal_of,
+    sealing,
+)
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
+from drover.pipeline.storage.mirror import SENT
+from drover.tools.processes import in_order, processes_asked
+
+UNREAD = "not finished, quarantined, or listed in a damaged record: not read"
+LOGS = "logs and notes: nothing records their content"
+SCRATCH = "left by a kill after the stage was done: the next start of the stage removes them"
+OTHERS = "outside of the stages: not part of the run"
+FAR = "in an object store: not read"
+SIZED = "left out by --sample: only the size was compared"
+NOT_SEALED = "notes without a checksum: only checked to be readable"
+WENT = "removed while the run was verified"
+GONE = "input files that no longer exist; no problem, since their outputs are checked"
+PACKING = "packing"
+_CHECKPOINT = ("Put the right file back, or run --stage train again: if it needs this checkpoint, it quarantines it "
+               "and continues from the one before")
+_LOGS = (PROGRESS, "metrics.jsonl", "samples.jsonl", "events.jsonl", "hangs", "profile", SENT)
+_LOG_ENDINGS = (".log", ".txt", ".err", ".out")
+_QUARANTINED = re.compile(r"\.(tmp|damaged|partial)$|^set-aside-|\.replaced")
+
+
+class Note(str):
+    """A remark about a file that is no problem."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file with a problem: what is wrong, and what to do."""
+
+    file: str
+    what: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}. {self.do}."
+
+
+@dataclass
+class Report:
+    """The result of a verification.
+
+    Attributes:
+        files: how many were compared.
+        problems: in the order of the checks.
+        notes: files by remark, such as that nothing records their content.
+    """
+
+    run: str
+    files: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def problem(self, file: Path, what: str, do: str) -> None:
+        """Add a problem of a file."""
+        self.problems.append(Problem(str(file), what, do))
+
+    def note(self, note: str, file: Path | str) -> None:
+        """Add a remark about a file."""
+        self.notes.setdefault(note, []).append(str(file))
+
+    def lines(self) -> list[str]:
+        """The report as lines of text."""
+        return [f"{self.run}: {self.files:,} files compared with their records",
+                *(f"{note}: {len(files):,} ({first(files)})" for note, files in sorted(self.notes.items())),
+                *(f"WRONG  {problem}" for problem in self.problems),
+                f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a file. A worker process may run it.
+
+    Attributes:
+        do: what to do if there is a problem.
+        function: called with the path and the arguments. Returns the problem, a `Note`, or "".
+        passing: a run that is working may remove the file meanwhile.
+    """
+
+    path: Path
+    do: str
+    function: Callable[..., str]
+    arguments: tuple[Any, ...] = ()
+    passing: bool = False
+
+    def __call__(self) -> str:
+        """Run the check. An exception is a problem of the file."""
+        try:
+            what = self.function(self.path, *self.arguments)
+        except Exception as error:  # noqa: BLE001 - a damaged file may make any library fail
+            what = f"it cannot be read ({type(error).__name__}: {error})"
+        return Note(WENT) if what and self.passing and not self.path.exists() else what
+
+
+def check_record(path: Path, record: Record, hashed: bool = True) -> str:
+    """Compare a file's size, and its hash, with its record."""
+    if problem := problem_of(path, record, hashed=hashed):
+        return f"it {problem.removeprefix(f'{path} ')}"
+    return "" if hashed else Note(SIZED)
+
+
+def check_source(path: Path, record: Record, stage: str, hashed: bool = True) -> str:
+    """Compare an input file with the size and hash that it had when the stage read it."""
+    if not path.exists():
+        return Note(GONE)
+    if (size := refuse_irregular(path).st_size) != record["bytes"]:
+        return (f"it has {size:,} bytes instead of the {record['bytes']:,} that the stage {stage} read (as "
+                f"{record['name']})")
+    if not hashed:
+        return Note(SIZED)
+    new = content_hash(str(path), record["sha256"])
+    return "" if new == record["sha256"] else (
+        f"its content changed after the stage {stage} read it (as {record['name']}): {record['sha256'][:19]} -> "
+        f"{new[:19]}")
+
+
+def check_seal(path: Path, required: bool = False) -> str:
+    """Check a record's checksum of its own bytes. A note without one only has to be valid JSON."""
+    seal = seal_of(path)
+    if seal != "not sealed":
+        return "" if seal == "sealed" else "its checksum does not match its content"
+    if required:
+        return "its checksum is missing: it was cut or edited"
+    if path.suffix == ".json":
+        read_json(path)
+    return Note(NOT_SEALED)
+
+
+def check_ledger(path: Path) -> str:
+    """Check a ledger of finished tasks. Each line has a checksum; a kill may leave the last one truncated."""
+    with opened(path) as file:
+        for number, line in enumerate(bounded_lines(file), 1):
+            if sealing(line) != "sealed" and re.search(rb'"seal": ".{64}|[0-9a-f]{64}', line[-90:]):
+                return f"the checksum of line {number} does not match"
+    return ""
+
+
+def check_plan(path: Path) -> str:
+    """Check the packing plan of a shard."""
+    from drover.pipeline.data.sampling.packing import is_sound
+    return "" if is_sound(path) else "it is truncated or changed"
+
+
+def check_documents(path: Path, record: Record, texts: Path, text_record: Record, tokenizer: Path) -> str:
+    """Encode the documents of a text shard again, and compare them with its token shard. Each text must have the hash
+    in its key. texts, tokenizer: folders of these stages."""
+    import numpy as np
+
+    from drover.pipeline.data.text_shards import read_shard
+    from drover.pipeline.data.token_shards import TokenShard
+    from drover.pipeline.tokenization.kinds import load_tokenizer
+
+    shard, encoder = TokenShard(path, record), load_tokenizer(tokenizer)
+    for number, document in enumerate(read_shard(texts, text_record)):
+        key, length = document.key.partition("-")[0], len(document.text.encode())
+        ids = [encoder.bos_id, *encoder.encode_flat([document.text])[0], encoder.eos_id]
+        if (shard.document_key(number), shard.document_bytes(number)) != (key, length) \
+                or not np.array_equal(shard.document_tokens(number), ids):
+            return f"its document {number:,} is not the document {document.id} of {text_record['path']}, of key {key}"
+    return ""
+
+
+class Inventory:
+    """The files of a run, and the checks of them, in order.
+
+    Args:
+        report: gets the files that no check reads, and the problems that manifests show.
+        share: share of the shards and input files to hash; a hash of their names chooses them.
+        documents: also encode the documents of those shards again.
+    """
+
+    def __init__(self, report: Report, share: float, documents: bool) -> None:
+        self.report, self.folder, self.share = report, Path(report.run), share
+        self.checks = list[Check]()
+        self.manifests = dict[str, tuple[Path, Manifest]]()
+        config = self.folder / "config.yaml"
+        self.recorded = {config}
+        self._seal(config, "Restore it from a copy, or run a stage of this run again with its original configuration: "
+                           "this writes it again", True)
+        run = run_in(self.folder) if _is_sealed(config) else None
+        folders = {stage: run.stage_folder(stage) if run else self.folder / stage for stage in STAGES}
+        self.stored = bool(run and run.config.train.tokens_from)
+        for stage, folder in folders.items():
+            if folder.is_dir():
+                self._stage(stage, folder)
+        for stage, what in not_as_used({stage: manifest for stage, (_, manifest) in self.manifests.items()}).items():
+            report.problem(folders[stage] / MANIFEST, what, "Restore the stage from a copy; if you made it again, make "
+                           "those again too (--force)")
+        if documents:
+            self._documents()
+        self._outside_stages({*folders})
+
+    def _check(self, function: Callable[..., str], path: Path, do: str, *arguments: Any, passing: bool = True) -> None:
+        self.checks.append(Check(path, do, function, arguments, passing))
+
+    def _seal(self, path: Path, do: str, required: bool = False) -> None:
+        self._check(check_seal, path, do, required, passing=not required or path.name == MARKER)
+
+    def _stage(self, stage: str, folder: Path) -> None:
+        """The manifest of a stage, the files that it and the markers of checkpoints list, and all others there."""
+        path, manifest = folder / MANIFEST, None
+        if path.exists():
+            self._seal(path, f"Restore it from a copy, or run --stage {stage} --force", True)
+            self.recorded.add(path)
+            manifest = read_manifest(folder) if _is_sealed(path) else None
+        if manifest is not None:
+            self.manifests[stage] = folder, manifest
+            self._outputs(stage, folder, manifest)
+        if stage == "train":
+            for checkpoint in named_after_steps(folder / CHECKPOINTS):
+                self._checkpoint(checkpoint)
+        scratch = manifest.left_scratch(folder) if manifest else []
+        for path in _files(folder):
+            if any(place in (path, *path.parents) for place in scratch):
+                self.report.note(SCRATCH, path)
+            elif path not in self.recorded:
+                self._unrecorded(stage, path, path.relative_to(folder), finished=manifest is not None)
+
+    def _outputs(self, stage: str, folder: Path, manifest: Manifest) -> None:
+        for record in manifest.outputs:
+            path, copy = folder / record["path"], self.folder / record["path"]
+            self.recorded.add(path)
+            hashed = "split" not in record or self._chosen(record)
+            if self.stored and stage == "encode" and not path.exists():
+                self.report.note(FAR, path)
+            else:
+                self._check(check_record, path, _repair(stage), record, hashed, passing=False)
+            if stage == "report" and copy.exists():
+                self.recorded.add(copy)
+                self._check(check_record, copy, "Delete it and run --stage report --force", record)
+        for record in manifest.files:
+            if "://" in record["path"]:
+                self.report.note(FAR, record["path"])
+            else:
+                self._check(check_source, Path(record["path"]), f"Put the old file back, or run --stage {stage} "
+                            f"--force with the new one", record, stage, self._chosen(record), passing=False)
+
+    def _checkpoint(self, folder: Path) -> None:
+        """The marker of a checkpoint that no manifest lists, and its files."""
+        path = folder / MARKER
+        if path in self.recorded or not path.is_file():
+            return
+        self.recorded.add(path)
+        self._seal(path, _CHECKPOINT, True)
+        marker = whole_marker(folder) if _is_sealed(path) else None
+        for record in marker["files"] if marker else ():
+            file = folder / record["path"]
+            self.recorded.add(file)
+            # If the marker is gone too, a run that is working is removing the checkpoint.
+            self._check(check_record, file, _CHECKPOINT, record, passing=file.exists() or not path.exists())
+
+    def _unrecorded(self, stage: str, path: Path, inside: Path, *, finished: bool) -> None:
+        """A file in a stage's folder that no record lists."""
+        top = inside.parts[0]
+        in_checkpoint = top == CHECKPOINTS and len(inside.parts) > 2
+        if any(map(_QUARANTINED.search, inside.parts)) or (in_checkpoint and not _is_sealed(
+                path.parents[len(inside.parts) - 3] / MARKER)):
+            self.report.note(UNREAD, path)
+        elif in_checkpoint:
+            self.report.problem(path, f"the checkpoint's {MARKER} does not list it", "Move it away")
+        elif top == PACKING:
+            self._check(check_plan, path, "Delete it: training makes it again")
+        elif top in _LOGS or path.suffix in _LOG_ENDINGS:
+            self.report.note(LOGS, path)
+        elif top == UNITS and path.suffix == ".jsonl":
+            self._check(check_ledger, path, f"Delete it: --stage {stage} repeats what it needs")
+        elif top == UNITS or (path.suffix == ".json" and top == path.name):
+            self._seal(path, f"Restore it from a copy. Without one, delete it: --stage {stage} writes what it can")
+        elif finished:
+            self.report.problem(path, f"no record of the stage {stage} lists it: the run neither wrote it nor reads it",
+                                "Move it away if it is yours; else find out who writes there")
+        else:
+            self.report.note(UNREAD, path)
+
+    def _documents(self) -> None:
+        """The documents of each token shard, if all three stages are finished."""
+        stages = ("shard", "tokenizer", "encode")
+        if not self.manifests.keys() >= {*stages}:
+            return
+        (texts, shard), (tokenizer, _), (tokens, encode) = map(self.manifests.__getitem__, stages)
+        text_records = {record["path"]: record for record in shard.outputs}
+        for record in encode.outputs:
+            if self._chosen(record) and (path := tokens / record["path"]).exists():
+                self._check(check_documents, path, _repair("encode"), record, texts, text_records[record["input"]],
+                            tokenizer, passing=False)
+
+    def _chosen(self, record: Record) -> bool:
+        """Whether the sample has a file, by a hash of its name; a text shard and its token shard have one name."""
+        name = str(Path(str(record.get("name", record["path"]))).with_suffix(""))
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+        return self.share >= 1 or int(digest[:13], 16) / 16**13 < self.share
+
+    def _outside_stages(self, stages: set[str]) -> None:
+        """Files of the run folder that belong to no stage."""
+        for path in _files(self.folder):
+            top = path.relative_to(self.folder).parts[0]
+            if top in stages or path in self.recorded:
+                continue
+            if top == HASHES:
+                self._check(check_ledger, path, "Delete it, if nothing runs")
+            elif top in (LOCKS, "logs", "tensorboard") or (top == "launch" and path.suffix != ".json"):
+                self.report.note(LOGS, path)
+            elif _QUARANTINED.search(top):
+                self.report.note(UNREAD, path)
+            elif path.suffix == ".json":
+                self._seal(path, "Delete it, if nothing runs")
+            else:
+                self.report.note(OTHERS, path)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files below a folder, sorted."""
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (Path(place) / name for name in sorted(names))
+
+
+def _is_sealed(path: Path) -> bool:
+    """Whether a record has a checksum that matches. The check of it names it if it cannot be read."""
+    try:
+        return seal_of(path) == "sealed"
+    except OSError:
+        return False
+
+
+def _repair(stage: str) -> str:
+    return f"Put the right file back, or delete it and run --stage {stage} again: it makes missing files"
+
+
+def verify(folder: Path, share: float = 1.0, processes: int = 1, *, documents: bool = False) -> Report:
+    """Verify a run. share, documents: see `Inventory`. The report does not depend on the number of processes."""
+    report = Report(str(folder))
+    checks = Inventory(report, share, documents).checks
+    report.files = len({check.path for check in checks})
+    with ProgressBar("verify", "files", len(checks), "checks", sys.stderr) as progress:
+        for check, what in zip(checks, in_order(operator.call, checks, processes), strict=True):
+            progress.advance()
+            if isinstance(what, Note):
+                report.note(what, check.path)
+            elif what:
+                report.problem(check.path, what, check.do)
+    return report
+
+
+def share_of(text: str) -> float:
+    """Parse a share such as `1%` or `0.01`. Raises ArgumentTypeError."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share. Give 1% or 0.01, and at most 100%.")
+    return share
+
+
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
+    parser.add_argument("--documents", action="store_true",
+                        help="also read each document, encode it again and compare the tokens")
+    parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
+                        help="hash only this share of the shards and input files (1%%), always the same ones; of the "
+                             "others only the size is compared")
+    parser.add_argument("--processes", type=int, metavar="N", help="worker processes (one a core, at most eight)")
+    add_json(parser)
+
+
+def work(options: argparse.Namespace) -> int:
+    """Verify and print; 1 if something is wrong."""
+    report = verify(options.run, options.sample, processes_asked(options.processes), documents=options.documents)
+    echo(json.dumps(asdict(report), indent=1) if options.json else "\n".join(report.lines()))
+    return bool(report.problems)
+
+
+main = Program("python -m drover.tools.verify", __doc__, add_options, work)
+
+if __name__ == "__main__":
+    sys.exit(main())
