@@ -94,7 +94,7 @@ def _looked_at(folder):
 def _look_at(folder):
     """What programs that somebody else's run is looked at with do."""
     run = str(folder / RUN)
-    for program in ([verify, "--run", run, "--processes", "1"], [audit, "--run", run], [status, "--run", run],
+    for program in ([verify, "--run", run], [audit, "--run", run], [status, "--run", run],
                     [trace, "--run", run, "--step", "1"], [logs, run, "train"],
                     [stop, run], [cancel, run]):
         assert program[0](program[1:]) in (0, 1, 2)

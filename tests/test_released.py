@@ -32,7 +32,7 @@ def run(request, tmp_path):
 
 
 def test_it_is_in_order_and_up_to_date(run, capsys):
-    assert "nothing is wrong" in printed(capsys, verify, "--run", run, "--processes", "1")
+    assert "nothing is wrong" in printed(capsys, verify, "--run", run)
     assert "proven" in printed(capsys, audit, "--run", run)
     for stage in STAGES:
         assert run_here(stage, run / "config.yaml", body=never) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,20 @@ from typing import Any
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, lock_file, publish, read_json, remove_temporary, sha256_json, write_json
+from drover.pipeline.core.files import (
+    Record,
+    lock_file,
+    output_record,
+    publish,
+    read_json,
+    remove_temporary,
+    sha256_json,
+    sync,
+    write_json,
+)
 
 _WORK = ".work"
-"""Folder inside the draft: plan.json, which holds the inputs, and the ledger of finished parts."""
+"""Folder inside the draft: plan.json, which holds the inputs, and the ledger of finished files."""
 
 
 class Draft:
@@ -29,7 +40,7 @@ class Draft:
     Attributes:
         folder: where to write.
         complete: whether `out` exists already with this content.
-        done: the records of finished parts, by name.
+        done: the records of finished files, by name.
 
     Raises:
         UserError: something else is at `out` or in the draft, or another process is writing it.
@@ -61,10 +72,24 @@ class Draft:
             if kind is KeyboardInterrupt:
                 echo(f"\n{self.folder} keeps what is finished; the same command continues.", file=sys.stderr)
 
-    def add(self, name: str, record: Any) -> None:
-        """Record that a part is finished."""
+    def make(self, name: str, write: Callable[[Path], object]) -> bool:
+        """Write a file, unless its hash shows that an earlier process finished it. Returns whether it was written.
+
+        write: gets the path; it may return the sha256 of the content, which is then compared with the file.
+        """
+        path = self.folder / name
+        if path.is_file() and output_record(self.folder, path) == self.done.get(name):
+            return False
+        path.parent.mkdir(exist_ok=True)
+        wanted = write(path)
+        sync(path)
+        record = output_record(self.folder, path)
+        if isinstance(wanted, str) and wanted != record["sha256"]:
+            raise UserError(f"{path} has other content than was written there. Check the disk, and run the command "
+                            f"again.")
         self._ledger.add(name, self._key, record)
         self.done[name] = record
+        return True
 
     def describe(self, content: Record) -> None:
         """Write the manifest."""
@@ -106,7 +131,7 @@ class Draft:
         return descriptor
 
     def _continue(self) -> None:
-        """Take over the finished parts of an interrupted process. UserError if it was making something else."""
+        """Take over the finished files of an interrupted process. UserError if it was making something else."""
         plan, new = self.folder / _WORK / "plan.json", self.made_of
         if not plan.is_file():
             if strangers := [path.name for path in self.folder.iterdir() if path.name != _WORK]:

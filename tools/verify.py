@@ -46,9 +46,9 @@ from drover.pipeline.core.files import (
     seal_of,
     sealing,
 )
+from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
 from drover.pipeline.storage.mirror import SENT
-from drover.tools.processes import in_order, processes_asked
 
 UNREAD = "not finished, quarantined, or listed in a damaged record: not read"
 LOGS = "logs and notes: nothing records their content"
@@ -116,7 +116,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a file. A worker process may run it.
+    """One check of a file. It runs in a thread.
 
     Attributes:
         do: what to do if there is a problem.
@@ -374,13 +374,13 @@ def _repair(stage: str) -> str:
     return f"Put the right file back, or delete it and run --stage {stage} again: it makes missing files"
 
 
-def verify(folder: Path, share: float = 1.0, processes: int = 1, *, documents: bool = False) -> Report:
-    """Verify a run. share, documents: see `Inventory`. The report does not depend on the number of processes."""
+def verify(folder: Path, share: float = 1.0, *, documents: bool = False) -> Report:
+    """Verify a run. share, documents: see `Inventory`."""
     report = Report(str(folder))
     checks = Inventory(report, share, documents).checks
     report.files = len({check.path for check in checks})
     with ProgressBar("verify", "files", len(checks), "checks", sys.stderr) as progress:
-        for check, what in zip(checks, in_order(operator.call, checks, processes), strict=True):
+        for check, what in zip(checks, ordered_map(operator.call, checks), strict=True):
             progress.advance()
             if isinstance(what, Note):
                 report.note(what, check.path)
@@ -408,13 +408,12 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
                         help="hash only this share of the shards and input files (1%%), always the same ones; of the "
                              "others only the size is compared")
-    parser.add_argument("--processes", type=int, metavar="N", help="worker processes (one a core, at most eight)")
     add_json(parser)
 
 
 def work(options: argparse.Namespace) -> int:
     """Verify and print; 1 if something is wrong."""
-    report = verify(options.run, options.sample, processes_asked(options.processes), documents=options.documents)
+    report = verify(options.run, options.sample, documents=options.documents)
     echo(json.dumps(asdict(report), indent=1) if options.json else "\n".join(report.lines()))
     return bool(report.problems)
 

@@ -20,7 +20,6 @@ from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.core.command_line import Parser, Program, find_model
 from drover.pipeline.core.console import ProgressBar, say
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import output_record, sync
 from drover.pipeline.formats.record import FORMAT, RECORD
 from drover.pipeline.records.weight_files import weights_folder
 from drover.tools.draft import Draft
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from drover.pipeline.formats.base import Weights
-    from drover.pipeline.formats.huggingface import OutputFile, Read
+    from drover.pipeline.formats.huggingface import Read
     from drover.tools.weights_companions import Companions
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -98,7 +97,7 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
                 return
             with progress:
                 for file in files:
-                    if not _make(draft, file):
+                    if not draft.make(file.name, file.write):
                         progress.already(progress.done + file.rectangles)
                         say("weights", f"{file.name} was finished before, and its hash matches")
             draft.describe({"format": FORMAT, "model": config.model_dump(mode="json"), "token_ids": found.token_ids,
@@ -118,18 +117,6 @@ def _prove(folder: Path, read: Read) -> None:
 
     with open_weights(folder) as written:
         prove_equal(written, read)
-
-
-def _make(draft: Draft, file: OutputFile) -> bool:
-    """Write a file, unless its hash shows that an earlier process finished it. Returns whether it was written."""
-    path = draft.folder / file.name
-    if path.is_file() and output_record(draft.folder, path) == draft.done.get(file.name):
-        return False
-    path.parent.mkdir(exist_ok=True)
-    file.write(path)
-    sync(path)
-    draft.add(file.name, output_record(draft.folder, path))
-    return True
 
 
 def _counted(weights: Weights) -> str:

@@ -348,9 +348,9 @@ def remove(path: Path, *, ignore_errors: bool = False) -> None:
         path.unlink(missing_ok=True)
 
 
-# Records with a checksum of their own bytes, so that a changed byte is detected (tools/verify.py). A stage's manifest has
-# the hashes of the outputs, and at its end its own: `"seal"` is the sha256 of every byte before its comma (in YAML: its
-# #). A checksum detects accidents, not forgery.
+# Records with a checksum of their own bytes, so that a changed byte is detected (tools/verify.py). A stage's manifest
+# has the hashes of the outputs, and at its end its own: `"seal"` is the sha256 of every byte before its comma (in YAML:
+# its #). A checksum detects accidents, not forgery.
 SEAL = "seal"
 Sealed = Literal["sealed", "not sealed", "damaged"]
 _SEAL = re.compile(rb'(?:, "seal": "([0-9a-f]{64})"}|# "seal": "([0-9a-f]{64})")\n\Z')

@@ -1,5 +1,6 @@
 """Token shards in other programs' layouts: every document read back in order, by a reader of the published layout."""
 
+import os
 import shutil
 import signal
 import struct
@@ -11,9 +12,10 @@ import pytest
 
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.files import read_json, sha256_file
+from drover.tools.export_tokens import exporting
 from drover.tools.export_tokens.__main__ import main
 from drover.tools.export_tokens.exporting import MANIFEST
-from tests.conftest import run_python
+from tests.cut_off import cut_off
 from tests.refusal import printed
 from tests.token_shards import shards_in
 from tests.tools.traced import make_traced
@@ -38,7 +40,7 @@ def indexed(prefix):
 def exported(capsys):
     """Function: export a run, in this process; what was said."""
     return lambda run, form, out, *arguments, expect=0: printed(
-        capsys, main, "--run", run, "--format", form, "--out", out, "--processes", "1", *arguments, expect=expect)
+        capsys, main, "--run", run, "--format", form, "--out", out, *arguments, expect=expect)
 
 
 def documents_of(run, split, source):
@@ -88,36 +90,33 @@ def test_datasets_reads_every_document_in_order(run, tmp_path, exported, argumen
     assert found.features["input_ids"].feature.dtype == "uint16"
 
 
-KILLED = """
-import os, signal, sys
-from drover.tools.export_tokens import megatron
-from drover.tools.export_tokens.__main__ import main
-def write(job, inner=megatron.write_part):
-    if job[1].number == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return inner(job)
-megatron.write_part = write
-main(sys.argv[1:])
-"""
-"""An export that is killed before its fifth part."""
+def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_continues(run, tmp_path, exported, monkeypatch):
+    """What else may be at the target, or may have been started there, is tested with the weights (test_weights.py)."""
+    out, calls = tmp_path / "out", []
 
-
-def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, tmp_path, exported):
-    """What else may be at the target, or have been begun there, is tested with the weights (test_weights.py)."""
-    out, torn = tmp_path / "out", tmp_path / "torn.partial"
-    killed = run_python("-c", KILLED, "--run", run, "--format", "megatron", "--out", out, "--processes", "1",
-                        check=False)
-    assert killed.returncode == -signal.SIGKILL and not out.exists()
-    shutil.copytree(tmp_path / "out.partial", torn)
-    (torn / "web.bin").write_bytes(b"\xff\xff" + (torn / "web.bin").read_bytes()[2:])
-    said = exported(run, "megatron", tmp_path / "torn", expect=2)
-    assert "web.bin has other content at byte 0 than was written there" in said
-    shutil.rmtree(torn)
-    assert "continuing: 4 of" in exported(run, "megatron", out)
-    exported(run, "megatron", tmp_path / "whole", "--processes", "2")
-    assert (out / MANIFEST).read_bytes() == (tmp_path / "whole" / MANIFEST).read_bytes()
+    def written(content, path, inner=exporting._write):
+        calls.append(path.name)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(content, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "_write", written)
+        assert cut_off(lambda: exported(run, "megatron", out), tmp_path, -1) == -signal.SIGKILL
+    assert not out.exists()
+    (tmp_path / "out.partial/web.bin").write_bytes(b"torn")
+    assert "continuing: 2 of 4 files" in exported(run, "megatron", out)
+    exported(run, "megatron", tmp_path / "whole")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
     assert "exists already, with these tokens" in exported(run, "megatron", out)
+
+
+def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):
+    monkeypatch.setattr(exporting, "_write", lambda content, path, inner=exporting._write: inner(
+        content, path)[::-1])
+    said = exported(run, "megatron", tmp_path / "out", expect=2)
+    assert "web.bin has other content than was written there" in said and not (tmp_path / "out").exists()
 
 
 def test_a_source_that_is_not_there_is_refused(run, tmp_path, exported):

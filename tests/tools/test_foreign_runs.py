@@ -26,9 +26,9 @@ FOREIGN = "names plugins that were not imported: {}. "
 TOOLS = table("""
     trace --run {data} --step 3 -> 0
     audit --run {data} -> 0
-    verify --run {data} --processes 1 -> 0
+    verify --run {data} -> 0
     copy-tokens --run {data} --to file://{out} -> 0
-    export-tokens --run {data} --out {out} --format megatron --processes 1 -> 0
+    export-tokens --run {data} --out {out} --format megatron -> 0
     chat --model {model} x --max-tokens 1 -> 0
     compare --models {out} {tasks} --validation {data} -> 2
     weights --from {model} --to {out} --format hf -> 0""", str, int)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.command_line import Parser, Program
 
 
@@ -27,19 +28,14 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--source", help="only this source")
     parser.add_argument("--without-bos", action="store_true", help="leave out the BOS before each document; its EOS "
                                                                    "stays")
-    parser.add_argument("--processes", type=int, help="processes that write (one a core, at most eight)")
 
 
 def work(options: argparse.Namespace) -> None:
     """Export."""
-    # Worker processes import this file: keep everything else out of it.
-    from drover.pipeline.contract.run import run_in
-    from drover.tools.processes import processes_asked
-
     run = run_in(options.run)
     from drover.tools.export_tokens.exporting import export
 
-    export(run, options, processes_asked(options.processes))
+    export(run, options.out, options.format, options.split, options.source, without_bos=options.without_bos)
 
 
 main = Program("python -m drover.tools.export_tokens", __doc__, add_options, work)
