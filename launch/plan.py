@@ -168,10 +168,10 @@ def _parts_of(run: Run, job: Job, options: Options, most: int | None) -> list[Jo
         # An array for each phase that is not done, one after the other, and the job that brings all together.
         for phase in phases:
             done = set() if job.forced or job.state.kind != "resumable" else done_parts(run, stage, parts, phase)
-            if elements := tuple(index for index in range(parts) if index not in done):
+            if len(done) < parts:
                 word = phase if len(phases) > 1 else "parts"
                 arrays += _linked(replace(job, key=f"{stage}-{word}", name=f"{job.name}-{word}", kind="array",
-                                          parts=parts, phase=phase, elements=elements, dependencies=after))
+                                          parts=parts, phase=phase, elements=tuple(range(parts)), dependencies=after))
                 after = (arrays[-1].key,)
         return [*arrays, *_linked(replace(job, kind="finalise", dependencies=after))]
     return _linked(job)

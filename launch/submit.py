@@ -27,6 +27,8 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Literal
 
+import yaml
+
 from drover.launch.arguments import add_config, configuration, overrides, refuse_unusable_places
 from drover.launch.checks import (
     absence,
@@ -40,7 +42,7 @@ from drover.launch.forecast import Disk, disk
 from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.rehearsing import rehearse_training
-from drover.launch.slurm.sbatch import scripts
+from drover.launch.slurm.jobs import parameters
 from drover.launch.slurm.submission import for_slurm, submit_chain, with_site_limits
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.places import make_folder
@@ -71,7 +73,8 @@ def add_options(parser: Parser) -> None:
                                                         "several with commas, or all")
     add_config(parser)
     how = parser.add_argument_group("how")
-    how.add_argument("--dry-run", action="store_true", help="only print the plan and the commands or sbatch scripts")
+    how.add_argument("--dry-run", action="store_true",
+                     help="only print the plan, and the commands or the parameters of submitit")
     how.add_argument("--force", action="store_true",
                      help="rebuild every stage asked for (old checkpoints are renamed, never deleted)")
     how.add_argument("--accept-changes", action="store_true",
@@ -130,7 +133,7 @@ def _planned(options: argparse.Namespace) -> Request:
 
 
 def _show(request: Request, options: argparse.Namespace) -> int:
-    """Print the commands, or the scripts for Slurm."""
+    """Print the commands, or for Slurm the parameters of submitit."""
     run, running = request.run, [job for job in request.jobs if job.to_run]
     if options.rehearse:
         rehearse_training(run, request.jobs, request.options)
@@ -138,8 +141,9 @@ def _show(request: Request, options: argparse.Namespace) -> int:
         shown = [f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n"
                  for job in running]
     else:
-        shown = [f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}"
-                 for job, text in scripts(run.config, running)]
+        ids = {job.key: f"ID_OF_{job.key}" for job in running}
+        shown = [f"# ---- {job.key}: submitit would get these parameters, and the job would do\n#      {by_hand(job)}\n"
+                 + yaml.safe_dump(parameters(run.config, job, ids), sort_keys=False, width=1000) for job in running]
     echo(*shown or ["nothing to do: all asked stages are done"])
     return 0
 
@@ -164,7 +168,7 @@ def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], st
     has_sbatch = shutil.which("sbatch") is not None
     if requested not in ("auto", "local"):
         unusable = ["There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use "
-                    "--cluster local, or use --dry-run to see the scripts."]
+                    "--cluster local, or use --dry-run to see what it would get."]
         return ("slurm", "as asked" if requested == "slurm" else f"profile {requested}",
                 [] if has_sbatch or options.dry_run else unusable)
     if requested == "auto" and has_sbatch:

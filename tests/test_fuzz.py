@@ -12,7 +12,7 @@ import pytest
 
 from drover.launch.commands import cancel, logs, stop
 from drover.launch.job.joblock import JobLock
-from drover.launch.job.runner import trusted_spec
+from drover.launch.job.task import trusted_spec
 from drover.launch.slurm.chain import read_chains
 from drover.launch.slurm.nodes import strikes
 from drover.launch.slurm.scheduler import NoScheduler

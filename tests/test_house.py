@@ -151,7 +151,6 @@ CALLED_FROM_OUTSIDE = {
     "register_stage",  # by plugins
     "initialise",  # by who uses the network alone
     "loglikelihood_rolling", "generate_until",  # by lm_eval
-    "_make_submission_file_text",  # by submitit
     "seekable",  # by io.BufferedReader
     "get_field", "format_field",  # by string.Formatter
 }

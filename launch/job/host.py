@@ -81,6 +81,10 @@ class Host(ABC):
         returns False, the ranks are ended. The output goes to files in `folder` (`drover.launch.slurm.start_logs`).
         """
 
+    def requeue(self) -> str | None:
+        """Queue the job again, which ends this process; or None if that is about to happen, else why it cannot."""
+        return "nothing queues jobs here"
+
     @abstractmethod
     def say(self, text: str, *, quiet: bool = False) -> None:
         """Write a line to the job's log. quiet: not to the terminal."""

@@ -1,12 +1,10 @@
 """What a job does: it starts the stage where it runs, judges each end, and starts it again, queues itself again, or
 leaves.
 
-    python -m drover.launch.job.runner SPEC.json
-
-is a job of Slurm: it runs once, in the batch step on the first node, as a child of `drover.launch.job`.
-`drover.launch.local` runs the same for stages on one machine. `drover.launch.job.host` is what it needs of either. It
-records its actions in `launch/attempts/`. Slurm's signal before the time limit goes to the ranks, not to the runner.
-Asked to end (SIGTERM), it starts nothing more, waits for what runs, and ends.
+A job of Slurm runs it once, in the batch step on the first node (`drover.launch.job.task`). `drover.launch.local` runs
+the same for stages on one machine. `drover.launch.job.host` is what it needs of either. It records its actions in
+`launch/attempts/`. Slurm's signal before the time limit goes to the ranks, not to the runner. After a request to end
+(SIGTERM) it starts nothing more, waits for what runs, and ends.
 """
 
 from __future__ import annotations
@@ -14,13 +12,10 @@ from __future__ import annotations
 import os
 import platform
 import re
-import signal
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +35,9 @@ from drover.launch.job.decisions import (
 from drover.launch.job.host import Host, StepEnd
 from drover.launch.job.preflight import run_preflight
 from drover.launch.job.spec import JobSpec
-from drover.launch.job.srun import SlurmHost
-from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import ChainJob, read_chain
 from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lost, named
-from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
-from drover.launch.slurm.trust import refuse_foreign_files
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.manifest import read_manifest
@@ -64,13 +55,10 @@ from drover.pipeline.contract.state import (
 from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.contract.telling import RANK_VARIABLES
 from drover.pipeline.core.console import counted
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, renamed, sha256_file
+from drover.pipeline.core.files import Record, renamed
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
-CONTROLLER_S = 120.0
-"""For Slurm's controller to come back, before a requeue is given up."""
 PAUSE_S, LONGEST_PAUSE_S = 3.0, 20.0
 """Before a start after several that brought nothing: longer with each."""
 SLURM_EARLY_S = 60.0
@@ -393,15 +381,14 @@ class Runner:
         if decision.action == "requeue" and (self._unwritten or self._missing()):
             decision = without_requeue(decision, f"what happened cannot be recorded ({self._unwritten}), so that the "
                                                  f"job's next start would not know of it", self.spec)
-        self.decision = decision
         if decision.action == "requeue":
             if self.stopping:
                 return TERMINATED
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
-            refusal = self.scheduler.requeue(self.here.name, patience_s=CONTROLLER_S)
-            if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer
+            if (refusal := self.here.requeue()) is None:
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
+        self.decision = decision
         # Without a job lock (on one machine) a stage that refused may be running in another process.
         if decision.final and not self.part and (self.lock or decision.status != "failed"):
             with suppress(OSError):
@@ -490,33 +477,3 @@ class Runner:
         except OSError as error:  # what runs continues; `_begin` starts nothing more
             self._unwritten = str(error)
             self.say(f"`{record['event']}` could not be logged: {error}")
-
-
-def trusted_spec(path: Path) -> JobSpec:
-    """The spec of the job; UserError if a file that decides what it does has changed since the submission, or if others
-    could change what it executes."""
-    spec = JobSpec.load(path)
-    if spec.check_owners:
-        refuse_foreign_files(Path(spec.run), [path, *map(Path, spec.files)])
-    for name, sha256 in spec.files.items():
-        if not Path(name).is_file() or sha256_file(Path(name)) != sha256:
-            raise UserError(f"{name} changed after the submission. Nothing was started. Submit the same command again "
-                            f"to run what there is now.")
-    return spec
-
-
-def main(arguments: list[str]) -> int:
-    """Run the job of the spec in the file that is named."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        with stop_requests() as asked:
-            here = SlurmHost.from_environment(os.environ, Scheduler(), asked)
-            return Runner(trusted_spec(Path(arguments[0])), here).run()
-    except (UserError, OSError) as error:
-        print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

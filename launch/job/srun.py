@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from drover.launch.job.host import Host, StepEnd, process_end
 from drover.launch.job.joblock import JobLock
@@ -16,12 +18,14 @@ from drover.launch.job.rank import PREFLIGHT
 from drover.launch.job.spec import JobSpec
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Group, Say, free_port, meeting, started
 from drover.launch.slurm.nodes import address, named
-from drover.launch.slurm.scheduler import Scheduler, literal
-from drover.pipeline.core.errors import UserError
+from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, literal
 
 STEP_TRIES = 4
 """Calls of srun until a step that cannot be made is given up."""
 STEP_PAUSE_S = 5.0
+CONTROLLER_S = 120.0
+"""For Slurm's controller to come back, before a requeue is given up."""
+REQUEUE_PAUSE_S = 3.0
 WAIT_S = 30
 """Seconds that the other ranks get once one has ended well."""
 MAKE_S = 30.0
@@ -43,22 +47,12 @@ class SlurmHost(Host):
     Attributes:
         held: all nodes of the job, also those that the next start leaves out. Empty if that never happens.
         first: the first node of the last start, and its address as Slurm has it; its name until Slurm has answered.
+        handler: submitit's handler of SIGUSR2.
     """
 
     held: tuple[str, ...] = ()
     first: tuple[str, str] = ("", "")
-
-    @classmethod
-    def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
-        """UserError outside of a job."""
-        if "SLURM_JOB_ID" not in environment:
-            raise UserError("drover.launch.job is what a Slurm job runs; `python launch/submit.py` makes "
-                            "jobs.")
-        job, element = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_TASK_ID")
-        name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"
-        return cls(job, name, int(environment.get("SLURM_RESTART_COUNT") or 0),
-                   tuple(scheduler.hostnames(environment.get("SLURM_JOB_NODELIST", ""))),
-                   None if element is None else int(element), scheduler, asked)
+    handler: Any = signal.SIG_DFL
 
     def lock(self, spec: JobSpec) -> JobLock | None:
         """Elements of an array work on one stage together."""
@@ -93,6 +87,24 @@ class SlurmHost(Host):
             self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
             self.pause(STEP_PAUSE_S * number, each)
         return end
+
+    def requeue(self) -> str | None:
+        """Let submitit's handler save the task, call `scontrol requeue`, and end this process. Submitit calls scontrol
+        once; while the controller cannot be reached, this is repeated for CONTROLLER_S."""
+        began = time.monotonic()
+        signal.signal(signal.SIGUSR2, self.handler)
+        while True:
+            try:
+                signal.raise_signal(signal.SIGUSR2)
+            except Exception as error:  # noqa: BLE001 - the disk's, scontrol's or submitit's
+                problem = str(error)
+            job = self.seen()
+            # Slurm ends a job that it requeues, perhaps before scontrol has the answer.
+            if self.asked or job.restarts > self.restart or job.state not in (UNKNOWN, *WITH_NODES):
+                return None
+            if job.state != UNKNOWN or time.monotonic() - began > CONTROLLER_S:
+                return f"{problem} Its answer is in the job's log"
+            time.sleep(REQUEUE_PAUSE_S)
 
     def say(self, text: str, *, quiet: bool = False) -> None:
         """All goes to the job's log."""

@@ -75,12 +75,6 @@ def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]
             for key, value in extra.items() if value is not False}
 
 
-def directives(options: Mapping[str, object]) -> list[str]:
-    """Lines of a script with options of sbatch. Options with an empty, false or missing value are left out."""
-    return [f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-            for name, value in options.items() if value]
-
-
 def options_of(job: Job) -> dict[str, str | bool]:
     """The options that the user adds to a job. Jobs without ranks need no GPUs: options that request them are left out.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -38,11 +37,6 @@ COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 200), ("NodeList", 400)
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
 GPUS = re.compile(r"\bgpu(?:(?::[^,:(]+)?:(\d+))?")
 """GPUs in a list of resources such as `gpu:h100:8(S:0-1),nvme:1`, with their number."""
-UNREACHABLE = ("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out",
-               "unexpected message received", "zero bytes were transmitted", "transport endpoint",
-               "slurm backup controller in standby", "insane message length", "communication connection failure")
-"""Parts of messages that mean that the controller cannot be reached now. "Unexpected message" comes from `scontrol
-requeue` of Slurm 22.05 if the controller is down."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +90,6 @@ class _Answer:
     status: int | None
     out: str = ""
     error: str = ""
-
-    @property
-    def reached(self) -> bool:
-        return self.status is not None and not any(part in self.error.lower() for part in UNREACHABLE)
 
     @property
     def unknown_job(self) -> bool:
@@ -161,24 +151,8 @@ class Scheduler:
     def cancel(self, id: str) -> str | None:
         """Cancel a job; None, or why that failed. A job that has already ended is no failure."""
         answer = self._ask("scancel", id)
-        ended = answer.reached and (answer.unknown_job or "already complet" in answer.error)
+        ended = answer.unknown_job or "already complet" in answer.error
         return None if ended else answer.problem
-
-    def requeue(self, id: str, patience_s: float = 20) -> str | None:
-        """Requeue a running job; None, or why it is not in the queue.
-
-        While the controller cannot be reached, this is repeated for `patience_s` in all.
-        """
-        began, pause = time.monotonic(), 1.0
-        while True:
-            answer = self._ask("scontrol", "requeue", id)
-            # It is in the queue already, perhaps by an earlier call whose answer was lost.
-            if answer.status == 0 or "pending execution" in answer.error:
-                return None
-            if answer.reached or time.monotonic() - began + pause > patience_s:
-                return answer.problem
-            time.sleep(pause)
-            pause *= 2
 
     def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
         """Exclude `nodes` from a waiting job, in addition to those it already excludes; None, or why that failed."""
@@ -228,13 +202,8 @@ class Scheduler:
             "sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")}
 
     def hostnames(self, nodes: str) -> list[str]:
-        """The names in a list such as `n[1-3,7]`. Needs no daemon."""
-        answer = self._ask("scontrol", "show", "hostnames", nodes)
-        if answer.status == 0:
-            return answer.out.split()
-        from submitit.slurm.slurm import _parse_node_list
-
-        return list(_parse_node_list(nodes))  # scontrol may get its configuration from a controller that is down
+        """The names in a list such as `n[1-3,7]`; [] if Slurm does not answer."""
+        return self._ask("scontrol", "show", "hostnames", nodes).out.split()
 
     def node_address(self, name: str) -> str:
         """The address of a node; its name if Slurm does not answer."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
+from drover.launch.slurm.jobs import FOLDER, submit
 from drover.launch.slurm.nodes import failing, few, named
-from drover.launch.slurm.sbatch import LOGS, submit
 from drover.launch.slurm.scheduler import Scheduler, has_accounting, most_elements, of_another_job
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import refuse_foreign_files
@@ -92,7 +92,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
         kind = "" if entry.kind == "job" else f" ({' '.join(filter(None, [entry.kind, entry.phase]))})"
         echo(f"{entry.stage:<9} job {entry.id}{kind}{after}")
-    echo(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
+    echo(f"\nlogs in {run.folder / FOLDER}; the chain is recorded in {run.folder / CHAIN}\n"
          f"`drover status {run.folder} --watch` shows the progress; the same command"
          f"{' without --force' * options.force} submits what is left")
     return 0

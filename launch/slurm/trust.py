@@ -21,8 +21,8 @@ from pathlib import Path
 from drover.pipeline.core.errors import UserError, listed
 
 SHOWN = 5
-OWN = ("code", "launch", "launch/jobs", "logs", "logs/slurm")
-"""Folders of a run with what jobs execute. sbatch reads the job's script from the last one."""
+OWN = ("code", "launch", "launch/jobs", "launch/submitit")
+"""Folders of a run with what jobs execute. The last one has submitit's scripts and pickles."""
 ACL = "system.posix_acl_access"
 
 

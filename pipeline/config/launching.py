@@ -218,8 +218,8 @@ class LaunchConfig(Resources):
     python: LocalPath | None = None
     """Python of the jobs; null: the one that submits. If `wrap` starts a container, give the Python inside."""
     runner_python: LocalPath | None = None
-    """Python outside of a container. It runs the runner, which starts the stages, and the program that makes each
-    process a rank. null: `python`; with `container` or `wrap`, the one that submits."""
+    """Python outside of a container, with submitit. It runs the runner, which starts the stages, and the program that
+    makes each process a rank. null: `python`; with `container` or `wrap`, the one that submits."""
     container: Container = nested()
     """Container of the Slurm jobs."""
     wrap: list[str] = []

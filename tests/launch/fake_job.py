@@ -64,7 +64,7 @@ class Slurm:
         self.address, found = name, self.address
         return found
 
-    def requeue(self, id: str, patience_s: float) -> str | None:
+    def requeue(self, id: str) -> str | None:
         self.requeued.append(id)
         return self.refusal
 
@@ -125,6 +125,7 @@ class Job:
                           lambda *_: trial or Found({}, ["all is well"]))
             patch.setattr(srun, "STEP_PAUSE_S", 0.0)
             patch.setattr(srun, "run_step", start)
+            patch.setattr(SlurmHost, "requeue", lambda here: self.slurm.requeue(here.name))
             here = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
                              element, self.slurm, asked)  # type: ignore[arg-type]
             return runner.Runner(self.spec, here).run(), said.getvalue()

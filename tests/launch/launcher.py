@@ -12,8 +12,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from drover.launch.slurm import submission
 from drover.launch.slurm.chain import Chain, read_chain
@@ -64,6 +66,15 @@ def holding(folder: Path, *secrets: str) -> list[Path]:
     """Files below a folder in which one of these stands."""
     return [path for path in folder.rglob("*") if path.is_file()
             and any(secret.encode() in path.read_bytes() for secret in secrets)]
+
+
+def planned(shown: str) -> dict[str, dict[str, Any]]:
+    """The parameters of submitit that a dry run prints, by the job's key; `additional_parameters` among the others."""
+    found = {}
+    for part in shown.split("# ---- ")[1:]:
+        job = yaml.safe_load(part.partition("\n")[2])
+        found[part.partition(":")[0]] = {**job, **job["additional_parameters"]}
+    return found
 
 
 class Launcher:

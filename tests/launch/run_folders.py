@@ -68,6 +68,10 @@ class HandMade:
         write_text(self.folder / "logs" / path, text)
         return self.folder / "logs" / path
 
+    def job_log(self, id: str, text: str = "words\n") -> None:
+        """The log of a job itself."""
+        write_text(self.folder / f"launch/submitit/{id}_0_log.out", text)
+
     def submitted(self, *jobs: ChainJob, seconds: float = 900, planned: int = 0, refused: str = "") -> None:
         """The newest submission."""
         Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
@@ -79,8 +83,8 @@ class HandMade:
         name = name or f"demo-{stage}"
         spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
         JobSpec(name, stage, (), run=str(self.folder), chain="c1", parts=parts, phase=phase).save(spec)
-        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
-                        phase, parts)
+        log = self.folder / f"launch/submitit/{id}_0_log.out"
+        return ChainJob(name, stage, kind, id, elements, needs, str(log), str(spec), phase, parts)
 
     def whole_chain(self) -> list[ChainJob]:
         """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""

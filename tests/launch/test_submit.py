@@ -250,6 +250,6 @@ def test_where_it_runs(launcher, monkeypatch):
     here = launcher.accepted(asked)
     assert "local (no sbatch on PATH" in here and "-m drover.pipeline.shard --config config.yaml" in here
     shown = launcher.accepted(f"{asked} --nodes 1")
-    assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
+    assert "slurm (no sbatch here: only shown)" in shown and "additional_parameters:" in shown
     assert "are for Slurm, but this runs here (no sbatch" in launcher.refused("--stage shard --nodes 1")
     assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(asked)

@@ -90,7 +90,8 @@ class OnCluster:
     def story(self) -> str:
         """The queue and all logs, for a failed assertion."""
         queue = self.cluster.run("squeue", check=False)
-        paths = [self.run / "train/STATE.json", *sorted(self.run.glob("logs/**/*[0-9].log"))]
+        logs = [*self.run.glob("launch/submitit/*.out"), *self.run.glob("logs/**/*[0-9].log")]
+        paths = [self.run / "train/STATE.json", *sorted(logs)]
         return "\n".join([f"{queue.stdout}{queue.stderr}{self.cluster.node_states()}", *(
             f"==> {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.is_file())])
 
@@ -206,7 +207,7 @@ class Training(OnCluster):
 
     def runner(self) -> int:
         """Process id of the runner of the train job."""
-        return self._process("drover.launch.job.runner")
+        return self._process("submitit.core._submit")
 
     def running(self, *words: str, variable: str = "") -> set[int]:
         """Processes of the train job with these words in their command, and a variable in their environment."""
@@ -222,7 +223,7 @@ class Training(OnCluster):
 
     def log(self, stage: str = "train") -> str:
         """What the newest job of a stage said."""
-        path = self.run / f"logs/slurm/{self.job(stage)}.log"
+        path = self.run / f"launch/submitit/{self.job(stage)}_0_log.out"
         return path.read_text() if path.exists() else ""
 
     def output(self) -> str:

@@ -51,12 +51,12 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(c
         "encode encode": ["COMPLETED", "FAILED", "COMPLETED"], "encode finalise": ["CANCELLED"]}, story
     assert all(job.elements == ELEMENTS for job in first.jobs if job.kind == "array")
     array = first.jobs[-2].id
-    assert ": killed" in (many / f"logs/slurm/{array}_1.log").read_text()
+    assert ": killed" in (many / f"launch/submitit/{array}_1_0_log.out").read_text()
     before = token_shards(many)
     repaired.touch()
     second = submitted()
-    assert [(job.kind, job.elements) for job in second.jobs] == [("array", (1,)), ("finalise", None)]
-    assert states(second) == {"encode encode": ["COMPLETED"], "encode finalise": ["COMPLETED"]}
+    assert [(job.kind, job.elements) for job in second.jobs] == [("array", ELEMENTS), ("finalise", None)]
+    assert states(second) == {"encode encode": ["COMPLETED"] * 3, "encode finalise": ["COMPLETED"]}
     after = token_shards(many)
     assert before and before.items() < after.items(), "kept, and more"
 
@@ -81,7 +81,7 @@ def test_an_element_whose_runner_is_killed_restarts_alone(cluster, tmp_path, enc
     killer = f"""if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
 echo $SLURM_ARRAY_TASK_ID ${{SLURM_RESTART_COUNT:-0}} >> {starts}
 if [ $SLURM_JOB_ID = $SLURM_ARRAY_JOB_ID ] && mkdir {tmp_path}/killed; then
-  parent=$$; (until pkill -9 -P $parent -f launch.job.runner; do sleep 0.02; done) &
+  parent=$$; (until pkill -9 -P $parent -f submitit.core._submit; do sleep 0.02; done) &
 fi
 fi"""
     mini = yaml.safe_load(encoded.read_text())

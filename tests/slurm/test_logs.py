@@ -40,21 +40,32 @@ time.sleep(3600)
 """
 
 
-def submit(cluster, folder, spec, *options):
-    """Submit the job of a spec; its id."""
+SUBMIT = """
+import sys
+from submitit import SlurmExecutor
+from drover.launch.job.task import StageTask
+executor = SlurmExecutor(sys.argv[1])
+executor.update_parameters(use_srun=False, stderr_to_stdout=True, nodes=int(sys.argv[2]),
+                           ntasks_per_node=int(sys.argv[3]))
+print(executor.submit(StageTask(f"{sys.argv[1]}/spec.json")).job_id)
+"""
+
+
+def submit(cluster, folder, spec):
+    """Submit the job of a spec; its id, and its log."""
     (folder / "run/launch").mkdir(parents=True)
     spec.save(folder / "spec.json")
-    return cluster.run("sbatch", "--parsable", f"--output={folder}/log", *options, "--wrap",
-                       f"{sys.executable} -m drover.launch.job.runner {folder}/spec.json", cwd=REPOSITORY
-                       ).stdout.strip()
+    job = cluster.run(sys.executable, "-c", SUBMIT, folder, str(spec.nodes), str(spec.tasks_per_node), cwd=REPOSITORY
+                      ).stdout.strip()
+    return job, folder / f"{job}_0_log.out"
 
 
 def test_a_stage_without_ranks_gets_the_signals_of_steps(cluster, tmp_path):
     """Such as the one before the time limit, which Slurm sends to steps alone."""
-    ready, log = tmp_path / "ready", tmp_path / "log"
+    ready = tmp_path / "ready"
     spec = JobSpec(name="x-shard", stage="shard", command=(sys.executable, "-c", ASKED, str(ready)),
                    run=f"{tmp_path}/run", chain="c", max_restarts=0)
-    job = submit(cluster, tmp_path, spec)
+    job, log = submit(cluster, tmp_path, spec)
     wait_for(ready.exists, lambda: log.read_text() if log.exists() else "no log")
     cluster.run("scancel", "--signal=USR2", job)
     wait_for(cluster.is_idle)
@@ -66,9 +77,9 @@ def test_a_crash_on_two_nodes(cluster, tmp_path, capsys):
     spec = JobSpec(name="x-evaluate", stage="evaluate", command=(sys.executable, "-c", STAGE, str(tmp_path)),
                    environment={"PYTHONUNBUFFERED": "1"}, run=str(run), chain="c", ranks=4, nodes=2,
                    tasks_per_node=2, max_restarts=0)
-    submit(cluster, tmp_path, spec, "--nodes=2", "--ntasks-per-node=2")
+    _, log = submit(cluster, tmp_path, spec)
     wait_for(cluster.is_idle)
-    assert f"exited with exit code 1; rank {ENDING}: why {ENDING} ended" in (tmp_path / "log").read_text()
+    assert f"exited with exit code 1; rank {ENDING}: why {ENDING} ended" in log.read_text()
     folder, = (run / "logs/evaluate").glob("*.?")
     assert {path.name for path in folder.iterdir()} == {"node0.log", "node1.log", "srun.err"}
     for rank in range(4):

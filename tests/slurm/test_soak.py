@@ -73,7 +73,7 @@ def resize(soak):
 FAULTS = {
     "a rank is killed": kill,
     "a rank hangs": lambda soak: kill(soak, number=signal.SIGSTOP),
-    "the runner is killed": lambda soak: kill(soak, "drover.launch.job.runner"),
+    "the runner is killed": lambda soak: kill(soak, "submitit.core._submit"),
     "the time limit is near": lambda soak: soak.training.cluster.run(
         "scancel", "--signal=USR2", soak.training.job(), check=False),
     "the job is queued again": lambda soak: soak.training.cluster.run(

@@ -73,7 +73,7 @@ def test_two_submissions_never_train_at_once(run, tmp_path):
 
 def test_a_submission_that_is_killed_after_sbatch_hides_no_job(run, tmp_path):
     """Slurm has the job and the run has no record of it: it is refused, and cancelled, by its token."""
-    Programs(tmp_path).do("sbatch", f'{shutil.which("sbatch")} "$@"\nkill -9 $(ps -o ppid= -p $PPID)')
+    Programs(tmp_path).do("sbatch", f'{shutil.which("sbatch")} "$@"\nkill -9 $PPID')
     run.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     command = ("--config", str(run.config), "--stage", "train", "--cluster", "lab", "launch.extra={begin: now+1hour}")
     run.launcher(*command, expect=-9)

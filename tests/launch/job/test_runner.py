@@ -158,15 +158,6 @@ def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
     assert job.environments[0]["MASTER_ADDR"] == "n1", "as Slurm says, the last one"
 
 
-def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatch):
-    def requeue(id, patience_s):
-        signal.raise_signal(signal.SIGTERM)
-        return "killed"
-
-    monkeypatch.setattr(job.slurm, "requeue", requeue)
-    assert job.go("asked")[0] == 0 and job.ends() == ["preempted requeue"]
-
-
 def lose_records(job, where):
     """From now on no record can be kept, each time in another way; earlier ones may be gone."""
     attempts = job.run / "launch/attempts"
@@ -346,9 +337,3 @@ def test_elements_of_an_array(tmp_path):
     job.slurm.down = {"n2": "down*"}
     status, log = job.go(element=3, job="24", restart=4)
     assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
-
-
-def test_outside_of_slurm_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert runner.main(["/nowhere"]) == 1 and "is what a Slurm job runs" in capsys.readouterr().out

@@ -57,14 +57,14 @@ def test_why_a_run_stopped(run, programs, capsys):
     for element, status in (0, "done"), (1, "failed"):
         run.attempt("attempt", "report", f"19_{element}", ranks=1, nodes=["n1"])
         run.attempt("ended", "report", f"19_{element}", status=status, reason="")
-    run.log("slurm/17.log", "refused: the code changed\n")
+    run.job_log("17", "refused: the code changed\n")
     assert why(run.folder, programs.scheduler()) == 0
     said = capsys.readouterr().out
     assert "! train failed: given up" in said
     assert said.count("on n1, n2: crashed: rank 3 on n2: killed\n    rank 3: start ") == 9
     assert "rank 3: start 2\\x1b[2J\n    rank 3: it broke\n" in said and "start 1\\x1b" not in said
     assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: it runs, or nothing is known of its end" in said
-    assert f"convert, job 17, without a start: {run.folder}/logs/slurm/17.log\n    refused: the code changed" in said
+    assert f"convert, job 17, without a start: {run.folder}/launch/submitit/17_0_log.out\n    refused: " in said
     assert "report, job 19_1, start 0, at 2026-11-21T11:50 UTC on n1: failed\n    no log is in " in said
     assert "19_0" not in said and "encode, job" not in said and "job 7," not in said and "not me" not in said
 

@@ -12,7 +12,6 @@ from drover.launch.job.runner import Runner
 from drover.launch.job.srun import SlurmHost
 from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.nodes import NODES, failing, few, lost, strikes
-from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
@@ -124,13 +123,6 @@ def test_starts_are_counted_over_restarts(job):
     for holder, expected in (("13", 5), ("12", 7)):
         write_sealed(job.stage / "STATE.json", asdict(StageState("running", job=holder, attempt=6)))
         assert runner(job, 1, restart=1).number == expected
-
-
-def test_an_element_of_an_array():
-    """Also where scontrol does not answer."""
-    here = SlurmHost.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
-                                       "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}), [])
-    assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
 
 
 @pytest.mark.parametrize("state, restarts, current", table("""

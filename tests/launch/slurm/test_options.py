@@ -1,7 +1,6 @@
-"""What a job asks of sbatch: the user's own options over ours, once; whose Python runs what."""
+"""What a job requests: the user's own options over ours, once; whose Python runs what."""
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -9,9 +8,9 @@ import sys
 import pytest
 import yaml
 
-from drover.launch.slurm.options import setup_lines
+from drover.launch.slurm.options import outer_python, setup_lines
 from drover.pipeline.config.launching import LaunchConfig
-from tests.launch.slurm.test_sbatch import scripts
+from tests.launch.launcher import planned
 from tests.refusal import table
 
 DRY = "--cluster slurm --dry-run --no-rehearse"
@@ -19,14 +18,12 @@ OURS = shlex.quote(sys.executable)
 
 
 @pytest.fixture
-def script(launcher):
-    """Gives a train job's script, on two nodes with 8 GPUs each."""
+def asked(launcher):
+    """Gives the parameters of a train job on two nodes with 8 GPUs each."""
     def made(**launch):
         settings = {"gpus_per_node": 8, "train.nodes": 2, **launch}
-        text = scripts(launcher.accepted(f"--stage train {DRY}", *(
+        return planned(launcher.accepted(f"--stage train {DRY}", *(
             f"launch.{name}={json.dumps(value)}" for name, value in settings.items())))["train"]
-        subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
-        return text
     launcher.done("shard", "tokenizer", "encode")
     return made
 
@@ -38,15 +35,15 @@ def script(launcher):
     gpus -> 16
     gpus-per-task -> h100:1
     gres -> nvme:1,gpu:8""", str, yaml.safe_load))
-def test_gpus_are_asked_for_once(script, name, value):
-    asked, = re.findall("#SBATCH --((?:gres|gpus).*)", script(extra={name: value}))
-    assert asked.endswith(f"={value}")
+def test_gpus_are_asked_for_once(asked, name, value):
+    job = asked(extra={name: value})
+    assert [str(given) for key, given in job.items() if key.startswith(("gres", "gpus"))] == [str(value)]
 
 
-def test_other_options_and_the_type_of_the_gpus(script):
-    text = script(gpu_type="h100", extra={"gres": "nvme:1", "exclusive": True, "overcommit": False})
-    assert re.findall("#SBATCH --((?:gres|gpus|exclusive|overcommit).*)", text) == [
-        "exclusive", "gpus-per-node=h100:8", "gres=nvme:1"]
+def test_other_options_and_the_type_of_the_gpus(asked):
+    job = asked(gpu_type="h100", extra={"gres": "nvme:1", "exclusive": True, "overcommit": False})
+    assert (job["exclusive"], job["gpus_per_node"], job["gres"]) == (True, "h100:8", "nvme:1")
+    assert "overcommit" not in job and "gpus-per-node" not in job
 
 
 @pytest.mark.parametrize("extra, told", table("""
@@ -74,15 +71,16 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
     {{"python": "python3", "wrap": ["x"], "runner_python": "/shared/bin/python"}} -> /shared/bin/python
     {{"runner_python": "/shared/bin/python"}} -> /shared/bin/python
     {{}} -> {OURS}""", json.loads))
-def test_whose_python_runs_the_runner(script, launch, python):
+def test_whose_python_runs_the_runner(launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage. What is in a
     container is called so there only."""
-    assert f"\nexec {python} -m drover.launch.job " in script(**launch)
+    launch = LaunchConfig(**launch)
+    assert outer_python(launch, contained=bool(launch.wrap)) == python
 
 
-def test_a_site_that_does_not_count_gpus(script, launcher):
-    text = script(request_gpus=False, extra={"gres": "nvme:1"})
-    assert "gpus" not in text and "=gpu" not in text and "--ntasks-per-node=8\n" in text and "--gres=nvme:1\n" in text
+def test_a_site_that_does_not_count_gpus(asked, launcher):
+    job = asked(request_gpus=False, extra={"gres": "nvme:1"})
+    assert (job["ntasks_per_node"], job["gres"]) == (8, "nvme:1") and not any("gpus" in name for name in job)
     for settings in ("launch.gpu_type=h100", "'launch.extra={gres: \"gpu:8\"}'", "'launch.extra={gpus-per-task: 1}'"):
         said = launcher.refused(f"--stage train {DRY} launch.gpus_per_node=8 launch.request_gpus=false {settings}")
         assert "but launch.request_gpus is false. Leave one out." in said
@@ -113,17 +111,17 @@ def test_a_variable_that_no_shell_can_export_is_refused(launcher, name):
     assert f"{name!r} is no name of a variable: write letters" in said
 
 
-def test_limits_of_the_shell_stay_there(script):
-    assert "#SBATCH --propagate=NONE\n" in script()
-    assert "#SBATCH --propagate=MEMLOCK,STACK\n" in script(extra={"propagate": "MEMLOCK,STACK"})
+def test_limits_of_the_shell_stay_there(asked):
+    assert asked()["propagate"] == "NONE"
+    assert asked(extra={"propagate": "MEMLOCK,STACK"})["propagate"] == "MEMLOCK,STACK"
 
 
 @pytest.mark.parametrize("folder", ["r%u", "100%", "%%", "50%N of it", "$a"])
 def test_the_log_is_where_its_path_says(launcher, folder):
-    text = scripts(launcher.accepted(f"--stage all {DRY}", f"runs_dir={launcher.work}/{folder}"))
-    for key, name in ("train", "%j.log"), ("report", "%j.log"):
-        path = f"{launcher.work}/{folder}/trial/logs/slurm".replace("%", "%%")
-        assert f"#SBATCH --output='{path}/{name}'\n" in text[key]
+    found = planned(launcher.accepted(f"--stage all --nodes 2 {DRY}", f"runs_dir={launcher.work}/{folder}"))
+    path = f"{launcher.work}/{folder}/trial/launch/submitit".replace("%", "%%")
+    assert [found[key]["output"] for key in ("train", "encode-parts")] == [
+        f"{path}/%j_0_log.out", f"{path}/%A_%a_0_log.out"]
 
 
 @pytest.mark.parametrize("folder", ["a\\b", "r%j", "%A", "x%a"])
@@ -180,9 +178,7 @@ def test_a_setup_that_ends_the_job_fails():
     assert answer.returncode == 1 and "launch.setup failed with exit status 0" in answer.stderr
 
 
-def test_the_environment_holds_in_the_script_too_and_after_the_setup(script):
-    """The script copies the code to TMPDIR before any rank starts."""
-    text = script(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"})
-    places = [text.index(part) for part in (
-        "\ntrap", "\nexport TMPDIR=/x\n", "\nin_setup=; set +e\nexport TMPDIR='/local/a b'\nexport PYTHONPATH=")]
-    assert places == sorted(places)
+def test_the_environment_holds_in_the_script_too_and_after_the_setup(asked):
+    *setup, path, traps = asked(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"})["setup"]
+    assert setup[-3:] == ["export TMPDIR=/x", "in_setup=; set +e", "export TMPDIR='/local/a b'"]
+    assert path.startswith("export PYTHONPATH=") and traps.startswith("trap ")

@@ -3,12 +3,10 @@
 import re
 
 import pytest
-import yaml
 
 from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler
 from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, queue_line
-from tests.refusal import table
 from tests.waiting import wait_for
 
 NODE = """\
@@ -76,23 +74,6 @@ def test_cancel_minds_no_ended_job(programs):
         None, None, "Kill job error on job id 7: Access/permission denied"]
     programs.say("scancel", error=f"scancel: error: {NO_CONTROLLER}", status=1)
     assert programs.scheduler().cancel("9") == NO_CONTROLLER
-
-
-DISABLED = "Requested operation is presently disabled for job 3"
-LOST = "Unexpected message received for job 3"
-
-
-@pytest.mark.parametrize("first, then, patience_s, problem, calls", table(f"""
-    {LOST} -> exit 0 -> 20 -> null -> 2
-    Unable to contact slurm controller -> echo 'Job is pending execution for job 3' >&2; exit 1 -> 20 -> null -> 2
-    {DISABLED} -> exit 0 -> 20 -> {DISABLED} -> 1
-    {LOST} -> echo '{LOST}' >&2; exit 8 -> 1.5 -> {LOST} -> 2""", str, str, float, yaml.safe_load, int))
-def test_requeue_waits_for_the_controller_for_a_while(programs, first, then, patience_s, problem, calls):
-    assert programs.scheduler().requeue("3", 0) == "scontrol cannot be started here: No such file or directory"
-    asked = programs.folder / "asked"
-    programs.do("scontrol", f"[ -e {asked} ] || {{ touch {asked}; echo '{first}' >&2; exit 8; }}\n{then}")
-    assert programs.scheduler().requeue("3", patience_s) == problem
-    assert programs.calls("scontrol") == ["scontrol requeue 3"] * calls
 
 
 def test_nodes(programs):

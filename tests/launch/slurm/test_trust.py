@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from drover.launch.job.rank import defaults
-from drover.launch.job.runner import trusted_spec
 from drover.launch.job.spec import JobSpec
+from drover.launch.job.task import trusted_spec
 from drover.launch.slurm import trust
 from drover.launch.slurm.trust import node_folder, owner_problems, private_folder
 from drover.pipeline.core.errors import UserError
@@ -38,7 +38,7 @@ def usual_node(tmp_path_factory, monkeypatch):
 def spec(tmp_path):
     """The file of a job's spec, in a run folder as a submission leaves it."""
     run, plugin = tmp_path / "run", tmp_path / "plugins/ours.py"
-    for path in (run / "code/c/drover/launch/a.py", run / "logs/slurm/submission.sh", plugin):
+    for path in (run / "code/c/drover/launch/a.py", run / "launch/submitit/1_submission.sh", plugin):
         write_text(path, f"# {path}\n")
     path = run / "launch/jobs/c-train.json"
     JobSpec("trial-train", "train", ("python",), run=str(run), chain="c", files={str(plugin): sha256_file(plugin)}
@@ -47,7 +47,7 @@ def spec(tmp_path):
     return path
 
 
-EXECUTED = ["..", ".", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
+EXECUTED = ["..", ".", "code", "launch", "launch/jobs", "launch/submitit", "launch/jobs/c-train.json",
             "code/c", "code/c/drover/launch", "code/c/drover/launch/a.py", "../plugins", "../plugins/ours.py"]
 
 

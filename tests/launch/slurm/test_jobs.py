@@ -1,4 +1,4 @@
-"""Submitting to Slurm: the text that sbatch gets, the chain and its record, what is refused before.
+"""Submitting to Slurm: what submitit and sbatch get, the chain and its record, what is refused before.
 
 What the jobs do is tested on a real cluster in tests/slurm.
 """
@@ -16,21 +16,23 @@ import yaml
 from drover.launch.job.spec import JobSpec
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import go_on
-from drover.launch.slurm import sbatch, submission
+from drover.launch.slurm import jobs, submission
 from drover.launch.slurm.nodes import add_strike
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
+from tests.launch.launcher import planned
 from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
 from tests.refusal import table
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
 
+# Parameters
 #SBATCH --account=physics
 #SBATCH --chdir='{work}'
 #SBATCH --comment=drover:CHAIN:train
 #SBATCH --constraint=h100
 #SBATCH --cpus-per-task=6
-#SBATCH --dependency=afterok:ID_OF_encode,singleton
+#SBATCH --dependency=afterok:109,singleton
 #SBATCH --exclude='n[3-4]'
 #SBATCH --gpus-per-node=8
 #SBATCH --job-name=trial-train-FOLDER
@@ -39,7 +41,7 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
 #SBATCH --open-mode=append
-#SBATCH --output='{work}/runs/trial/logs/slurm/%j.log'
+#SBATCH --output='{work}/runs/trial/launch/submitit/%j_0_log.out'
 #SBATCH --partition=gpu
 #SBATCH --propagate=NONE
 #SBATCH --qos=high
@@ -47,23 +49,26 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 #SBATCH --signal=USR2@180
 #SBATCH --time=1500
 
+# setup
 module load cuda
 export PYTHONPATH='{code}'${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+trap stopped=yes TERM INT; trap : USR1 USR2
 
-exec {python} -m drover.launch.job '{work}/runs/trial/launch/jobs/CHAIN-train.json'
-"""
-FOUR_NODES = """--stage all --dry-run --nodes 4 --gpus-per-node 8 --no-rehearse launch.cpus=6 launch.account=physics
+# command
+export SUBMITIT_EXECUTOR=slurm
+{python} -u -m submitit.core._submit '{work}/runs/trial/launch/submitit'
+
+
+# teardown
+status=$?
+[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {python} -m drover.launch.job '{work}/runs/trial/launch/jobs/\
+CHAIN-train.json'; for pause in 1 5 20 60 0; do scontrol requeue ${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}\
+${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}} && break; sleep $pause; done; }}
+exit $status"""
+FOUR_NODES = """--stage all --nodes 4 --gpus-per-node 8 --no-rehearse launch.cpus=6 launch.account=physics
 launch.mem=500G launch.time=600 launch.train.time=1-01:00:00 launch.train.partition=gpu
 'launch.train.extra={qos: high, constraint: h100}' launch.exclude=n[3-4] launch.encode.partition=cpu
 launch.signal_s=180 'launch.setup=[module load cuda]'"""
-
-
-def scripts(text):
-    """The scripts of a dry run by the job's key."""
-    found = {}
-    for part in text.split("# ---- ")[1:]:
-        found[part.partition(":")[0]] = part[part.index("#!/bin/bash"):].rstrip("\n") + "\n"
-    return found
 
 
 def option(script, name):
@@ -72,31 +77,37 @@ def option(script, name):
     return None if found is None else (found[1] or "").strip("'")
 
 
-def test_the_script_of_training_on_four_nodes(launcher):
-    shown = launcher.accepted(FOUR_NODES)
-    assert not launcher.run.exists(), "a dry run writes nothing"
-    found = scripts(shown)
-    code = re.search(r"PYTHONPATH='(.+?)'", found["train"])[1]
-    assert Path(code).parent == launcher.run / "code"
-    plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", found["train"])
+def test_the_script_of_training_on_four_nodes(slurm):
+    slurm.accepted(FOUR_NODES)
+    for path in slurm.queue.iterdir():
+        subprocess.run(["/bin/bash", "-n", path], check=True)
+        assert len(path.read_text().splitlines()) < 50, "a person can read it"
+    train = next(job for job in slurm.chain.jobs if job.stage == "train")
+    script = slurm.run / f"launch/submitit/{train.id}_submission.sh"
+    assert script.read_text() == (slurm.queue / train.id).read_text()
+    code = re.search(r"PYTHONPATH='(.+?)'", script.read_text())[1]
+    assert Path(code).parent == slurm.run / "code"
+    plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", script.read_text())
     setup = re.search("(?s)\nin_setup=[^\n].*\nmodule load cuda\nin_setup=; set [+]e\n", plain)[0]  # see test_options
     plain = plain.replace(setup, "\nmodule load cuda\n")
     plain = re.sub(r"(name=trial-train-)[0-9a-f]{6}$", r"\1FOLDER", plain, flags=re.MULTILINE)
-    assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=code, python=sys.executable)
-    for text in found.values():
-        subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
-        assert len(text.splitlines()) < 40, "a person can read it"
+    assert plain == TRAIN_ON_FOUR_NODES.format(work=slurm.work, code=code, python=sys.executable)
 
-    asked = ("dependency", "array", "gpus-per-node", "nodes", "ntasks-per-node")
-    assert [(key, *(str(option(text, name)) for name in asked)) for key, text in found.items()] == table("""
-        shard-read -> None -> 0-3 -> None -> 1 -> 1
-        shard-sort -> afterok:ID_OF_shard-read -> 0-3 -> None -> 1 -> 1
-        shard-match -> afterok:ID_OF_shard-sort -> 0-3 -> None -> 1 -> 1
-        shard-decide -> afterok:ID_OF_shard-match -> 0-3 -> None -> 1 -> 1
-        shard-write -> afterok:ID_OF_shard-decide -> 0-3 -> None -> 1 -> 1
+
+def test_the_plan_for_four_nodes(launcher):
+    shown = launcher.accepted(f"{FOUR_NODES} --dry-run")
+    assert not launcher.run.exists(), "a dry run writes nothing"
+    found = planned(shown)
+    asked = ("dependency", "array_parallelism", "gpus_per_node", "nodes", "ntasks_per_node")
+    assert [(key, *(str(job.get(name)) for name in asked)) for key, job in found.items()] == table("""
+        shard-read -> None -> 4 -> None -> 1 -> 1
+        shard-sort -> afterok:ID_OF_shard-read -> 4 -> None -> 1 -> 1
+        shard-match -> afterok:ID_OF_shard-sort -> 4 -> None -> 1 -> 1
+        shard-decide -> afterok:ID_OF_shard-match -> 4 -> None -> 1 -> 1
+        shard-write -> afterok:ID_OF_shard-decide -> 4 -> None -> 1 -> 1
         shard -> afterok:ID_OF_shard-write -> None -> None -> 1 -> 1
         tokenizer -> afterok:ID_OF_shard -> None -> None -> 1 -> 1
-        encode-parts -> afterok:ID_OF_tokenizer -> 0-3 -> None -> 1 -> 1
+        encode-parts -> afterok:ID_OF_tokenizer -> 4 -> None -> 1 -> 1
         encode -> afterok:ID_OF_encode-parts -> None -> None -> 1 -> 1
         train -> afterok:ID_OF_encode,singleton -> None -> 8 -> 4 -> 8
         convert -> afterok:ID_OF_train -> None -> None -> 1 -> 1
@@ -111,8 +122,8 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     shown = launcher.accepted("""--stage all --nodes 2 --dry-run launch.train.links=3 launch.requeue=false
         launch.shard.array=1 launch.encode.links=2 launch.encode.array=5 launch.encode.at_once=2 train.micro_batch=1
         'launch.extra={comment: night}' launch.qos=high launch.constraint=h100""")
-    found = scripts(shown)
-    assert [(key, str(option(text, "dependency"))) for key, text in found.items()] == table("""
+    found = planned(shown)
+    assert [(key, str(job.get("dependency"))) for key, job in found.items()] == table("""
         shard -> None
         tokenizer -> afterok:ID_OF_shard
         encode-parts-1 -> afterok:ID_OF_tokenizer
@@ -125,15 +136,14 @@ def test_links_arrays_and_sites_without_requeue(launcher):
         convert -> afterok:ID_OF_train
         evaluate -> afterok:ID_OF_convert
         report -> afterok:ID_OF_evaluate""")
-    name, = {option(found[key], "job-name") for key in ("train-1", "train-2", "train")}
-    other = scripts(launcher.accepted("--stage all --cluster slurm --dry-run runs_dir=other"))
-    assert name.startswith("trial-train-") and option(other["train"], "job-name") not in (name, "trial-train"), \
+    name, = {found[key]["job_name"] for key in ("train-1", "train-2", "train")}
+    other = planned(launcher.accepted("--stage all --cluster slurm --dry-run runs_dir=other"))
+    assert name.startswith("trial-train-") and other["train"]["job_name"] not in (name, "trial-train"), \
         "singleton goes by the name: a run of another folder is not waited for"
-    assert option(found["encode-parts-1"], "array") == option(found["encode-parts"], "array") == "0-4%2"
-    assert all(option(text, "no-requeue") == "" and option(text, "requeue") is None
-               and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", option(text, "comment"))
-               and [option(text, name) for name in ("qos", "constraint")] == ["high", "h100"]
-               for text in found.values())
+    assert found["encode-parts-1"]["array_parallelism"] == found["encode-parts"]["array_parallelism"] == 2
+    assert all(job["no-requeue"] is True and "requeue" not in job and not any("requeue" in line for line in
+               job["teardown"]) and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", job["comment"])
+               and [job["qos"], job["constraint"]] == ["high", "h100"] for job in found.values())
     assert "link 2 of 3" in shown
 
 
@@ -170,7 +180,9 @@ def test_submission_chains_what_is_not_done(slurm):
         train -> job -> 105 -> None -> 104""")
     assert option((slurm.queue / "105").read_text(), "dependency") == "afterok:104,singleton"
     assert "encode    job 103 (array encode) after 102" in shown and "`drover status " in shown
-    assert not list(slurm.run.rglob("*.pkl")), "nothing is unpickled"
+    folder = slurm.run / "launch/submitit"
+    assert {path.name for path in folder.glob("*.pkl")} == {f"{id}_submitted.pkl" for id in (
+        "101", "102", "103_0", "103_1", *range(104, 109))} and folder.stat().st_mode & 0o777 == 0o700
     spec = JobSpec.load(Path(chain.jobs[4].spec))
     assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(slurm.run))
     assert spec.command[1:3] == ("-m", "drover.pipeline.train") and chain.config in spec.command
@@ -203,7 +215,7 @@ def test_two_submissions_of_a_run_do_not_meet(slurm):
 
 def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypatch):
     """Where sbatch is cut off, the queue is asked for the job's token."""
-    monkeypatch.setattr(sbatch, "SBATCH_S", 1)
+    monkeypatch.setattr(jobs, "SBATCH_S", 1)
     monkeypatch.setattr(submission, "_new_id", lambda: "now")
     queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
     said = slurm.refused("--stage shard", SLOW="1")
@@ -212,6 +224,7 @@ def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypat
     slurm.programs.do("squeue", f"[ -e $QUEUE/asked ] && echo '{queued}'\ntouch $QUEUE/asked")
     assert "shard     job 555" in slurm.accepted("--stage shard", SLOW="1")
     assert [job.id for job in slurm.chain.jobs] == ["555"]
+    assert (slurm.run / "launch/submitit/555_submitted.pkl").is_file(), "it has its task"
 
 
 def test_the_shells_own_slurm_variables_reach_no_job(slurm):

@@ -1,0 +1,70 @@
+"""What submitit runs in a job of Slurm: the runner, once, in the batch step on the first node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from submitit import JobEnvironment
+from submitit.helpers import Checkpointable
+
+from drover.launch.job.runner import Runner
+from drover.launch.job.spec import JobSpec
+from drover.launch.job.srun import SlurmHost
+from drover.launch.processes import stop_requests
+from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.trust import refuse_foreign_files
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
+
+
+@dataclass(frozen=True)
+class StageTask(Checkpointable):
+    """The callable of a job: plain data, so that its pickle holds the name of this class and a path.
+
+    Submitit's handler of SIGUSR2 saves the task (`checkpoint`, here that of `Checkpointable`) and queues the job again.
+    The runner raises that signal itself, once the ranks have saved and ended. spec: path of the job's spec.
+    """
+
+    spec: str
+
+    def __call__(self, index: int | None = None) -> None:
+        """Do the job. index: of an array's element.
+
+        Raises:
+            UserError: the stage is not done; submitit writes the reason into the job's result.
+        """
+        job = JobEnvironment()
+        Path(f"{job.paths.submitted_pickle}.save_tmp").unlink(missing_ok=True)  # of a save that a kill cut off
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # srun passes signals on to the ranks
+        sys.tracebacklimit = 0  # what is raised here has its reason
+        try:
+            with stop_requests() as asked:
+                here = SlurmHost(job.raw_job_id, job.job_id, int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+                                 tuple(job.hostnames), index, Scheduler(), asked, handler=handler)
+                runner = Runner(trusted_spec(Path(self.spec)), here)
+                status = runner.run()
+        except (UserError, OSError) as error:
+            print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
+            raise UserError(str(error)) from None
+        if status:
+            reason = runner.decision.reason if runner.decision else "see the lines above"
+            raise UserError(f"{runner.spec.stage} is not done: {reason}")
+
+
+def trusted_spec(path: Path) -> JobSpec:
+    """The spec of the job; UserError if a file that decides what it does has changed since the submission, or if others
+    could change what it executes."""
+    spec = JobSpec.load(path)
+    if spec.check_owners:
+        refuse_foreign_files(Path(spec.run), [path, *map(Path, spec.files)])
+    for name, sha256 in spec.files.items():
+        if not Path(name).is_file() or sha256_file(Path(name)) != sha256:
+            raise UserError(f"{name} changed after the submission. Nothing was started. Submit the same command again "
+                            f"to run what there is now.")
+    return spec

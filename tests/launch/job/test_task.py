@@ -1,0 +1,94 @@
+"""A job's script, as sbatch gets it from submitit, run by bash: its runner, and what follows from the runner's end."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from drover.pipeline.contract.state import read_attempts
+from tests.conftest import REPOSITORY
+from tests.launch.recorded_slurm import queue_line
+from tests.refusal import table
+
+ELEMENT = {"SLURM_JOB_ID": "24", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
+
+
+@pytest.fixture
+def script(slurm):
+    """Function: submit shard, and run the script of its job, whose id is 101; how that ended."""
+    def run(*settings, **variables):
+        if slurm.chain is None:
+            slurm.accepted("--stage shard launch.shard.array=1", *settings)
+        return subprocess.run(["/bin/bash", slurm.queue / "101"], capture_output=True, text=True, env={
+            "PATH": f"{slurm.programs.folder}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "SLURM_JOB_ID": "101",
+            **variables})
+
+    slurm.programs.say("scontrol")
+    return run
+
+
+@pytest.mark.parametrize("program, requeue, status, again", table("""
+    kill -9 $$ -> true -> 137 -> true
+    kill -9 $$ -> false -> 137 -> false
+    kill -15 $PPID; kill -9 $$ -> true -> 137 -> false
+    kill -15 $$ -> true -> 143 -> false
+    exit 3 -> true -> 3 -> false
+    exit 0 -> true -> 0 -> false""", str, json.loads, int, json.loads))
+def test_a_job_whose_runner_is_killed_is_queued_again(script, slurm, program, requeue, status, again):
+    """Recorded, and of an array this element alone. A cancelled one is not: Slurm asks all processes to end, and kills
+    those that remain."""
+    python = slurm.work / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *submitit*) {program};; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    answer = script(f"launch.runner_python={python}", f"launch.requeue={requeue}", **ELEMENT)
+    assert answer.returncode == status, answer
+    assert slurm.programs.calls("scontrol requeue") == ["scontrol requeue 20_3"] * again
+    assert [[event[name] for name in ("event", "job", "restart", "stage")] for event in read_attempts(slurm.run)] == [
+        ["killed", "20_3", 1, "shard"]] * again
+
+
+def test_a_stage_that_fails_ends_the_job_and_gives_submitit_the_reason(script, slurm):
+    slurm.programs.do("srun", "echo 'srun: error: n1: task 0: Exited with exit code 9' >&2; exit 9")
+    answer = script("launch.max_restarts=0")
+    assert answer.returncode == 1
+    assert answer.stderr.rstrip().endswith("UserError: shard is not done: rank 0 on n1: exited with exit code 9")
+    with open(slurm.run / "launch/submitit/101_0_result.pkl", "rb") as file:
+        outcome, text = pickle.load(file)
+    assert outcome == "error" and "shard is not done: rank 0 on n1: exited with exit code 9" in text
+
+
+@pytest.fixture
+def stopped(slurm):
+    """The stage saves and asks to be started again."""
+    slurm.programs.do("srun", f"exec {sys.executable} -c 'from pathlib import Path\n"
+                      "from drover.pipeline.contract.state import write_state\n"
+                      f"""write_state(Path("{slurm.run}/shard"), "preempted", reason="time limit", again=True)'""")
+
+
+def test_submitit_queues_a_stopped_stage_again(script, stopped, slurm):
+    """Also after a start that was killed while submitit saved its task."""
+    half = slurm.run / "launch/submitit/101_submitted.pkl.save_tmp"
+    for restart in range(2):
+        answer = script(SLURM_RESTART_COUNT=str(restart))
+        assert answer.returncode == 255 and "queueing this job again" in answer.stdout, answer
+        assert "Calling checkpoint method" in answer.stdout + answer.stderr and not half.exists()
+        half.write_text("cut")
+    assert slurm.programs.calls("scontrol requeue") == ["scontrol requeue 101"] * 2
+    assert [(event["restart"], event["next"]) for event in read_attempts(slurm.run) if event["event"] == "ended"] == [
+        (0, "requeue"), (1, "requeue")]
+
+
+@pytest.mark.parametrize(("lines", "status", "calls"), [
+    (["RUNNING"], 1, 1), (["PENDING"], 0, 1), (["", "RUNNING"], 1, 2), (["", "", "PENDING"], 0, 3)])
+def test_where_scontrol_fails_the_queue_is_asked(script, stopped, slurm, lines, status, calls):
+    """Its answer may be lost, the controller may be away for a while; a refusal is the end."""
+    slurm.programs.do("scontrol", "echo 'scontrol: error: not now' >&2; exit 1")
+    for number, state in enumerate(lines, 1):
+        (slurm.work / str(number)).write_text(queue_line("101", state) if state else "")
+    slurm.programs.do("squeue", f"cat '{slurm.work}'/$(grep -c 'scontrol requeue' '{slurm.programs.folder}/calls')")
+    answer = script()
+    assert answer.returncode == status, answer
+    assert ("Slurm did not queue the job again" in answer.stdout) == (status == 1)
+    assert "not now" in answer.stderr and len(slurm.programs.calls("scontrol requeue")) == calls
