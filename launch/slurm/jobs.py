@@ -124,8 +124,8 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         mine = Scheduler().mine()
         queued = [known.id for known in mine or () if known.comment.split(" ")[0] == token(job.chain, job.key)]
         if not queued:
-            said = error.__cause__ if isinstance(error.__cause__, TimeoutError) else error
-            why, advice = refusal(str(said), "to run without Slurm, on this machine, use --cluster local")
+            said = str(error.__cause__ if isinstance(error.__cause__, TimeoutError) else error)
+            why, advice = refusal(said, "to run without Slurm, on this machine, use --cluster local")
             if mine is None:
                 why += f"; squeue does not answer, so the job may be queued: `drover cancel {config.folder}` finds it"
             raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
