@@ -64,7 +64,8 @@ def stopped(slurm):
     """The stage saves and asks to be started again."""
     slurm.programs.do("srun", f"exec {sys.executable} -c 'from pathlib import Path\n"
                       "from drover.pipeline.contract.state import write_state\n"
-                      f"""write_state(Path("{slurm.run}/shard"), "preempted", reason="time limit", again=True)'""")
+                      f"""start = len([*Path("{slurm.run}/logs/shard").glob("101.*")]) - 1\n"""
+                      f"""write_state(Path("{slurm.run}/shard"), "preempted", again=True, attempt=start)'""")
 
 
 def test_submitit_queues_a_stopped_stage_again(script, stopped, slurm):
