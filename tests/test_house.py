@@ -220,6 +220,35 @@ def imported_by(*command, cwd):
 PAGE = (REPOSITORY / "docs/architecture.md").read_text()
 
 
+DOCUMENTED = {"_exit", "_current_frames", "_getframe", "_replace"}
+"""Names of Python that its documentation has."""
+
+
+def private_names():
+    """Names with an underscore that the house takes from libraries: those that it neither defines nor imports from
+    itself."""
+    trees = [ast.parse(path.read_text()) for path in [*FILES, COMMANDS]]
+    own, used = set(), set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                own.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.Attribute(attr=name):
+                used.add(name)
+            case ast.Import(names=names):
+                used.update(part for alias in names for part in alias.name.split("."))
+            case ast.ImportFrom(module=str(module), names=names) if not module.startswith("drover"):
+                used.update([*module.split("."), *(alias.name for alias in names)])
+    return {name for name in used - own - DOCUMENTED if name.startswith("_") and not name.startswith("__")}
+
+
+def test_every_private_name_of_a_library_is_on_the_page():
+    rows = re.findall(r"^\| (`_[^|]*) \|", (REPOSITORY / "docs/private-names.md").read_text(), re.MULTILINE)
+    assert private_names() <= set(re.findall(r"`(_\w+)`", " ".join(rows)))
+
+
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"\b(?:model|pipeline|launch|tools|tests|drover)/[\w/]+\.py",
                                                        PAGE))))
 def test_a_file_on_the_page_about_the_architecture_exists(name):

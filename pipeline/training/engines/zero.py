@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_local_grad
 from torch import Tensor
 
 from drover.model.attention.backend import Backend
@@ -115,7 +116,7 @@ class ZeroEngine(Engine):
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
             if self.stage == 3:
-                flat = parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter).flatten()
+                flat = safe_get_local_grad(parameter).flatten()
             elif fragment.count:
                 flat = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
             else:
