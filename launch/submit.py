@@ -46,7 +46,7 @@ from drover.launch.slurm.jobs import parameters
 from drover.launch.slurm.submission import for_slurm, submit_chain, with_site_limits
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.places import make_folder
-from drover.pipeline.contract.preparation import note_done
+from drover.pipeline.contract.preparation import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import STOP
@@ -152,7 +152,7 @@ def _start(request: Request, options: argparse.Namespace) -> int:
     """Run the stages here, or submit them."""
     run, jobs, local = request.run, request.jobs, request.options.cluster == "local"
     for stage in {job.stage: None for job in jobs if not job.to_run}:
-        note_done(run, stage, locked=False)
+        clear_done(run, stage, locked=False)
     refuse_unusable_stores(run.config, jobs, os.environ, here=local)
     if not local:
         return submit_chain(run, jobs, request.options, rehearse=options.rehearse)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from drover.pipeline.contract.state import write_state
+from drover.pipeline.contract.state import clear
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, publish, sync, write_text
 
@@ -58,7 +58,7 @@ def convert(work: Work) -> None:
         _convert(work)
     if work.config.convert.copy_to is not None:
         copy_export(work.config.convert.copy_to, work.config.name, work.folder, work.run.finished(work.name), work.say)
-    write_state(work.folder, "done")
+        clear(work.folder, work.run.finished(work.name))
 
 
 def _convert(work: Work) -> None:

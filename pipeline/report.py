@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def report(work: Work) -> None:
-    """Read the run, write both pages, and copy them to the run folder itself."""
+    """Read the run, write both pages, and link them from the run folder itself."""
     from drover.pipeline.reporting.facts import collect
     from drover.pipeline.reporting.render import compose, html, markdown
 
@@ -30,8 +30,9 @@ def report(work: Work) -> None:
                         f"the stages with --force.") from error
     for name, text in pages.items():
         write_text(work.folder / name, text)
-    for name, text in pages.items():
-        write_text(work.run.folder / name, text)
+        link = work.run.folder / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"{work.name}/{name}")
     work.say(document.verdict)
     work.commit([output_record(work.folder, work.folder / name) for name in pages], {})
     work.say(f"open {(work.run.folder / 'report.html').absolute()}")

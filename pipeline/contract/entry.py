@@ -17,7 +17,14 @@ from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.job import StageJob, set_this_job, this_job
 from drover.pipeline.contract.locks import StageLock, await_file_system, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
-from drover.pipeline.contract.preparation import forced, is_leader, note_done, prepare, report_changes, report_done
+from drover.pipeline.contract.preparation import (
+    clear_done,
+    forced,
+    is_leader,
+    prepare,
+    report_changes,
+    report_done,
+)
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work, processes
 from drover.pipeline.contract.stages import STAGES, Stage, before
@@ -168,7 +175,7 @@ class StageAttempt:
         with closing(Workers(processes(self.run.config) if with_workers else 1)) as self.workers:
             if self._is_done():
                 report_done(self.run, self.name)  # without a lock: other processes may be reading the stage
-                note_done(self.run, self.name, locked=False)
+                clear_done(self.run, self.name, locked=False)
                 return 0
             make_folder(self.run.folder)
             held = StageLock(self.run.folder, self.name, self.part)
@@ -245,7 +252,7 @@ class StageAttempt:
             work = prepare(run, name, self.options, part)
         held.begun()
         if work is None:
-            note_done(run, name, locked=True)
+            clear_done(run, name, locked=True)
             return 0
         if self.channel is not None:
             self.channel.tell(work)

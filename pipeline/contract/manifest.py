@@ -19,7 +19,6 @@ from drover.pipeline.core.files import (
     like,
     problems_of,
     read_record,
-    remove,
     sha256_json,
     typed,
     write_sealed,
@@ -126,13 +125,6 @@ class Manifest:
         """Scratch files and folders that still exist in the stage's folder."""
         return [path for name in self.scratch if os.path.lexists(path := folder / name)
                 and folder.resolve() in path.resolve().parents]
-
-    def remove_scratch(self, folder: Path) -> list[str]:
-        """Remove the scratch files and folders. Returns the names of those that existed; OSError if that fails."""
-        left = self.left_scratch(folder)
-        for path in left:
-            remove(path)
-        return [path.name for path in left]
 
     def missing_outputs(self, folder: Path) -> list[str]:
         """Messages about outputs that are missing or have another size."""

@@ -15,7 +15,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before, follows_training
 from drover.pipeline.contract.start_record import restore_start, sound_start
-from drover.pipeline.contract.state import PROGRESS, STATE, read_state, write_state
+from drover.pipeline.contract.state import PROGRESS, STATE, clear, left_files
 from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.contract.validity import OTHER_FILES, State
 from drover.pipeline.core.console import first, say
@@ -105,22 +105,16 @@ def report_done(run: Run, name: str) -> None:
         say(name, f"warning: the code has changed since ({first(changed)}); --force rebuilds it")
 
 
-def note_done(run: Run, name: str, *, locked: bool) -> None:
-    """Complete a finished stage after a kill or a refusal: remove its scratch files and write its final status."""
-    folder, manifest = run.own_folder(name), run.manifest(name)
-    state = read_state(folder)
-    killed = [*folder.glob(f"{STATE}.*.tmp")]  # of a process killed while it wrote its final status
-    if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or (
-            not manifest.left_scratch(folder) and not killed and state is not None and state.status == "done"):
+def clear_done(run: Run, name: str, *, locked: bool) -> None:
+    """Remove what a kill or a refusal left in the folder of a finished stage."""
+    folder = run.own_folder(name)
+    manifest = run.manifest(name)
+    if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or not left_files(folder, manifest):
         return
     with suppress(UserError, OSError):  # another process may rebuild it now, or it belongs to another user
         held = None if locked else lock(run.folder, name, shared=True)
-        if read_manifest(folder) is not None:
-            if removed := manifest.remove_scratch(folder):
-                say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
-            for path in killed:
-                path.unlink(missing_ok=True)
-            write_state(folder, "done", step=manifest.counts.get("steps"))
+        if read_manifest(folder) is not None and (removed := clear(folder, manifest)):
+            say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
         del held
 
 

@@ -30,8 +30,10 @@ from drover.pipeline.contract.state import (
     Progress,
     ProgressRecord,
     StageState,
+    clear,
     now,
     read_state,
+    this_start,
     write_state,
 )
 from drover.pipeline.contract.stopping import Stopped, StopRequest
@@ -243,8 +245,8 @@ class Work:
                 since, the next stage finds it, because it hashes its inputs. By default every output is read back now.
             files: records of the files that its units read, for a stage with `unit_files`
                 (`external_inputs.gathered`). None: these files are hashed now.
-            scratch: files and folders to remove once the manifest exists. The records of units are removed with them,
-                except those of the last phase, with which a lost output is made again.
+            scratch: files and folders to remove once the manifest exists. The records of units are removed, too, unless
+                there is one phase, whose lost outputs can be made again one by one.
 
         Raises:
             UserError: an output differs from what was written (failing disk, a second writer), a checked input has
@@ -270,20 +272,18 @@ class Work:
             places=places(STAGES[self.name], self.config), accepted=self.accepted,
             wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
-            execution={"host": platform.node(), "processes": processes(self.config), "cores": os.cpu_count(),
+            execution={**this_start(), "processes": processes(self.config), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))},
             start=asdict(sound_start(self.folder)))
-        gone = [self.folder / STARTED]
+        gone = [self.folder / STARTED, *scratch]
         if self.phases:  # of a finished stage, status shows what the manifest counts
             gone.append(self.folder / PROGRESS)
-        if scratch:
-            gone += [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])]
+        if len(self.phases) > 1:  # otherwise a lost output is made again alone
+            gone.append(self.folder / UNITS)
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # the next call that finds the stage done tries again
-            manifest.remove_scratch(self.folder)
-        with suppress(OSError):  # the manifest counts, and the next call writes the state again
-            write_state(self.folder, "done", step=counts.get("steps"))
+            clear(self.folder, manifest)
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
 

@@ -2,7 +2,7 @@
 
 Slurm's exit codes do not say what happened: a killed rank, a cancelled job and a preempted one can have the same. So
 every stage writes in its folder that it runs, and finally how it ended. If the file says `running` and there is no
-process, the stage has crashed. Only the manifest decides whether a stage is done. This record is for the decision
+process, the stage has crashed. The manifest replaces the file when the stage is done. This record is for the decision
 whether to continue, and for people.
 """
 
@@ -18,8 +18,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from drover.pipeline.contract.job import this_job
+from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, Record, append_line, read_lines, read_record, write_json, write_sealed
+from drover.pipeline.core.files import (
+    Count,
+    Record,
+    append_line,
+    read_lines,
+    read_record,
+    remove,
+    write_json,
+    write_sealed,
+)
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
@@ -73,17 +83,40 @@ def write_state(folder: Path, status: Status, file: str = STATE, **facts: Any) -
     """Write the status of the stage in `folder`, or of one share of it, which has a `file` of its own. Only one process
     of the stage may call this. facts: step, reason, again, units and idle of the `StageState`. OSError if it cannot be
     written."""
-    write_sealed(folder / file, asdict(StageState(
-        status, **{"attempt": this_job().start, **facts}, job=os.environ.get("SLURM_JOB_ID", ""),
-        restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), host=platform.node(), at=now())))
+    write_sealed(folder / file, asdict(StageState(status, **{**this_start(), **facts}, at=now())))
+
+
+def this_start() -> Record:
+    """What identifies the start that this process belongs to: `job`, `restart`, `attempt` and `host`."""
+    return {"job": os.environ.get("SLURM_JOB_ID", ""), "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "attempt": this_job().start, "host": platform.node()}
 
 
 def read_state(folder: Path, file: str = STATE) -> StageState | None:
-    """The record in a stage's folder; None if there is none, or if it is truncated (after a full disk)."""
-    try:
-        return read_record(folder / file, StageState)
-    except UserError:
-        return None
+    """The record in a stage's folder; for a finished stage, from its manifest. None if there is neither, or if one is
+    truncated (after a full disk)."""
+    with suppress(UserError):
+        if (state := read_record(folder / file, StageState)) is not None:
+            return state
+        if file == STATE and (manifest := read_manifest(folder)) is not None:
+            return StageState("done", step=manifest.counts.get("steps"), at=manifest.finished,
+                              **{key: manifest.execution[key] for key in this_start() if key in manifest.execution})
+    return None
+
+
+def left_files(folder: Path, manifest: Manifest) -> list[Path]:
+    """What the work on a finished stage left in its folder: its scratch files, and the status, also one that a killed
+    process was writing."""
+    status = folder / STATE
+    return [*manifest.left_scratch(folder), *([status] if status.exists() else []), *folder.glob(f"{STATE}.*.tmp")]
+
+
+def clear(folder: Path, manifest: Manifest) -> list[str]:
+    """Remove the `left_files`. Returns the names of the scratch files among them; OSError if that fails."""
+    left = left_files(folder, manifest)
+    for path in left:
+        remove(path)
+    return [path.name for path in left if not path.name.startswith(STATE)]
 
 
 def now() -> str:

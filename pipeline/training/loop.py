@@ -25,6 +25,7 @@ from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks, stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
 from drover.pipeline.records.generation_settings import FILE
+from drover.pipeline.records.hangs import PLACES
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.training.async_saver import AsyncSaver
@@ -351,7 +352,8 @@ class Loop:
             **packing_facts(self.data), **self.guards.counters(), "device_name": self.ranks.device_name,
             "loss": metrics[-1]["loss"] if metrics else None,
             "validation_bpb": metrics[-1].get("validation_bpb") if metrics else None,
-            "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
+            "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True,
+            scratch=[folder / PLACES])
 
     def _consumed(self, metrics: list[Record]) -> Record:
         """Epochs of each source, and for each phase the tokens by source, trained on and excluded by rollbacks. With

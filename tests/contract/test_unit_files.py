@@ -72,10 +72,10 @@ def upper(place, monkeypatch):
 
 def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
     """Which a kill between it and the clearing of what it needs no more finds in order."""
-    def killed(manifest, folder):
+    def killed(folder, manifest):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr("drover.pipeline.contract.manifest.Manifest.remove_scratch", killed)
+        patch.setattr("drover.pipeline.contract.stage_work.clear", killed)
         assert upper() == 130
     assert upper.state.kind == "done" and upper() == 0
     assert upper.hashed == [] and set(upper.made.values()) == {1}
