@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drover.pipeline.config.checks import place_problems, problems
+from drover.pipeline.config.checks import problems
 from drover.pipeline.config.loading import load_config, refusal
 from drover.pipeline.config.places import blocked
 from drover.pipeline.config.tree import Config
@@ -39,11 +39,10 @@ def configuration(options: argparse.Namespace) -> Config:
 
 
 def refuse_unusable_places(config: Config, path: str) -> None:
-    """Refuse a run folder that cannot exist, and URLs in place of paths, before anything is looked up there. The error
-    names all other problems of the configuration too."""
-    obstacle = blocked(config.folder)
-    if obstacle is not None or any(place_problems(config)):
-        raise refusal(([] if obstacle is None else [obstacle]) + problems(config), path)
+    """Refuse a run folder that cannot exist, before anything is looked up there. The error names all other problems of
+    the configuration too."""
+    if (obstacle := blocked(config.folder)) is not None:
+        raise refusal([obstacle, *problems(config)], path)
 
 
 def overrides(options: argparse.Namespace) -> list[str]:

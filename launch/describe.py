@@ -113,7 +113,7 @@ def consumption_lines(run: Run, text: int = 0) -> list[str]:
     if says_consumption(train):
         when = "encode is done" if train.packing == "concatenate" else "training has planned the packing"
         lines += plan_lines(train, found) if found is not None and train.packing == "concatenate" else [
-            *(str(phase) for phase in plan.phases if phase.said is not None),
+            *(str(phase) for phase in plan.phases if phase.own is not None),
             f"tokens and epochs of each source are known once {when}"]
     if found is not None:
         lines += starmap(repetition, many_epochs(train, found).items())

@@ -1,8 +1,7 @@
 """Combinations of settings that cannot work, each as a sentence with the numbers.
 
 A rule is a condition and the sentence to print if it holds. In a sentence, `<train.steps>` is replaced by the setting
-and its value. A sentence names every setting that it depends on, or the section that contains it. So a sentence can be
-left out if one of its settings has no valid value.
+and its value. What concerns one setting alone is part of its type.
 """
 
 from __future__ import annotations
@@ -11,45 +10,36 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import combinations
+from itertools import permutations
 from operator import attrgetter
 from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, batch_problems
-from drover.pipeline.config.data import LEAST_COVERAGE, UINT16_IDS
+from drover.pipeline.config.data import UINT16_IDS
 from drover.pipeline.config.mixture import mixture_problems
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import in_phases, plan_problems
-from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
-from drover.pipeline.config.section import shortened
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.config.training import FIRST
 from drover.pipeline.config.tree import Config
 
 SPECIAL_IDS = 256
-MOST_NAME = 100
-"""Longest name of a source in bytes; file names contain it."""
 TRAINED = ("sentencepiece", "bpe")
 Rules = Iterator[tuple[Any, str]]
 """Pairs: whether it is wrong (by truth value), and the sentence."""
 
 
-def problems(config: Config, unknown: Iterable[str] = ()) -> list[str]:
-    """Every impossible combination in `config`; empty if it can run.
-
-    unknown: settings and sections, dotted, without a valid value, for which `config` has a default. Problems that
-        depend on one of them are left out.
-    """
-    found = [*_broken(_rules(config), config), *plan_problems(config.train), *_listed(config),
-             *_stores(config), *place_problems(config)]
+def problems(config: Config) -> list[str]:
+    """Every impossible combination in `config`; empty if it can run."""
+    found = [*_broken(_rules(config), config), *plan_problems(config.train), *_listed(config), *_stores(config)]
     in_phase: dict[str, str] = {}  # each where it is met first
     for phase, within in in_phases(config):
         for problem in (*_broken(_rules_of_phase(within), within), *_mixture(within)):
-            in_phase.setdefault(problem, problem if phase.said is None else f"{phase.name}: {problem}")
-    return [problem for problem in (*found, *in_phase.values()) if not any(_depends(problem, key) for key in unknown)]
+            in_phase.setdefault(problem, problem if phase.own is None else f"{phase.name}: {problem}")
+    return [*found, *in_phase.values()]
 
 
 def _broken(rules: Rules, config: Config) -> Iterator[str]:
@@ -60,23 +50,14 @@ def _broken(rules: Rules, config: Config) -> Iterator[str]:
     yield from (re.sub(r"<([\w.]+)>", shown, sentence) for wrong, sentence in rules if wrong)
 
 
-def _depends(problem: str, key: str) -> bool:
-    """Whether a problem names a setting, or one of its sections alone."""
-    sections = [key[:dot.start()] for dot in re.finditer(r"\.", key)]
-    names = "|".join([f"{re.escape(key)}(?!\\w)", *(f"{re.escape(section)}(?!\\.?\\w)" for section in sections)])
-    return re.search(rf"(?<![\w.])({names})", problem) is not None
-
-
 def rank_problems(config: Config, ranks: int) -> list[str]:
     """Combinations that cannot work on `ranks` processes."""
     if found := grid_problems(config.parallel, ranks):
         return found
-    profiled = config.train.profile
-    if profiled.start is not None and (absent := [rank for rank in profiled.ranks if rank >= ranks]):
-        return [f"train.profile.ranks names {', '.join(map(str, absent))}, but there are {ranks} ranks, from 0 on."]
-    found, numbers = [], []
+    found = []
+    numbers = []
     for phase, within in in_phases(config):
-        found += [problem if phase.said is None else f"{phase.name}: {problem}"
+        found += [problem if phase.own is None else f"{phase.name}: {problem}"
                   for problem in batch_problems(within.train, within.parallel, ranks)]
         numbers.append(BatchPlan.of(within.train, within.parallel, ranks).accumulation)
     if config.parallel.engine == "deepspeed" and len(set(numbers)) > 1:
@@ -123,11 +104,6 @@ def _rules(config: Config) -> Rules:
            "<evaluate.prompt_tokens> leaves no room for a prompt in <model.context_length>.")
     yield ((evaluate.sequence_length or 0) > context,
            "<evaluate.sequence_length> is longer than <model.context_length>.")
-
-    selective = train.activation_checkpointing == "selective"
-    yield (selective and not train.kept_activations,
-           "train.kept_activations is empty; to keep nothing, take train.activation_checkpointing=full.")
-    yield train.recomputed_blocks > model.layers, "<train.recomputed_blocks> is more than <model.layers>."
     yield (train.attention not in ("auto", *BACKENDS) and ":" not in train.attention,
            f"<train.attention> is not known. Take auto, {', '.join(BACKENDS)}, or a class of your own as "
            f"module:class.")
@@ -144,75 +120,54 @@ def _rules(config: Config) -> Rules:
            f"for a first step: ranks would end before they record where they hang. Raise it, lower hang_minutes, or "
            f"set one of them to null.")
 
-    for name in ("dp_shard", "dp_replicate"):
-        yield (getattr(parallel, name) == 0,
-               f"<parallel.{name}>; give a number above 0, or -1 for all the rest of the ranks.")
     yield (parallel.dp_replicate == parallel.dp_shard == -1,
            "parallel.dp_replicate and parallel.dp_shard are both -1, the rest of the ranks. Give one of them a number, "
            "as in dp_replicate=-1 dp_shard=8: a replica on every 8 ranks.")
     yield (parallel.stages > model.layers,
            f"parallel: {parallel.stages} pipeline stages (<parallel.pp>, <parallel.pp_schedule>) are more than "
            f"<model.layers>.")
-    yield parallel.async_tp and parallel.tp == 1, "<parallel.async_tp> has no effect if parallel.tp is 1. Unset it."
     yield (parallel.async_tp and train.compile is False,
            "<parallel.async_tp> needs compiled blocks, but <train.compile>; set compile to null or true.")
-    zbv = parallel.pp > 1 and parallel.pp_schedule == "zbv"
-    yield (zbv and model.tied_embeddings,
-           "<parallel.pp_schedule> does not work with model.tied_embeddings: the first and the last stage are on one "
-           "rank, each with its own matrix. Take 1f1b or interleaved.")
-    yield (zbv and train.compile is not False,
-           "<parallel.pp_schedule> cuts backward passes in two, which torch cannot do with compiled blocks: set "
-           "train.compile to false (null compiles on GPUs), or take 1f1b or interleaved.")
-    yield (zbv and selective,
-           "<parallel.pp_schedule> runs each backward pass in two parts, but torch can use the results of selective "
-           "checkpointing only once: set train.activation_checkpointing to none or full.")
-    yield (zbv and parallel.reshard != "never",
-           "<parallel.pp_schedule> needs parallel.reshard never: weight gradients are computed later, when resharded "
-           "weights would be gone.")
+    yield (parallel.pp > 1 and parallel.pp_schedule == "zbv" and (
+               model.tied_embeddings or train.compile is not False or parallel.reshard != "never"
+               or train.activation_checkpointing == "selective"),
+           "<parallel.pp_schedule> runs each backward pass in two parts, and the first and the last stage on one "
+           "rank. It needs parallel.reshard never, train.compile false, train.activation_checkpointing none or full, "
+           "and model.tied_embeddings false (here are <parallel.reshard>, <train.compile>, "
+           "<train.activation_checkpointing> and <model.tied_embeddings>). Or take 1f1b or interleaved.")
     deepspeed = parallel.engine == "deepspeed"
     yield not deepspeed and parallel.offload != "none", "<parallel.offload> is for parallel.engine 'deepspeed'."
-    yield (deepspeed and (parallel.tp > 1 or parallel.dp_replicate != 1 or parallel.dp_shard != -1),
-           "<parallel.engine> shards one replica over all ranks: set dp_replicate 1, dp_shard -1 and tp 1 (here are "
-           "<parallel.dp_replicate>, <parallel.dp_shard> and <parallel.tp>), or take 'fsdp2'.")
-    for key, usual in (("cp", 1), ("pp", 1), ("reshard", "always"), ("reduce", "each")):
-        yield (deepspeed and getattr(parallel, key) != usual,
-               f"<parallel.{key}> is for parallel.engine 'fsdp2', not 'deepspeed'.")
+    others = [f"<parallel.{key}>" for key, only in {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1,
+                                                    "reshard": "always", "reduce": "each"}.items()
+              if getattr(parallel, key) != only]
+    yield (deepspeed and others,
+           f"{', '.join(others)}: for parallel.engine 'fsdp2', not 'deepspeed', which shards one replica over all "
+           f"ranks. Leave them out, or take 'fsdp2'.")
     yield (deepspeed and parallel.offload == "params" and parallel.zero_stage != 3,
            "<parallel.offload> needs stage 3, not <parallel.zero_stage>: in lower stages every rank needs all weights.")
     yield (deepspeed and parallel.zero_stage == 3 and train.compile,
            "<train.compile> does not work with <parallel.zero_stage>, whose hooks break every graph; set compile to "
            "null or false, or take stage 2 or fsdp2.")
-    mps = config.launch.device == "mps"
-    yield mps and train.precision not in ("auto", "fp32"), "<train.precision> is not for <launch.device>; take fp32."
-    yield mps and deepspeed, "<parallel.engine> is not for <launch.device>; take 'fsdp2'."
     yield (deepspeed and train.precision in ("fp64", "fp8"),
            "<train.precision> needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16.")
+    yield (config.launch.device == "mps" and (deepspeed or train.precision not in ("auto", "fp32")),
+           "<launch.device> computes in fp32 with parallel.engine fsdp2 only, not <train.precision> with "
+           "<parallel.engine>.")
 
     tokenizer, known = config.tokenizer, vocabulary_size(config) or 0
     kind, given = tokenizer.kind, tokenizer.path is not None
-    trained = kind in TRAINED and not given
     yield (kind in ("tiktoken", "huggingface") and not given,
            "<tokenizer.kind> needs tokenizer.path: it is read from a file, not trained.")
-    yield (kind == "bpe" and given, "tokenizer.path is set, but tokenizer.kind 'bpe' is trained; for a ready file of "
-                                    "such ranks take tokenizer.kind=tiktoken.")
-    yield kind in ("byte", "char") and given, "tokenizer.path is set, but <tokenizer.kind> takes no file."
-    nearest = max(5, round(tokenizer.vocab_size / 128)) * 128
-    yield (trained and tokenizer.vocab_size % 128,
-           f"<tokenizer.vocab_size> is not a multiple of 128; nearest: {nearest}.")
-    yield (trained and tokenizer.vocab_size < 640,
-           "<tokenizer.vocab_size> leaves no room: 256 special ids and 256 bytes come first; take at least 640.")
-    yield (trained and tokenizer.vocab_size >= 2**31,
-           "<tokenizer.vocab_size> is more than any trainer counts to; 32768 to 262144 are usual.")
-    yield (trained and kind == "sentencepiece" and tokenizer.character_coverage < LEAST_COVERAGE,
-           f"<tokenizer.character_coverage> is less than sentencepiece takes; set it to {LEAST_COVERAGE} or more, "
-           f"or take tokenizer.kind=bpe, which spells rare characters in bytes.")
+    yield (kind in ("bpe", "byte", "char") and given,
+           "tokenizer.path is set, but <tokenizer.kind> takes no file; a file of ranks like Llama 3's is of kind "
+           "tiktoken.")
+    yield (kind in TRAINED and not given and (tokenizer.vocab_size % 128 or tokenizer.vocab_size < 640),
+           f"<tokenizer.vocab_size> is not a multiple of 128 that has room for 256 special ids and 256 bytes; nearest: "
+           f"{max(5, round(tokenizer.vocab_size / 128)) * 128}.")
     yield (config.encode.dtype == "uint16" and known > UINT16_IDS,
            f"<encode.dtype> holds ids up to {UINT16_IDS - 1}, but the vocabulary of the tokenizer has {known}; take "
            f"uint32 or auto.")
-    yield ((model.vocab_size or known) < known, f"<model.vocab_size> is smaller than the tokenizer's {known}.")
-    yield (shard.keep_dropped and not shard.filters and not shard.drop_duplicates,
-           "<shard.keep_dropped>, but there are no shard.filters that could drop a document, and "
-           "<shard.drop_duplicates>.")
+    yield (model.vocab_size or known) < known, f"<model.vocab_size> is smaller than the tokenizer's {known}."
     yield (shard.near_duplicates is not None and not shard.drop_duplicates,
            "shard.near_duplicates drops near-duplicates, but shard.drop_duplicates is false, which keeps exact "
            "duplicates. Set shard.drop_duplicates to true, or shard.near_duplicates to null.")
@@ -240,86 +195,45 @@ def _rules_of_phase(config: Config) -> Rules:
 
 def _listed(config: Config) -> Iterator[str]:
     """Problems of single items of lists and mappings."""
-    train, sources = config.train, Counter(config.shard.source_names)
+    train, sources = config.train, config.shard.source_names
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
-    filters = Counter(map(name_of, config.shard.filters))
-    for key, what, counts in (("shard.sources", "sources named", sources), ("shard.filters", "filters named", filters),
-                              ("train.log_to", "sinks of kind", Counter(sink.kind for sink in train.log_to))):
+    filters = [name_of(item) for item in config.shard.filters]
+    for key, what, names in (("shard.sources", "sources named", sources), ("shard.filters", "filters named", filters),
+                             ("train.log_to", "sinks of kind", [sink.kind for sink in train.log_to])):
         yield from (f"{key} has {count} {what} '{name}'; there can be one."
-                    for name, count in counts.items() if count > 1)
-    yield from (f"the source name '{shortened(name, 50)}' in shard.sources must be letters, digits, '_' or '-': file "
-                f"names contain it."
-                for name in sources if not name.replace("_", "").replace("-", "").isalnum())
-    sizes = {name: len(name.encode("utf-8", "replace")) for name in sources}
-    yield from (f"the source name '{name[:20]}...' in shard.sources has {size} bytes; take at most {MOST_NAME}, "
-                "because file names contain it." for name, size in sizes.items() if size > MOST_NAME)
+                    for name, count in Counter(names).items() if count > 1)
     yield from (f"a filter of shard.filters has the reserved name '{name}'; give it another `name`."
-                for name in filters if name in ("duplicate", "empty"))
+                for name in {"duplicate", "empty"} & {*filters})
     for item in config.shard.filters:
-        named = getattr(item, "sources", None)
-        if isinstance(named, list) and all(isinstance(name, str) for name in named):  # one from outside is not checked
-            yield from _no_sources(f"shard.filters: the filter {name_of(item)}", named, sources)
-    limits = train.max_epochs if isinstance(train.max_epochs, dict) else dict.fromkeys(sources, train.max_epochs)
-    yield from (f"train.max_epochs is {most:g} for {name}; a limit is above 0." for name, most in limits.items()
-                if most is not None and most <= 0)
-    yield from _no_sources("train.max_epochs", limits, sources)
+        yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None), sources)
+    yield from _no_sources("train.max_epochs", train.max_epochs, sources)
 
 
 def _mixture(config: Config) -> Iterator[str]:
     mixture, sources = config.train.mixture, config.shard.source_names
     if mixture is None:
         return
-    if min(mixture.values(), default=0) < 0 or not sum(mixture.values()) > 0:
-        yield f"train.mixture needs shares of 0 or more with a sum above 0, not {mixture}."
-    else:
+    if sum(mixture.values()) > 0:
         yield from mixture_problems(mixture)
+    else:
+        yield f"train.mixture needs shares with a sum above 0, not {mixture}."
     yield from _no_sources("train.mixture", mixture, sources)
-    if missing := sorted(set(sources) - set(mixture)):
+    if missing := sorted({*sources} - {*mixture}):
         yield f"train.mixture lacks {', '.join(missing)} of shard.sources; write 0 to leave a source out."
 
 
-def _no_sources(key: str, named: Iterable[str], sources: Iterable[str]) -> Iterator[str]:
-    if unknown := sorted(set(named) - set(sources)):
+def _no_sources(key: str, named: Any, sources: Iterable[str]) -> Iterator[str]:
+    """named: a list or mapping of names, if anything else is not one of names."""
+    if isinstance(named, list | dict) and (unknown := sorted({*map(str, named)} - {*sources})):
         yield f"{key} names {', '.join(unknown)}, but shard.sources are {', '.join(sources)}."
 
 
-def place_problems(config: Config) -> Iterator[str]:
-    """Problems with paths that are URLs: as a path, `s3://a` would become a folder `s3:` here."""
-    if (said := not_a_path(config.runs_dir, written=True)) is not None:
-        yield f"runs_dir: {said}"
-    paths = [(key, attrgetter(key)(config)) for key in ("reuse", "tokenizer.path", "train.init_from")]
-    paths += [("evaluate.task_folders", folder) for folder in config.evaluate.task_folders]
-    for source in config.shard.sources:
-        if source.kind == "files":
-            yield from (f"source {source.name}: {said}" for path in source.paths if (said := unreadable(path)))
-        elif source.kind == "hf":
-            paths.append((f"source {source.name}", source.dataset))
-    for item in config.shard.filters:
-        files = getattr(item, "files", [])  # of a filter of one's own, these settings may be anything
-        own = [item, *(files if isinstance(files, list) else [])]
-        paths += [(f"the filter {name_of(item)}", path) for one in own
-                  if isinstance(path := getattr(one, "path", None), str)]
-    yield from (f"{key}: {said}" for key, path in paths if path and (said := not_a_path(path)))
-
-
-WRITTEN = ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to")
-"""Settings that are URLs in stores. No two of them may share a place."""
-
-
 def _stores(config: Config) -> Iterator[str]:
-    """Why stores for uploads, or for training data, cannot be used as configured."""
-    found = {}
-    for key in (*WRITTEN, "train.tokens_from"):
-        url = attrgetter(key)(config)
-        if url is not None and "?" in url:
-            yield f"{key} has a question mark; uploads to a signed URL do not work. Give the URL of a prefix."
-        elif url is not None and (said := unusable_url(url)):
-            yield f"{key}: {said}"
-        elif url is not None and key in WRITTEN:  # others are not compared: a password would be printed
-            found[key] = f"{url.rstrip('/')}/"
-    for (first, place), (second, other) in combinations(found.items(), 2):
-        inner, outer = (second, first) if other.startswith(place) else (first, second)
-        if found[inner].startswith(found[outer]):
-            yield (f"{inner} {found[inner][:-1]} lies in {outer} {found[outer][:-1]}: token shards, checkpoints and "
+    """Uploads of different things need separate places."""
+    keys = ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to")
+    places = {key: f"{url.rstrip('/')}/" for key in keys if (url := attrgetter(key)(config)) is not None}
+    for inner, outer in permutations(places, 2):
+        if places[inner].startswith(places[outer]) and (places[inner] != places[outer] or inner < outer):
+            yield (f"{inner} {places[inner][:-1]} lies in {outer} {places[outer][:-1]}: token shards, checkpoints and "
                    f"the export need separate places.")

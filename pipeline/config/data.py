@@ -8,8 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
 
-from drover.pipeline.config.kinds import Kind, impossible
-from drover.pipeline.config.section import LocalPath, Section, added, execution
+from drover.pipeline.config.kinds import Kind
+from drover.pipeline.config.section import (
+    LocalPath,
+    Section,
+    SourcePath,
+    StoreUrl,
+    added,
+    execution,
+    impossible,
+)
 from drover.pipeline.config.shipped import FILTERS
 
 PYTHONS = ("punycode", "idna", "unicode-escape", "raw-unicode-escape")
@@ -26,12 +34,16 @@ def _encoding(name: str) -> str:
     raise impossible(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are some")
 
 
+SourceName = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=60)]
+"""Name of a source, which is part of names of files."""
+
+
 class StdlibSource(Section):
     """The `.py` files of this Python's standard library: over 10 MB of real text without a network."""
 
     kind: Literal["stdlib"]
     """The standard library of the running Python."""
-    name: str = "stdlib"
+    name: SourceName = "stdlib"
     """Name of the source in folders, tables and mixtures."""
     include_tests: bool = False
     """Also take the standard library's test suites, about 2.5 times the text. Some Pythons ship without them. A few of
@@ -44,9 +56,9 @@ class FilesSource(Section):
 
     kind: Literal["files"]
     """Files on this machine, or objects in a store."""
-    name: str
+    name: SourceName
     """Name of the source in folders, tables and mixtures."""
-    paths: list[LocalPath] = execution(min_length=1)
+    paths: list[SourcePath] = execution(min_length=1)
     """Files, globs or URLs. In globs `**` crosses folders, each once if links lead to it again. A URL (`s3://`,
     `gs://`, `az://`) names an object, a prefix or a wildcard; keys and address come from the environment. Matches are
     sorted, so their order does not depend on the disk. Only the files' content and their names below their common
@@ -82,7 +94,7 @@ class HubSource(Section):
 
     kind: Literal["hf"]
     """A dataset of the Hugging Face Hub, or a local folder of data files."""
-    name: str
+    name: SourceName
     """Name of the source in folders, tables and mixtures."""
     dataset: LocalPath
     """Hub id (`roneneldan/TinyStories`) or local path."""
@@ -186,6 +198,10 @@ class ShardConfig(Section):
         return [source.name for source in self.sources]
 
 
+LEAST_COVERAGE = 0.98
+"""The lowest `character_coverage` with which sentencepiece trains."""
+
+
 class TokenizerConfig(Section):
     """Stage 2: train a tokenizer, or take a ready one."""
 
@@ -204,7 +220,7 @@ class TokenizerConfig(Section):
     algorithm: Literal["bpe", "unigram"] = "bpe"
     """Model type of sentencepiece. `unigram` encodes faster and trains about 9 times slower. `kind: bpe` ignores this
     and `character_coverage`."""
-    character_coverage: float = Field(0.9999, gt=0, le=1)
+    character_coverage: float = Field(0.9999, ge=LEAST_COVERAGE, le=1)
     """For sentencepiece: share of the corpus's characters that get a token of their own. The rest are spelled in bytes
     (byte fallback). At least 0.98."""
     train_mb: PositiveFloat = 2000.0
@@ -221,8 +237,6 @@ class TokenizerConfig(Section):
     hashes."""
 
 
-LEAST_COVERAGE = 0.98
-"""The lowest `character_coverage` with which sentencepiece trains."""
 UINT16_IDS = 65536
 """So many ids a token of two bytes can be."""
 
@@ -230,7 +244,7 @@ UINT16_IDS = 65536
 class EncodeConfig(Section):
     """Stage 3: tokenize the text shards into token shards."""
 
-    copy_to: str | None = execution(None)
+    copy_to: StoreUrl | None = execution(None)
     """URL in an object store (s3://bucket/prefix, gs://, az://, file://) for an upload of the token shards; null: no
     upload. The stage is done once they are uploaded. `train.tokens_from` downloads them. Keys and addresses come from
     the environment. For a stage that is done already: `drover copy-tokens`."""

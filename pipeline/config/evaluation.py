@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from drover.pipeline.config.section import LocalPath, Section, added, execution
+from drover.pipeline.config.section import LocalPath, Section, StoreUrl, added, execution
 
 
 class ConvertConfig(Section):
@@ -20,7 +20,7 @@ class ConvertConfig(Section):
     """Type of the exported weights."""
     max_shard_mb: PositiveFloat = 4000.0
     """Largest safetensors file in MB."""
-    copy_to: str | None = execution(None)
+    copy_to: StoreUrl | None = execution(None)
     """URL in an object store (`s3://bucket/models/mine`) for an upload of the finished folder; null: no upload. Use the
     URL for this run's export alone. If you set it later, the folder is uploaded without a new conversion."""
 

@@ -37,9 +37,8 @@ def explain(config: Config, key: str = "") -> str:
     if not chosen:
         section = key.rpartition(".")[0]
         known = [leaf for at, _, leaf in (name.rpartition(".") for name in entries) if at == section]
-        text, meant = suggestion(key, known)
-        text = f"did you mean '{meant}'?" if meant else text
-        raise UserError(f"There is no setting '{key}'; {text} `drover explain` without a name prints them all.")
+        raise UserError(f"There is no setting '{key}'; {suggestion(key, known)} `drover explain` without a name prints "
+                        f"them all.")
     return "\n\n".join(chosen)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
@@ -100,42 +101,15 @@ MEANINGS = {
     "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
     "train.warmup_steps": "in steps",
 }
-DELETED_SETTINGS: dict[str, str] = {
-    "launch.hosts": "start torchrun on each machine, as docs/machines.md shows.",
-    "launch.ssh": "start torchrun on each machine, as docs/machines.md shows.",
-    "launch.trusted_group": "set launch.check_owners to false if you trust everyone who may write the run folder or a "
-                            "folder above it.",
-    "train.cache": "train.tokens_from downloads all token shards once per node, into train.tokens_folder.",
-    "launch.evaluate.every_checkpoints": "train.validation_every measures validation loss during training, and "
-                                         "`drover compare --models RUN/train/checkpoints/*` evaluates checkpoints that "
-                                         "were kept.",
-}
-"""Former setting or section, dotted: what to use instead, as a sentence."""
-BOUNDS = {"least": "min", "most": "max"}
-"""First words of bounds, and those that settings have: by their letters alone, least_words is closer to max_words. By
-themselves they are former names."""
 
 
-def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
-    """A hint for the unknown setting `key`, whose section has the keys `known`; and the setting that was probably
-    meant, dotted, or None."""
-    if key in DELETED_SETTINGS:
-        return f"it was removed: {DELETED_SETTINGS[key]}", None
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """A hint for an unknown setting, whose section has the keys `known`."""
     section, _, name = key.rpartition(".")
-    inside = f"{section}." if section else ""
-    spelled, (first, _, rest) = name.lower().replace("-", "_"), name.partition("_")
-    meant = [ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()]
-    if first in BOUNDS:
-        meant += [inside + other for other in known if other.startswith(f"{BOUNDS[first]}_{rest}")]
-    very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
-                         for cutoff in (0.85, 0.5))
-    elsewhere = [other for other in keys_of(Config) if other.rpartition(".")[2] == name]
-    found = [*(other for other in meant if other.rpartition(".")[0] == section), *very_close, *meant,
-             *elsewhere * (len(elsewhere) == 1), *close]
-    if not found:
-        return f"known here: {', '.join(known)}.", None
-    best, here = found[0], found[0].rpartition(".")[0] == section
-    shown = best.removeprefix(inside) if here else best
-    explained = f"'{shown}'" + (f" ({MEANINGS[best]})" if best in MEANINGS else "")
-    other_section = best in meant and not here and "." in best
-    return f"here that is {explained}." if other_section else f"did you mean {explained}?", best
+    name = name.lower().replace("-", "_")
+    meant = [ours for ours, theirs in ELSEWHERE.items() if name in theirs.split()]
+    meant += [ours for ours in keys_of(Config) if ours.rpartition(".")[2] == name]
+    close = [f"{section}.{one}".strip(".") for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
+    for best in sorted(meant, key=lambda ours: ours.rpartition(".")[0] != section) + close:
+        return f"did you mean '{best}'{f' ({MEANINGS[best]})' if best in MEANINGS else ''}?"
+    return f"known here: {', '.join(known)}."

@@ -45,11 +45,6 @@ class Outside(Kind):
     model_config = ConfigDict(extra="allow")
 
 
-def impossible(text: str) -> PydanticCustomError:
-    """An error for validators: settings of one item that contradict each other."""
-    return PydanticCustomError("impossible", "{text}", {"text": text})
-
-
 @dataclass(frozen=True)
 class Kinds:
     """The kinds of one setting.

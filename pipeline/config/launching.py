@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from drover.pipeline.config.kinds import impossible
-from drover.pipeline.config.section import LocalPath, Section, nested
+from drover.pipeline.config.section import LocalPath, Location, Section, impossible, nested
 
 
 def minutes(time: int | str) -> int:
@@ -144,7 +143,7 @@ class ReportResources(Resources):
 class Container(Section):
     """A container in which Slurm jobs run every stage. The batch script, the runner and srun run outside of it."""
 
-    image: LocalPath | None = None
+    image: Location | None = None
     """Image: a file, or for podman and pyxis also a name in a registry; null: no container. `launch.python` is then the
     Python inside."""
     runtime: Literal["apptainer", "podman", "pyxis"] = "apptainer"

@@ -47,7 +47,7 @@ def _share(value: Any) -> Any:
 
 TokenCount = Annotated[int, BeforeValidator(read_tokens)]
 """Tokens: a whole number, or a text such as 250M."""
-Mixture = dict[str, Annotated[float, BeforeValidator(_share), Field(lt=2**63)]]
+Mixture = dict[str, Annotated[float, BeforeValidator(_share), Field(ge=0, lt=2**63)]]
 """Weights by source: numbers, or tokens as texts (8B)."""
 
 

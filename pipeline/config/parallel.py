@@ -29,11 +29,11 @@ class ParallelConfig(Section):
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
     """`fsdp2` is torch's own sharding and composes with tensor, context and pipeline parallelism. `deepspeed` is ZeRO,
     which can also keep optimizer state or weights in host memory (`offload`)."""
-    dp_replicate: int = Field(1, ge=-1)
+    dp_replicate: PositiveInt | Literal[-1] = 1
     """Replicas of the sharded model (HSDP). With many nodes, use one replica per group of nodes: only gradients then
     travel between groups. -1: as many as there are ranks for. For example, `dp_replicate: -1` with `dp_shard: 8` is a
     replica per node of eight GPUs, on any number of nodes."""
-    dp_shard: int = Field(-1, ge=-1)
+    dp_shard: PositiveInt | Literal[-1] = -1
     """Ranks that shard one replica of weights, gradients and optimizer state; -1: all remaining ranks."""
     tp: PositiveInt = 1
     """Tensor parallelism: ranks that share each matrix product. Between the products they split the sequence. Keep them

@@ -24,7 +24,7 @@ class Phase:
         train: its settings; `steps` is the whole run's, `phases` is empty.
         first_step: steps done when it starts. steps: how many it has.
         first_token, first_sequence: tokens and sequences trained on when it starts, if nothing is left out.
-        said: its section; None for a training without phases.
+        own: its section; None for a training without phases.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Phase:
     steps: int
     first_token: int
     first_sequence: int
-    said: PhaseConfig | None = None
+    own: PhaseConfig | None = None
 
     @property
     def end_step(self) -> int:
@@ -53,7 +53,7 @@ class Phase:
     @property
     def name(self) -> str:
         """Its name in messages: the place of its settings."""
-        return "train" if self.said is None else f"train.phases[{self.number}]"
+        return "train" if self.own is None else f"train.phases[{self.number}]"
 
     def __str__(self) -> str:
         return (f"phase {self.number + 1}: steps {self.first_step + 1:,} to {self.end_step:,}, "
@@ -74,16 +74,16 @@ class PhasePlan:
             return cls((Phase(0, train, 0, train.steps, 0, 0),))
         found: list[Phase] = []
         step = token = sequence = 0
-        for number, (said, steps) in enumerate(zip(train.phases, train.phase_steps(), strict=True)):
-            own = train.model_copy(update={**said.overlaid, "phases": []})
-            found.append(phase := Phase(number, own, step, steps, token, sequence, said))
+        for number, (own, steps) in enumerate(zip(train.phases, train.phase_steps(), strict=True)):
+            settings = train.model_copy(update={**own.overlaid, "phases": []})
+            found.append(phase := Phase(number, settings, step, steps, token, sequence, own))
             step, token, sequence = phase.end_step, token + phase.tokens, sequence + phase.steps * phase.sequences
         return cls(tuple(found))
 
     @property
     def declared(self) -> bool:
         """Whether the configuration has phases."""
-        return self.phases[0].said is not None
+        return self.phases[0].own is not None
 
     @property
     def steps(self) -> int:
@@ -145,14 +145,14 @@ def plan_problems(train: TrainConfig) -> Iterator[str]:
     if train.grain_tokens is not None and train.packing != "concatenate":
         yield (f"train.grain_tokens is set, but train.packing '{train.packing}' has no chunks: when the sequence "
                f"length changes, the rest of an epoch is packed again. Leave it out.")
-    for phase, said in zip(plan.phases, train.phases, strict=True):
-        if said.until <= phase.first_token:
-            yield (f"{phase.name}.until {tokens_text(said.until)} is not after {tokens_text(phase.first_token)}, where "
+    for phase, own in zip(plan.phases, train.phases, strict=True):
+        if own.until <= phase.first_token:
+            yield (f"{phase.name}.until {tokens_text(own.until)} is not after {tokens_text(phase.first_token)}, where "
                    f"the phase before ends (its own `until`, rounded up to a whole step).")
-        if said.schedule == "constant" and said.lr_end is not None:
+        if own.schedule == "constant" and own.lr_end is not None:
             yield f"{phase.name} has an lr_end, but its schedule is constant; take linear or cosine."
-        if said.warmup_steps is not None and said.warmup_steps > phase.steps > 0:
-            yield f"{phase.name}.warmup_steps {said.warmup_steps} is more than its {phase.steps} steps."
+        if own.warmup_steps is not None and own.warmup_steps > phase.steps > 0:
+            yield f"{phase.name}.warmup_steps {own.warmup_steps} is more than its {phase.steps} steps."
     yield from _first_curve(train, plan)
     if train.steps != plan.steps:
         yield (f"train.steps {train.steps} is not the number of steps in train.phases, {plan.steps}. Leave it out (or "
@@ -162,7 +162,7 @@ def plan_problems(train: TrainConfig) -> Iterator[str]:
 def _first_curve(train: TrainConfig, plan: PhasePlan) -> Iterator[str]:
     """Check that warmup and decay of the first learning-rate curve fit into its steps."""
     first, later = train.phases[0], zip(plan.phases[1:], train.phases[1:], strict=True)
-    end = next((phase.first_step for phase, said in later if said.begins_curve), plan.steps)
+    end = next((phase.first_step for phase, own in later if own.begins_curve), plan.steps)
     warmup = train.warmup_steps if first.warmup_steps is None else first.warmup_steps
     decay = (train.decay_steps or 0) if train.schedule == "wsd" and not first.begins_curve else 0
     if 0 < end < warmup + decay:

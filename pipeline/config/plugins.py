@@ -43,12 +43,11 @@ def plugin_files() -> list[Path]:
                                         and (path := Path(file).resolve()).parent in folders)})
 
 
-def load_plugins(names: Any, config: Path, place: str) -> list[str]:
+def load_plugins(names: Any, folder: Path, place: str) -> list[str]:
     """Import the plugins of a configuration, in order.
 
     Args:
-        names: names of modules, or of files that end in .py, relative to `config` or the working directory.
-        config: the file that names them; for an override, the configuration.
+        names: names of modules, or of files that end in .py, relative to `folder` or the working directory.
         place: the line that names them, for errors.
 
     Returns:
@@ -61,7 +60,7 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
         raise UserError(f"{place}: `plugins` is a list of modules and files, not {shortened(repr(names))}.")
     found = []
     for name in map(local_path, names):
-        path = _file(name, config, place) if name.endswith(".py") else None
+        path = _file(name, folder, place) if name.endswith(".py") else None
         _import(_module(name), path, place)
         found.append(str(path or name))
     return found
@@ -106,9 +105,9 @@ def _module(name: str) -> str:
     return Path(name).stem if name.endswith(".py") else name
 
 
-def _file(name: str, config: Path, place: str) -> Path:
+def _file(name: str, folder: Path, place: str) -> Path:
     # The last is for a run that was moved with its plugins: its configuration has their former paths.
-    candidates = config.parent / name, Path(name), config.parent / Path(name).name
+    candidates = folder / name, Path(name), folder / Path(name).name
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
 from drover.pipeline.core.errors import meant
 
 
@@ -18,20 +19,36 @@ def local_path(text: str) -> str:
     return os.path.expanduser(text)  # noqa: PTH111 - Path would also change ./a, and fail for a user that is unknown
 
 
-def _possible(text: str) -> str:
+def _path(text: str) -> str:
     path = local_path(text)
-    try:
-        encoded = os.fsencode(path)
-    except UnicodeEncodeError:
-        encoded = b"\0"
-    if b"\0" in encoded or len(encoded) > 4000 or max(map(len, encoded.split(b"/"))) > 255:
-        raise PydanticCustomError("impossible", "no file can have this name: it is too long, or has characters that "
-                                                "names cannot have")
+    if "\0" in path or max(map(len, os.fsencode(path).split(b"/"))) > 255 or len(path) > 4000:
+        raise impossible("no file can have this name: it is too long, or has characters that names cannot have")
     return path
 
 
-LocalPath = Annotated[str, AfterValidator(_possible)]
-"""A path on this machine, in a configuration."""
+def impossible(text: str) -> PydanticCustomError:
+    """An error for validators: settings of one item that contradict each other."""
+    return PydanticCustomError("impossible", "{text}", {"text": text})
+
+
+def _refusing(problem: Callable[[str], str | None]) -> AfterValidator:
+    def check(text: str) -> str:
+        if (found := problem(text)) is not None:
+            raise impossible(found)
+        return text
+    return AfterValidator(check)
+
+
+Location = Annotated[str, AfterValidator(_path)]
+"""A path on this machine, or anything else that a program takes in its place."""
+LocalPath = Annotated[Location, _refusing(not_a_path)]
+"""A path on this machine."""
+SourcePath = Annotated[Location, _refusing(unreadable)]
+"""A path on this machine, or a URL in an object store."""
+StoreUrl = Annotated[str, _refusing(unusable_url), _refusing(
+    lambda url: "a URL with a question mark is signed, which does not work. Give the URL of a prefix" if "?" in url
+    else None)]
+"""A URL in an object store."""
 
 
 class Section(BaseModel):
@@ -132,15 +149,15 @@ def shortened(text: str, most: int = 300) -> str:
 def sentence(problem: Any, key: str, instead: str) -> str:
     """One of pydantic's errors as a sentence. key: the setting, dotted. instead: the hint if the key is unknown."""
     kind, given, message = problem["type"], problem.get("input"), problem["msg"][0].lower() + problem["msg"][1:]
-    key, message = shortened(key), shortened(message, 1000)
+    key = shortened(key)
     if kind == "extra_forbidden":
         return f"unknown key '{key}'; {instead}"
     if kind == "missing":
         return f"'{key}' is missing."
     if kind == "impossible":
-        return f"'{key}': {message}."
+        return f"'{key}': {message.rstrip('.')}."
     if kind == "string_type" and isinstance(given, int | float):
         message = f"a text is needed; write it in quotes ('{str(given).lower()}')"
     shown = "a mapping" if isinstance(given, dict) else "a list" if isinstance(given, list) else \
         f"{shortened(repr(given))} ({type(given).__name__})"
-    return f"'{key}' is {shown}: {message}{'' if message[-1] in '?.' else '.'}"
+    return f"'{key}' is {shown}: {shortened(message, 1000).rstrip('.')}."

@@ -17,7 +17,7 @@ from pydantic import (
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.mixture import Mixture, TokenCount
-from drover.pipeline.config.section import LocalPath, Section, added, execution, nested
+from drover.pipeline.config.section import LocalPath, Section, StoreUrl, added, execution, nested
 from drover.pipeline.config.shipped import HOOKS, SINKS
 
 FIRST = 3
@@ -89,7 +89,7 @@ class CheckpointConfig(Section):
     weights and optimizer state. One save is in progress at a time. false: wait for each."""
     attempts: PositiveInt = 3
     """How often a save is tried before the run stops with the reason. Each failure is logged."""
-    copy_to: str | None = None
+    copy_to: StoreUrl | None = None
     """URL in an object store (`s3://bucket/runs/mine`, `gs://`, `az://`, `file:///`) for uploads of the checkpoints;
     null: no uploads. Training continues during an upload. Use the URL for this run alone. A start downloads a
     checkpoint from there if the run folder has none as new, or is gone. Training then continues from it. `keep` and
@@ -251,7 +251,7 @@ class TrainConfig(Section):
     norms, rotations and activation functions. Results are bit-identical; memory falls and time grows."""
     recomputed_blocks: PositiveInt = execution(1)
     """Apply activation checkpointing to every n-th block only: 1 to all, 2 to every second."""
-    kept_activations: list[Activation] = execution([*KEPT_ACTIVATIONS])
+    kept_activations: list[Activation] = execution([*KEPT_ACTIVATIONS], min_length=1)
     """For `selective`: the results to keep, by name: `attention` and the matrix products. The default lacks w2's, which
     the backward pass never needs."""
     compile: bool | None = execution(None)
@@ -267,7 +267,7 @@ class TrainConfig(Section):
     """Share of each source among the training tokens, by name. Give weights of any sum, or tokens as in {web: 8B, code:
     2B}. null: in proportion to their tokens, every sequence exactly once an epoch. 0 leaves a source out. The smallest
     other share is 1 sequence in 131,072."""
-    max_epochs: dict[str, float] | float | None = execution(None)
+    max_epochs: dict[str, PositiveFloat] | PositiveFloat | None = execution(None)
     """Most epochs of each source that the plan may train on: one number for all, or one by name. Epochs are tokens
     trained on, divided by tokens of the source. More is refused as soon as the tokens are counted. null: no limit, but
     a warning of more than 4 epochs."""
@@ -283,7 +283,7 @@ class TrainConfig(Section):
     stop_after_minutes: PositiveFloat | None = execution(None)
     """Save and exit this many minutes after the start of the process; null: never. The same command continues. For
     sites that stop a job without a warning signal."""
-    tokens_from: str | None = execution(None)
+    tokens_from: StoreUrl | None = execution(None)
     """URL in an object store (s3://bucket/prefix, gs://, az://, file://) with token shards. Each node downloads them
     before the first step. `encode.copy_to` or `drover copy-tokens` uploads them. Of the encode stage's folder, training
     then needs the manifest and no `.arrow` file. Keys and addresses come from the environment. null: read that

@@ -103,7 +103,7 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
         for key in was | after:
             if was.get(key) != after.get(key):
                 yield begun, f"{key}: {was.get(key)} -> {after.get(key)}"
-        reached, end = min(step, old.end_step), "train.steps" if new.said is None else f"{new.name}.until"
+        reached, end = min(step, old.end_step), "train.steps" if new.own is None else f"{new.name}.until"
         if begun and reached > new.end_step:
             yield True, (f"{end} is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and step {reached} "
                          f"of it is done")
@@ -116,11 +116,11 @@ def _settings(phase: Phase, name: str) -> dict[str, Any]:
     found = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
     if phase.number == 0:
         found |= {f"train.{key}": getattr(phase.train, key) for key in OWN_CURVE}
-    return found | {f"{name}.{key}": value for key in CURVE if (value := getattr(phase.said, key, None)) is not None}
+    return found | {f"{name}.{key}": value for key in CURVE if (value := getattr(phase.own, key, None)) is not None}
 
 
 def _until(phase: Phase) -> str:
-    return tokens_text(phase.said.until) if phase.said is not None else f"step {phase.end_step}"
+    return tokens_text(phase.own.until) if phase.own is not None else f"step {phase.end_step}"
 
 
 def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:

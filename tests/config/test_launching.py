@@ -79,9 +79,9 @@ def test_a_profile_is_laid_under_the_runs_own_settings(written):
 
 
 @pytest.mark.parametrize(("profile", "name", "said"), table("""
-    {partion: gpu} -> ours -> ours.yaml:1: unknown key 'launch.partion'; did you mean 'partition'
-    {launch: {partition: gpu}} -> ours -> no `launch:`
-    {} -> theirs -> no cluster profile 'theirs'
+    {partion: gpu} -> ours -> ours.yaml:1: unknown key 'launch.partion'; did you mean 'launch.partition'
+    {launch: {partition: gpu}} -> ours -> unknown key 'launch.launch'
+    {} -> theirs -> (launch.cluster=theirs) names it as a cluster profile. Give a file, or one of
     {} -> theirs -> example, lab, ours""", yaml.safe_load))
 def test_mistakes_in_a_profile_are_named_with_its_line(written, profile, name, said):
     written(profile, "clusters/ours.yaml")

@@ -15,14 +15,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
 
 
-def test_a_run_of_an_earlier_drover_is_read_without_settings_that_were_removed(written, capsys):
-    """In a configuration of one's own they are refused; see test_refusals.py."""
+def test_a_run_of_an_earlier_drover_is_read_without_settings_that_were_removed(written):
+    """In a configuration of one's own, and on the command line, they are refused."""
     written("{}", "runs/a/shard/manifest.json")
-    path = written("name: a\nlaunch: {hosts: [n1, n2], ssh: []}\n", "runs/a/config.yaml")
-    assert load_config(path).name == "a"
-    noted = capsys.readouterr().err
-    assert f"{path}: the setting launch.hosts was removed and is ignored: start torchrun" in noted
-    assert "launch.ssh" not in noted
+    text = "name: a\nlaunch: {hosts: [n1, n2], cpus: 3}\n"
+    path = written(text, "runs/a/config.yaml")
+    assert load_config(path, ["train.lr=1"]).launch.cpus == 3
+    assert "unknown key 'launch.hosts'" in refusal(path, "launch.hosts=1")
+    assert "unknown key 'launch.hosts'" in refusal(written(text, "runs/b/config.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -91,7 +91,7 @@ train:
   batch_tokens: 1024
   packing: best_fit
   grain_tokens: 512
-  max_epochs: {wob: 1, web: 0}
+  max_epochs: {wob: 1, web: 2}
   phases:
     - {until: 10k, mixture: {web: 0, code: 0}}
     - {until: 9k, sequence_length: 512, batch_tokens: 1000}
@@ -100,7 +100,7 @@ train:
 """))
     for expected in """
 train.grain_tokens is set, but train.packing 'best_fit' has no chunks
-train.phases[0]: train.mixture needs shares of 0 or more with a sum above 0
+train.phases[0]: train.mixture needs shares with a sum above 0
 train.phases[1].until 9k is not after 10.24k
 train.phases[1]: train.sequence_length 512 is longer than model.context_length 256
 train.phases[1]: train.batch_tokens 1000 is not a multiple of train.sequence_length 512
@@ -110,7 +110,6 @@ train.phases[2]: train.mixture lacks code of shard.sources
 train.phases[2] has an lr_end, but its schedule is constant
 train.phases[3].warmup_steps 500 is more than its 9 steps
 train.phases[3]: train.mixture gives the source code 1e-07
-train.max_epochs is 0 for web; a limit is above 0
 train.max_epochs names wob
 shard.filters: the filter repetition names books, but shard.sources are web, code""".splitlines():
         assert expected in said, said

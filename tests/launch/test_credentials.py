@@ -37,10 +37,10 @@ def found(environment=None, config=None, **launch):
 def test_known_forms_are_refused_wherever_they_stand(kind):
     """With the way to continue, and without the value."""
     token = TOKENS[kind]
-    source = [{"kind": "files", "name": "t", "paths": [token if kind == "address" else f"/data/{token}"]}]
+    config = {"shard": {"sources": [{"kind": "files", "name": "t", "paths": [f"/data/{token}"]}]}}
     for settings in ({"setup": [f"login {token}"]}, {"environment": {"ANYTHING": token}},
                      {"wrap": ["run", token]}, {"extra": {"comment": token}},
-                     {"config": {"shard": {"sources": source}}} if kind != "header" else {"setup": [token]}):
+                     {"setup": [token]} if kind in ("header", "address") else {"config": config}):
         problem, = found(**settings)
         assert "looks like a secret (" in problem and token not in problem
         assert "launch.secrets" in problem and "only you can read" in problem

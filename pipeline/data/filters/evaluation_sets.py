@@ -12,8 +12,7 @@ import yaml
 from pydantic import model_validator
 
 from drover.pipeline.config.data import FilesSource
-from drover.pipeline.config.kinds import impossible
-from drover.pipeline.config.section import LocalPath, Section, execution
+from drover.pipeline.config.section import LocalPath, Section, execution, impossible
 from drover.pipeline.config.yaml_source import read_task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Limit, Place, Unreadable, damage, is_shortage

@@ -9,8 +9,7 @@ from typing import Self
 
 from pydantic import field_validator, model_validator
 
-from drover.pipeline.config.kinds import impossible
-from drover.pipeline.config.section import Section
+from drover.pipeline.config.section import Section, impossible
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 

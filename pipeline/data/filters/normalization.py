@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from drover.pipeline.config.kinds import impossible
+from drover.pipeline.config.section import impossible
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 

@@ -15,19 +15,19 @@ def planned_rate(step: int, plan: PhasePlan) -> float:
     end at its last step; wsd stays, and falls linearly to it over the last `decay_steps` (Hu et al. 2024).
     """
     begins = [phase for phase in plan.phases
-              if phase.number == 0 or (phase.said is not None and phase.said.begins_curve)]
+              if phase.number == 0 or (phase.own is not None and phase.own.begins_curve)]
     now = plan.phase_of(step + 1).number
     phase = [phase for phase in begins if phase.number <= now][-1]
     end_step = min([plan.steps, *(later.first_step for later in begins if later.number > phase.number)])
-    at, steps, train, said = step - phase.first_step, max(1, end_step - phase.first_step), phase.train, phase.said
+    at, steps, train, own = step - phase.first_step, max(1, end_step - phase.first_step), phase.train, phase.own
     rate, warmup, form = train.lr, train.warmup_steps, str(train.schedule)
-    if said is not None and said.begins_curve:
+    if own is not None and own.begins_curve:
         if phase.number > 0:
-            rate, warmup = planned_rate(phase.first_step - 1, plan) if said.lr is None else 0.0, 0
-        rate = rate if said.lr is None else said.lr
-        warmup = warmup if said.warmup_steps is None else said.warmup_steps
-        form = said.schedule or ("constant" if said.lr_end is None else "linear")
-    end = rate * train.min_lr_share if said is None or said.lr_end is None else said.lr_end
+            rate, warmup = planned_rate(phase.first_step - 1, plan) if own.lr is None else 0.0, 0
+        rate = rate if own.lr is None else own.lr
+        warmup = warmup if own.warmup_steps is None else own.warmup_steps
+        form = own.schedule or ("constant" if own.lr_end is None else "linear")
+    end = rate * train.min_lr_share if own is None or own.lr_end is None else own.lr_end
     if at < warmup:
         return rate * (at + 1) / warmup
     if form == "constant":
