@@ -4,14 +4,15 @@
     drover chat --model runs/demo --interactive
     drover chat --model path/to/Llama-3.2-1B-Instruct --chat --interactive
 
-Several prompts are continued together and printed in their order. Ctrl-C ends a reply; at `>`, Ctrl-D ends the session.
+Several prompts are continued together; the first is printed as it is generated. Ctrl-C ends a reply; at `>`, Ctrl-D
+ends the session.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,22 +66,26 @@ class Session:
         self.written = 0
 
     def write(self, prompts: Sequence[str]) -> None:
-        """Continue all prompts together. Print them in their order, as they are generated."""
+        """Continue all prompts together. The first one is printed as it is generated, the others at the end."""
+        from drover.model.generation.stream import stream
+
         ids = [self._ids(prompt) for prompt in prompts]
         settings = [replace(self._fitting(row), seed=(self.sampling.seed + self.written + number) % 2**63)
                     for number, row in enumerate(ids)]
         self.written += len(prompts)
-        shown = ["" if self.template else prompt for prompt in prompts]
-        answers = [""] * len(prompts)
+        waiting = ["" if self.template else prompt for prompt in prompts]
+        reply = ""
         try:
-            for number, text in in_order(self.opened, ids, settings):
-                show(shown[number] + text)
-                shown[number] = ""
-                answers[number] += text
+            with named_if_nan(self.opened):
+                for piece in stream(self.opened.model, readable_bytes(self.opened.tokenizer), ids, settings):
+                    waiting[piece.number] += piece.text
+                    if piece.number == 0:
+                        show(waiting[0])
+                        waiting[0], reply = "", reply + piece.text
         finally:
-            show("\n")
+            show("\n".join([*waiting, ""]))
             if self.template and len(prompts) == 1:  # an interrupted reply is remembered as far as it was shown
-                self.messages += [{"role": "user", "content": prompts[0]}, {"role": "assistant", "content": answers[0]}]
+                self.messages += [{"role": "user", "content": prompts[0]}, {"role": "assistant", "content": reply}]
 
     def ask(self) -> None:
         """Read prompts from the terminal until it ends."""
@@ -119,31 +124,6 @@ class Session:
             raise UserError(f"The prompt has {len(ids)} tokens, which leaves no room in the model's context of "
                             f"{context}. Shorten it{more}.")
         return replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
-
-
-def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
-             samplings: Sequence[Sampling]) -> Iterator[tuple[int, str]]:
-    """Continue prompts together and yield (number, text): first the pieces of the first prompt as they come, then those
-    of the second, and so on. Every prompt has at least one piece, and a line end separates two prompts."""
-    from drover.model.generation.stream import stream
-
-    waiting = dict.fromkeys(range(len(prompts)), "")
-    ended: set[object] = set()
-    first = 0
-    with named_if_nan(opened):
-        for piece in stream(opened.model, readable_bytes(opened.tokenizer), prompts, samplings):
-            waiting[piece.number] += piece.text
-            if piece.end:
-                ended.add(piece.number)
-            while first in waiting:
-                text, over = waiting[first], first in ended
-                waiting[first] = ""
-                if text or over:
-                    yield first, text + ("\n" if over and first + 1 < len(prompts) else "")
-                if not over:
-                    break
-                del waiting[first]
-                first += 1
 
 
 def show(text: str) -> None:

@@ -12,8 +12,7 @@ from drover.pipeline.contract.run import run_in
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.tools.ledger import Ledger
 from drover.tools.trace.__main__ import main
-from drover.tools.trace.documents import Search
-from drover.tools.trace.steps import Steps
+from drover.tools.trace.tracing import Search, Steps
 from tests.conftest import slow
 from tests.refusal import printed, table
 from tests.tools.recorded import Recorded
@@ -31,17 +30,17 @@ PHASES = """train.phases=[{until: 9216, sequence_length: 32, mixture: {web: 1, n
 """Nine steps each. Sequences of 24 tokens fit no grain, which is of 128: that phase reads its source anew, unless
 documents are packed."""
 PACKED = "train.packing=best_fit"
-ORDERS = {"mixture": (4, ("train.mixture={web: 1, notes: 3}",), (192, 368)), "packed": (2, (PACKED,), (192, 368)),
-          "phases": (4, ("train.steps=null", PHASES), (256, 672)),
-          "packed phases": (1, ("train.steps=null", PHASES, PACKED), (256, 672))}
-"""Ranks, settings, and the first samples of two steps that are undone; with phases, one is the last of its phase."""
+ORDERS = {"mixture": (("train.mixture={web: 1, notes: 3}",), (192, 368)), "packed": ((PACKED,), (192, 368)),
+          "phases": (("train.steps=null", PHASES), (256, 672)),
+          "packed phases": (("train.steps=null", PHASES, PACKED), (256, 672))}
+"""Settings, and the first samples of two steps that are undone; with phases, one is the last of its phase."""
 
 
 @pytest.fixture(scope="module", params=["mixture", *slow("phases", "packed", "packed phases")])
 def recorded(request, tmp_path_factory, traced):
     """30 of 36 steps, of which step 8 skipped its update and two were undone by rollbacks."""
-    ranks, settings, spikes = ORDERS[request.param]
-    return ranks, Recorded(tmp_path_factory.mktemp("backwards") / "mini", traced, settings=settings, spikes=spikes)
+    settings, spikes = ORDERS[request.param]
+    return Recorded(tmp_path_factory.mktemp("backwards") / "mini", traced, settings=settings, spikes=spikes)
 
 
 def asked(capsys, recorded, *arguments, expect=0):
@@ -52,29 +51,27 @@ def asked(capsys, recorded, *arguments, expect=0):
 
 
 def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded, request):
-    (ranks, recorded), seen = recorded, defaultdict(set)
+    seen = defaultdict(set)
     for step in range(1, PLANNED + 1):
-        pieces = asked(capsys, recorded, "--step", str(step), "--ranks", str(ranks))["pieces"]
-        samples = sorted({piece["sample"] for piece in pieces})
-        for piece in pieces:
-            rank = samples.index(piece["sample"]) * ranks // len(samples)
-            seen[piece["key"]].add((step, rank, piece["sample"], *piece["tokens"]))
-    steps = Steps(Ledger(run_in(recorded.folder)), ranks)
+        for piece in asked(capsys, recorded, "--step", str(step))["pieces"]:
+            seen[piece["key"]].add((step, piece["sample"], *piece["tokens"]))
+    steps = Steps(Ledger(run_in(recorded.folder)))
     search, order = Search(steps), steps.ledger.data.order
     undone = {rollback.samples[0][0]: rollback for rollback in steps.ledger.rollbacks}
-    assert list(undone) == list(ORDERS[request.node.callspec.params["recorded"]][2])
+    assert list(undone) == list(ORDERS[request.node.callspec.params["recorded"]][1])
     for rollback in undone.values():
         for piece in asked(capsys, recorded, "--samples", *map(str, rollback.samples[0]))["pieces"]:
-            seen[piece["key"]].add((rollback.step, None, piece["sample"], *piece["tokens"]))
+            seen[piece["key"]].add((rollback.step, piece["sample"], *piece["tokens"]))
+    left_out = {sample for rollback in undone.values() for samples in rollback.samples for sample in range(*samples)}
     assert max(order.epochs(steps.end).values()) > 2, "some documents are read several times"
     reads_anew, found = steps.phases.declared and not steps.ledger.data.packings, []
     for key in random.Random(2).sample(sorted(seen), 60):
         [document] = search.records(search.with_key(key), text=False)
         found += document["readings"]
-        assert {(one["step"], one["rank"], one["sample"], *one["tokens"]) for one in document["readings"]} == seen[key]
+        assert {(one["step"], one["sample"], *one["tokens"]) for one in document["readings"]} == seen[key]
     for one in found:
         step = one["step"]
-        assert one["what"] == ("left out" if one["rank"] is None else "skipped" if step == 8 else
+        assert one["what"] == ("left out" if one["sample"] in left_out else "skipped" if step == 8 else
                                "to come" if step > 30 else "trained")
         assert one.get("own_phase", 0) == (2 if reads_anew and 10 <= step <= 18 else 0)
     assert any("own_phase" in one for one in found) == reads_anew
@@ -82,11 +79,11 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
 
 
 def test_a_phase_counts_its_own_epochs_and_its_own_ranks(capsys, tmp_path, traced):
-    phased = Recorded(tmp_path / "mini", traced, settings=ORDERS["phases"][1], kills=(), spikes=(), unsound=())
+    phased = Recorded(tmp_path / "mini", traced, settings=ORDERS["phases"][0], kills=(), spikes=(), unsound=())
     assert "of phase 2  tokens" in printed(capsys, main, "--run", phased.folder, "--id", "p50")
-    for question, status in (("--id p3", 2), ("--step 20 --rank 0", 0), ("--step 30 --rank 0", 2)):
-        assert main(["--run", str(phased.folder), *question.split(), "--ranks", "16"]) == status
-    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in capsys.readouterr().err
+    for step, status in ((20, 0), (30, 2)):
+        assert main(["--run", str(phased.folder), "--step", str(step), "--rank", "0", "--ranks", "16"]) == status
+    assert "the 8 sequences of step 30; asked: 16 ranks" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +124,7 @@ def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, whol
 @pytest.mark.parametrize(("arguments", "told"), table("""
     --document xyz -> asked: xyz
     --document 00000000 -> No document whose key begins with 00000000
-    --id p20 -> No document with the id p20
-    --id p3 --ranks 3 -> asked: 3""", shlex.split))
+    --id p20 -> No document with the id p20""", shlex.split))
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
     assert told in printed(capsys, main, "--run", whole.folder, *arguments, expect=2)
 

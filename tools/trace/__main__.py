@@ -29,7 +29,7 @@ def add_options(parser: Parser) -> None:
     what.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")
     what.add_argument("--id", help="documents with this id: one of their own, file:record or file@offset; reads the "
                                    "text shards")
-    parser.add_argument("--rank", type=int, help="only this data-parallel rank's samples (with --ranks)")
+    parser.add_argument("--rank", type=int, help="of a step, only this data-parallel rank's samples (with --ranks)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks that the step ran on")
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
     add_json(parser)
@@ -41,15 +41,10 @@ def work(options: argparse.Namespace) -> None:
 
     run = run_in(options.run)
     from drover.tools.ledger import Ledger
-    from drover.tools.trace.steps import Steps
+    from drover.tools.trace.tracing import Steps, show_documents, show_samples
 
-    steps = Steps(Ledger(run), options.ranks)
-    if options.step is None and options.samples is None:
-        from drover.tools.trace.documents import show
-        show(steps, options)
-    else:
-        from drover.tools.trace.forward import show
-        show(steps, options)
+    show = show_documents if options.step is None and options.samples is None else show_samples
+    show(Steps(Ledger(run)), options)
 
 
 main = Program("python -m drover.tools.trace", __doc__, add_options, work)

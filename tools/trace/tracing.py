@@ -1,4 +1,4 @@
-"""From a document to the steps that trained on it."""
+"""From a step to its documents, and from a document to the steps that trained on it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,130 @@ import argparse
 import json
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.core.console import ProgressBar, echo, first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.provenance import pieces_of
+from drover.pipeline.data.exclusion import ranges_of, sample_numbers, spelled
+from drover.pipeline.data.provenance import pieces, pieces_of
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
-from drover.tools.trace.steps import Steps
+from drover.pipeline.tokenization.kinds import load_tokenizer
+from drover.tools.ledger import Ledger, trained_on
 
 SHORTEST_KEY = 4
 Found = tuple[int, int]
 """A document: the row of its shard in the table of token shards, and its number in the shard."""
 
 
-def show(steps: Steps, options: argparse.Namespace) -> None:
+class Steps:
+    """The steps of a run: those in its log that no rollback undid, and planned ones.
+
+    Attributes:
+        done: the last step in the log.
+        planned: the last step of the plan.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.phases = ledger, PhasePlan.of(ledger.run.config.train)
+        self.planned, self.done = self.phases.steps, max(ledger.final, default=0)
+        self._excluded = ledger.excluded()
+        logged = sorted((line["samples"][0], step) for step, line in ledger.final.items())
+        self._firsts, self._logged = [sample for sample, _ in logged], [step for _, step in logged]
+        if any(event.get("accepted") for event in ledger.events):
+            echo("warning: the settings of this run were changed (--accept-changes); earlier steps may have trained on "
+                 "other text than is shown here", file=sys.stderr)
+
+    @property
+    def end(self) -> int:
+        """The sample after the last one of the log and of the plan."""
+        planned = self._excluded.take(0, self.phases.sequences_between(0, self.planned)).end
+        return max([planned, *(line["samples"][1] for line in self.ledger.final.values())])
+
+    def samples(self, step: int) -> np.ndarray:
+        """The sample numbers of a step (from 1), ascending."""
+        if (line := self.ledger.final.get(step)) is None:
+            before = self.phases.sequences_between(0, step - 1)
+            return self._excluded.numbers(0, before, self.phases.sequences_between(0, step) - before)
+        return sample_numbers(trained_on(line))
+
+    def skipped(self, step: int) -> str:
+        """Why a step's update was skipped; "" if it was not."""
+        return str(self.ledger.final.get(step, {}).get("skipped", ""))
+
+    def use_of(self, sample: int) -> Record:
+        """How a sample was used, or will be: the step, and whether it was trained, skipped, left out or is to come."""
+        for rollback in self.ledger.rollbacks:
+            if rollback.plan_sha256 in self.ledger.data.order.links and any(
+                    begin <= sample < end for begin, end in rollback.samples):
+                return {"step": rollback.step, "what": "left out", "why": rollback.why}
+        step = self._logged[place] if (place := bisect_right(self._firsts, sample) - 1) >= 0 else 0
+        if not step or not any(begin <= sample < end for begin, end in trained_on(self.ledger.final[step])):
+            step = self.phases.step_of(sample - sum(end - begin for begin, end in self._excluded.within(0, sample)))
+        why = self.skipped(step)
+        return {"step": step, "what": "skipped" if why else "trained" if step <= self.done else "to come", "why": why}
+
+
+def show_samples(steps: Steps, options: argparse.Namespace) -> None:
+    """Print the documents of `--step` or `--samples`, as lines or with `--json` as one object."""
+    notes = list[str]()
+    if options.step is None:
+        begin, end = options.samples
+        if not 0 <= begin < end or options.rank is not None:
+            raise UserError(f"--samples takes FIRST and END with 0 <= FIRST < END, and no --rank; asked: {begin} "
+                            f"{end}.")
+        samples = sample_numbers([(begin, end)])
+    else:
+        samples = _of_step(steps, options, notes)
+    tokenizer = load_tokenizer(steps.ledger.work.input("tokenizer")[0]) if options.text else None
+    title, records = "" if options.step is None else f"step {options.step}: ", list[Record]()
+    if not options.json:
+        echo(*notes, f"{title}samples {spelled(ranges_of(samples))}")
+    for piece in pieces(steps.ledger.data, samples):
+        shard, key = piece.shard.path.name, piece.key
+        text = tokenizer.decode(piece.ids().tolist()) if tokenizer else None
+        if options.json:
+            records.append({"sample": piece.sample, "source": piece.shard.source, "shard": shard,
+                            "document": piece.document, "key": key, "tokens": [piece.start, piece.stop],
+                            **({} if text is None else {"text": text})})
+            continue
+        echo(f"sample {piece.sample}  {shard}  document {piece.document}  key {key}  tokens "
+             f"{piece.start}..{piece.stop}", *([] if text is None else ["    " + text.replace("\n", "\n    ")]))
+    if options.json:
+        print(json.dumps({"step": options.step, "samples": ranges_of(samples), "notes": notes, "pieces": records},
+                         ensure_ascii=False))
+
+
+def _of_step(steps: Steps, options: argparse.Namespace, notes: list[str]) -> np.ndarray:
+    """The sample numbers of a step (and rank), as logged, or as planned if it is not done yet. Adds remarks to
+    `notes`."""
+    step, rank, ranks = options.step, options.rank, options.ranks
+    if step < 1 or not 0 <= (rank or 0) < ranks:
+        raise UserError(f"--step counts from 1, --rank from 0 below --ranks; asked: step {step}, rank {rank} of "
+                        f"{ranks}.")
+    if (sequences := steps.phases.phase_of(step).sequences) % ranks:
+        raise UserError(f"--ranks must divide the {sequences} sequences of step {step}; asked: {ranks} ranks.")
+    if step > steps.done:
+        notes.append(f"this run has done {steps.done} steps; these are the planned samples of step {step}")
+    if why := steps.skipped(step):
+        notes.append(f"the update of step {step} was skipped ({why})")
+    samples = steps.samples(step)
+    return samples if rank is None else np.array_split(samples, ranks)[rank]
+
+
+def show_documents(steps: Steps, options: argparse.Namespace) -> None:
     """Print where the documents of `--document` or `--id` were used: lines, or with `--json` one object.
 
     Raises:
         UserError: there is no such document, or the options make no sense.
     """
-    steps.check_ranks()
-    steps.warn_of_changes()
     search = Search(steps)
     keys = search.keys_of_id(options.id) if options.document is None else [_prefix(options.document)]
     found = [document for key in keys for document in search.with_key(key)]
@@ -43,9 +140,8 @@ def show(steps: Steps, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned, "documents": records},
                          ensure_ascii=False))
-        return
-    for record in records:
-        echo(*_lines(record, steps))
+    else:
+        echo(*(line for record in records for line in _lines(record, steps)))
 
 
 def _prefix(text: str) -> str:
@@ -68,17 +164,17 @@ class Search:
 
     def keys_of_id(self, name: str) -> list[str]:
         """The keys of the documents with this id, each once: all text shards are read."""
-        keys, records = list[str](), self.text_records.values()
-        with ProgressBar("trace", f"search for {name}", len(records), "text shards", sys.stderr) as progress:
-            for record in records:
-                keys += [document.key.partition("-")[0] for document in read_shard(self.texts, record)
-                         if name in (document.id, document.place)]
+        keys = dict[str, None]()
+        with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
+            for record in self.text_records.values():
+                keys |= {document.key.partition("-")[0]: None for document in read_shard(self.texts, record)
+                         if name in (document.id, document.place)}
                 progress.advance()
         if not keys:
             raise UserError(f"No document with the id {name} is in the text shards of {self.texts}. rejected.jsonl "
                             f"there lists what could not be read; dropped/ and duplicates/ list what was dropped, with "
                             f"shard.keep_dropped.")
-        return list(dict.fromkeys(keys))
+        return [*keys]
 
     def with_key(self, prefix: str) -> list[Found]:
         """The documents whose key begins with these digits, in the order of the table.
@@ -87,17 +183,16 @@ class Search:
             UserError: several different keys begin with them.
         """
         low, high = (np.bytes_(bytes.fromhex(prefix.ljust(2 * KEY_BYTES, end))) for end in "0f")
-        found, different = list[Found](), dict[str, None]()
+        found = dict[Found, str]()
         for row in range(len(self.table)):
             shard = self._shard(row)
             keys = shard.keys(0, shard.documents).view(f"S{KEY_BYTES}").reshape(-1)
             for number in np.flatnonzero((keys >= low) & (keys <= high)).tolist():
-                found.append((row, number))
-                different[shard.document_key(number)] = None
-        if len(different) > 1:
-            raise UserError(f"{len(different):,} documents have keys that begin with {prefix}: "
-                            f"{first([*different], 4)}. Give more digits.")
-        return found
+                found[row, number] = shard.document_key(number)
+        if len(different := [*dict.fromkeys(found.values())]) > 1:
+            raise UserError(f"{len(different):,} documents have keys that begin with {prefix}: {first(different, 4)}. "
+                            f"Give more digits.")
+        return [*found]
 
     def records(self, found: list[Found], *, text: bool) -> list[Record]:
         """What there is to print of documents, with all their readings."""
@@ -107,9 +202,9 @@ class Search:
             for piece in pieces_of(data, found, end, progress.advance):
                 phase, epoch = divmod(int(data.order.locate(np.array([piece.sample])).epoch[0]), PHASE_EPOCHS)
                 records[piece.shard.record["path"], piece.document]["readings"].append({
-                    **vars(self.steps.passage(piece.sample)), "sample": piece.sample, "epoch": epoch,
+                    **self.steps.use_of(piece.sample), "sample": piece.sample, "epoch": epoch,
                     **({"own_phase": phase} if phase else {}), "tokens": [piece.start, piece.stop]})
-        return list(records.values())
+        return [*records.values()]
 
     def _record(self, row: int, number: int, *, text: bool) -> Record:
         shard = self._shard(row)
@@ -131,16 +226,15 @@ class Search:
 
 
 def _lines(record: Record, steps: Steps) -> Iterator[str]:
-    """The lines of one document; with one rank, no rank is printed."""
+    """The lines of one document."""
     yield (f"document {record['key']}  source {record['source']}  {record['shard']} document {record['document']}  "
            f"{record['tokens']:,} tokens, {record['bytes']:,} bytes"
            + "".join(f"  {name} {record[name]}" for name in ("id", "place") if name in record))
     yield f"    {_summary(record, steps)}"
     for one in record["readings"]:
-        rank = f"  rank {one['rank']}" if steps.ranks > 1 and one["rank"] is not None else ""
         what = {"trained": "", "skipped": f"  update skipped ({one['why']})", "to come": "  to come",
                 "left out": f"  left out by the rollback of this step ({one['why']})"}[one["what"]]
-        yield (f"    step {one['step']}{rank}  sample {one['sample']}  epoch {_epoch(one)}  "
+        yield (f"    step {one['step']}  sample {one['sample']}  epoch {_epoch(one)}  "
                f"tokens {one['tokens'][0]}..{one['tokens'][1]}{what}")
     if "text" in record:
         yield "    | " + record["text"].replace("\n", "\n    | ")
