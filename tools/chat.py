@@ -14,12 +14,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.core.command_line import Parser, Program, complain
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import named_if_nan
-from drover.pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
+from drover.pipeline.evaluation.prompts import ending_ids, hugging_face_tokenizer, prompt_ids, readable_bytes
 from drover.tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Session:
         asked_sampling(options, frozenset())  # refuses wrong settings before a model is loaded
         self.opened = opened_model(options)
         self.sampling = asked_sampling(options, ending_ids(self.opened))
-        self.template = _template(self.opened) if options.chat else None
+        self.template = ChatTemplate(self.opened.tokenizer_folder) if options.chat else None
         self.system = [{"role": "system", "content": options.system}] if options.system else []
         self.messages = list(self.system)
         self.written = 0
@@ -132,12 +133,27 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _template(opened: OpenedModel) -> ChatTemplate:
-    template = chat_template(opened)
-    if template is None:
-        raise UserError(f"The tokenizer of {opened.path} has no chat template; a model that was only pretrained has "
-                        f"none. Leave --chat out: the model then continues texts.")
-    return template
+class ChatTemplate:
+    """Formats a conversation for a model that was trained on conversations, by its tokenizer's template."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer, self.folder = hugging_face_tokenizer(folder), folder
+        if not self.tokenizer.chat_template:
+            raise UserError(f"The tokenizer in {folder} has no chat template; a model that was only pretrained has "
+                            f"none. Leave --chat out: the model then continues texts.")
+
+    def ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The ids of a conversation up to where the model's answer begins, BOS included.
+
+        messages: each with `role` and `content`. UserError where the template refuses them.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return list(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True,
+                                                           return_dict=False))
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"The chat template in {self.folder} does not accept this conversation: {error}") from None
 
 
 main = Program("python -m drover.tools.chat", __doc__, add_options, work)

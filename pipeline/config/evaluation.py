@@ -39,8 +39,8 @@ class EvaluateConfig(Section):
     """Precision in which the model is evaluated. bfloat16 halves the memory; bits per byte change in about the fourth
     decimal. A change of this setting therefore makes the results stale."""
     compressed_mb: PositiveFloat = added(64.0)
-    """Validation text in MB that gzip and xz compress for comparison, of each source and of all together. The first
-    whole documents are taken. Before them they get as much training text, at most their windows: xz 64 MB from all
+    """Validation text in MB that gzip and xz compress for comparison, of all sources together. The first whole
+    documents of each are taken. Before them they get as much training text, at most their windows: xz 64 MB from all
     shards, gzip 32 KB. A separate process compresses while the ranks evaluate: about a minute for 64 MB of training
     text, and as long for 64 MB of validation text."""
     batch: PositiveInt = execution(16)

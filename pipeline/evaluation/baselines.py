@@ -120,28 +120,26 @@ def _deflated(text: bytes, before: bytes) -> int:
 def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_bytes: int, most: int) -> Compared:
     """The baselines of each source and, if there are several, of all together under OVERALL.
 
-    Every text is checked against its tokens' record. The compressors get whole documents of a source up to `most`
-    bytes. For OVERALL and after training text they get the same amount of each source, and as much training text,
-    evenly from all of it.
+    Every text is checked against its tokens' record. The compressors get whole documents, up to `most` bytes of all
+    sources together, the same amount of each, and as much training text, evenly from all of it.
     """
     counts, training = training_text(folder, manifest, train_bytes, min(most, LZMA_WINDOW))
     size = sum(size for shards in wanted.values() for shard in shards.values() for _, size in shard.values())
-    together = most if size <= most else most / len(wanted)
-    compared, parts, everywhere = Compared(), dict[str, bytes](), np.zeros(256, np.int64)
+    of_source = most if size <= most else most / len(wanted)
+    compared, texts, everywhere = Compared(), dict[str, bytes](), np.zeros(256, np.int64)
     for source, documents in wanted.items():
-        given, part, own = bytearray(), bytearray(), np.zeros(256, np.int64)
+        text, own = bytearray(), np.zeros(256, np.int64)
         for document in read_texts(folder, manifest, source, documents):
             own += byte_counts(document)
-            if len(given) < most:
-                given += document
-            if len(part) < together:
-                part += document
-        compared[source], parts[source] = baselines(bytes(given), own, counts), bytes(part)
+            if len(text) < of_source:
+                text += document
+        texts[source] = bytes(text)
+        compared[source] = baselines(texts[source], own, counts)
         everywhere += own
     if len(wanted) > 1:
-        compared[OVERALL] = baselines(b"".join(parts.values()), everywhere, counts)
-    seen, of_training = after_training(training, parts), training_bytes(manifest)
-    return {source: {**values, **seen[source], "training_bytes": len(training), "of_training_bytes": of_training}
+        compared[OVERALL] = baselines(b"".join(texts.values()), everywhere, counts)
+    after, of_training = after_training(training, texts), training_bytes(manifest)
+    return {source: {**values, **after[source], "training_bytes": len(training), "of_training_bytes": of_training}
             for source, values in compared.items()}
 
 

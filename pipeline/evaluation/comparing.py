@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +78,7 @@ def _validation(model: HarnessModel, run: Run, documents: int | None) -> Record:
              for value, text in zip(model.summed(windows), texts.values(), strict=True)]
     return {"metrics": {BITS: scored(items)}, "items": len(items), "few_shot": 0, "version": manifest.digest[:12],
             "chance": None, "items_without_right_choice": 0, "without_value": {}, "contexts_truncated": 0,
-            "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
+            "per_item": {"hashes": list(texts), "metrics": {BITS: items}}}
 
 
 def rows(results: dict[str, dict[str, Record]]) -> list[Record]:
@@ -103,9 +102,9 @@ def rows(results: dict[str, dict[str, Record]]) -> list[Record]:
 
 def _row(task: str, metric: str, model: str, part: Record, first: Record | None) -> Record:
     """first: the first model's results; None for its own row."""
-    items, form = part["per_item"]["metrics"].get(metric), part["per_item"]["forms"].get(metric, "ratio")
+    items = part["per_item"]["metrics"].get(metric)
     before = None if first is None else first["per_item"]["metrics"].get(metric)
-    compared = asdict(difference(before, items, form)) if before and items else {}
+    compared = difference(before, items) if before and items else {}
     score = scored(items) if metric == ANSWER_BITS else part["metrics"][metric]
     return {"task": task, "version": part["version"], "few_shot": part["few_shot"], "metric": metric,
             "n": part["items"], "model": model, **score, "chance": part["chance"] if metric.startswith("acc") else None,

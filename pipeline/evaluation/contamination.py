@@ -12,6 +12,7 @@ The index holds the items, so its memory does not grow with the corpus, which is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -43,15 +44,12 @@ def shares_in_training_text(texts: Sequence[str], folder: Path, manifest: Manife
 def clean_and_dirty(per_item: Record, shares: Sequence[float | None]) -> Record:
     """The scores and counts of a task's clean and dirty items.
 
-    per_item: as `items.of_items` returns it. shares: of its items, in order. A part without items has no scores.
+    per_item: as `items.item_results` returns it. shares: of its items, in order. A part without items has no scores.
     """
-    judged = {"clean": [share is not None and share <= DIRTY for share in shares],
-              "dirty": [share is not None and share > DIRTY for share in shares]}
-    found: Record = {"too_short": sum(share is None for share in shares)}
-    for part, chosen in judged.items():
-        own = {metric: [item if here else None for item, here in zip(items, chosen, strict=True)]
-               for metric, items in per_item["metrics"].items()}
-        found[part] = {"items": sum(chosen), "metrics": {
-            metric: scored(items, per_item["forms"].get(metric, "ratio")) for metric, items in own.items()
-            if any(items)}}
-    return found
+    parts: Record = {"too_short": shares.count(None)}
+    for name, is_dirty in (("clean", False), ("dirty", True)):
+        chosen = [share is not None and (share > DIRTY) == is_dirty for share in shares]
+        metrics = {metric: list(compress(items, chosen)) for metric, items in per_item["metrics"].items()}
+        parts[name] = {"items": sum(chosen), "metrics": {
+            metric: scored(items) for metric, items in metrics.items() if any(items)}}
+    return parts

@@ -8,21 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from drover.pipeline.core.files import Record
-from drover.pipeline.evaluation.paired import Form, Item, scored
+from drover.pipeline.evaluation.paired import Item, scored
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
 ANSWER_BITS = "answer_bits_per_byte"
 ANSWERED = ("multiple_choice", "loglikelihood")
 """Output types of tasks that request the probability of right answers: choices, or one expected text."""
-WHOLE_TEXTS = (BITS, "byte_perplexity", "word_perplexity")
-"""Metrics for which the harness computes no standard error."""
-ADDENDS: dict[str, tuple[Form, Callable[[Any], Item]]] = {
-    "mean": ("ratio", lambda value: (float(value), 1.0) if isinstance(value, (int, float)) else None),
-    BITS: ("ratio", lambda value: (-value[0] / math.log(2), float(value[1]))),
-    "perplexity": ("perplexity", lambda nats: (-nats, 1.0)),
-    "weighted_perplexity": ("perplexity", lambda value: (-value[0], float(value[1])))}
-"""By the harness's name of an aggregation: its form, and an item's addend from its logged value."""
+ADDENDS: dict[str, Callable[[Any], Item]] = {
+    "mean": lambda value: (float(value), 1.0) if isinstance(value, (int, float)) else None,
+    BITS: lambda value: (-value[0] / math.log(2), float(value[1]))}
+"""By the harness's name of an aggregation: an item's addend from its logged value."""
 
 
 def shown_name(metric: str, filter_name: str) -> str:
@@ -32,38 +28,32 @@ def shown_name(metric: str, filter_name: str) -> str:
 
 def item_results(task: Any, samples: list[Record]) -> Record:
     """Results of a task's items: `chance`, the expected accuracy of guessing, None without choices;
-    `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong;
-    `stderr` of metrics for which the harness has none; and `per_item`.
+    `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong; and
+    `per_item`.
 
     samples: as the harness logs them, one per item and filter. `per_item` is ready for JSON, in the order of the items:
     `hashes`, the beginning of each item's sha256; `texts`, see `item_text`; `metrics`, by name, each item's (value,
-    weight) or null (see `paired.Item`); `forms`, by name, the `paired.Form` of metrics that are not plain ratios.
-    Metrics that are not sums over items (f1, mcc, bleu, chrf, ter, medians) are omitted.
+    weight) or null (see `paired.Item`). Metrics that are not means or bits per byte are omitted.
     """
     firsts = {sample["doc_id"]: sample for sample in reversed(samples)}
-    order = sorted(firsts)
+    documents = [firsts[number] for number in sorted(firsts)]
     addends: dict[str, dict[int, Item]] = defaultdict(dict)
-    forms: dict[str, Form] = {}
     kinds = {metric: getattr(how, "__name__", "") for metric, how in task.aggregation().items()}
     for sample in samples:
         for metric in sample["metrics"]:
-            if kinds.get(metric) in ADDENDS:
-                shown = shown_name(metric, sample["filter"])
-                forms[shown], addend = ADDENDS[kinds[metric]]
-                addends[shown][sample["doc_id"]] = addend(sample[metric])
-    answers = [_answer(task, firsts[document]) for document in order] if task.OUTPUT_TYPE in ANSWERED else []
+            if addend := ADDENDS.get(kinds.get(metric, "")):
+                addends[shown_name(metric, sample["filter"])][sample["doc_id"]] = addend(sample[metric])
+    metrics = {metric: [values.get(number) for number in sorted(firsts)] for metric, values in addends.items()}
+    answers = [_answer(task, document) for document in documents] if task.OUTPUT_TYPE in ANSWERED else []
     chances = [chance for chance, _ in answers if chance is not None]
-    metrics = {metric: [values.get(document) for document in order] for metric, values in addends.items()}
     right = [answer for _, answer in answers]
-    bits = None
     if any(right):
-        metrics[ANSWER_BITS], bits = right, scored(right)["value"]
-    return {"chance": math.fsum(chances) / len(chances) if chances else None, ANSWER_BITS: bits,
+        metrics[ANSWER_BITS] = right
+    return {"chance": math.fsum(chances) / len(chances) if chances else None,
+            ANSWER_BITS: scored(right)["value"] if any(right) else None,
             "items_without_right_choice": right.count(None),
-            "stderr": {name: scored(metrics[name], forms[name])["stderr"] for name in WHOLE_TEXTS if name in metrics},
-            "per_item": {"hashes": [firsts[document]["doc_hash"][:16] for document in order],
-                         "texts": [item_text(task, firsts[document]["doc"]) for document in order],
-                         "forms": forms, "metrics": metrics}}
+            "per_item": {"hashes": [document["doc_hash"][:16] for document in documents],
+                         "texts": [item_text(task, document["doc"]) for document in documents], "metrics": metrics}}
 
 
 def _answer(task: Any, sample: Record) -> tuple[float | None, Item]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,9 +65,13 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
                                      windowed=config.sliding_window is not None))
     allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(device)))
     shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
-    for line in (attention.fallback, *_words(config, dtype, allowed, shards)):
-        if ranks.leads and line:
-            say(line)
+    if ranks.leads and attention.fallback:
+        say(attention.fallback)
+    if ranks.leads and shards > 1:
+        whole, share = needed(config, dtype, 1) / 1e9, needed(config, dtype, shards) / 1e9
+        say(f"weights sharded over {shards} ranks (FSDP2, all-gathered block by block): {share:.3g} GB on each, where "
+            f"weights may take {allowed / 1e9:.3g} GB; whole they take {whole:.3g} GB. Every new token of a text "
+            f"all-gathers all of them once. If memory runs out, use more ranks, or evaluate.dtype=bfloat16")
     if shards == 1:
         model = load_model(weights, device, dtype)
         model.backend = attention.backend
@@ -98,15 +102,3 @@ def fewest(config: ModelConfig, dtype: torch.dtype, allowed: float, world: int) 
     `world` if none is enough."""
     return next((shards for shards in range(1, world + 1)
                  if world % shards == 0 and needed(config, dtype, shards) <= allowed), world)
-
-
-def _words(config: ModelConfig, dtype: torch.dtype, allowed: float, shards: int) -> Iterator[str]:
-    if shards == 1:
-        return
-    whole, here, most = (size / 1e9 for size in (needed(config, dtype, 1), needed(config, dtype, shards), allowed))
-    yield (f"weights sharded over {shards} ranks (FSDP2, all-gathered block by block): {here:.3g} GB on each; whole "
-           f"they take {whole:.3g} of the {most:.3g} GB that weights may take here. Every new token of a text "
-           f"all-gathers all of them once")
-    if here > most:
-        yield (f"that is more than the {most:.3g} GB that weights may take on a rank: memory may run out. Use more "
-               f"ranks, or set evaluate.dtype=bfloat16")

@@ -1,13 +1,12 @@
-"""From text to a model's prompt: ids, chat templates, and the ids that end a generated text."""
+"""From text to a model's prompt: tokenizers, ids, and the ids that end a generated text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.records.generation_settings import stated_settings
 
@@ -54,45 +53,5 @@ def hugging_face_tokenizer(folder: Path) -> Any:
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise UserError(f"The tokenizer in {folder} needs its own Python code, which Drover does not run. Use its "
-                        f"model without chat.") from None
-
-
-class ChatTemplate:
-    """Formats a conversation for a model that was trained on conversations.
-
-    Args:
-        folder: of a Hugging Face tokenizer that has a template.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer, self.folder = hugging_face_tokenizer(folder), folder
-
-    def ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The ids of a conversation up to where the model's answer begins, BOS included.
-
-        messages: each with `role` and `content`. UserError where the template refuses them.
-        """
-        from jinja2 import TemplateError
-
-        try:
-            found = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True,
-                                                        return_dict=False)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"The chat template in {self.folder} does not accept this conversation: {error}") from None
-        return [int(token) for token in found]
-
-
-def chat_template(opened: OpenedModel) -> ChatTemplate | None:
-    """The chat template next to the model, or in its run's tokenizer stage; None if there is none, as for every model
-    that was only pretrained."""
-    return ChatTemplate(opened.tokenizer_folder) if _has_template(opened.tokenizer_folder) else None
-
-
-def _has_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool((read_record(folder / "tokenizer_config.json", Record) or {}).get("chat_template"))
-    except UserError:
-        return False
+        raise UserError(f"The tokenizer in {folder} needs its own Python code, which Drover does not run. Use the "
+                        f"model where no tokenizer of transformers is needed.") from None

@@ -89,22 +89,13 @@ def library_versions() -> dict[str, str]:
 
 def summary(results: Record) -> Iterator[str]:
     """The results in a few lines."""
-    validation = results["validation"]
-    total = validation["overall"]
+    total = results["validation"]["overall"]
     seen, alone = (", ".join(f"{name.removesuffix(AFTER)} {value:.3f}" for name, value in total["baselines"].items()
                              if (name in ALONE) == unseen) for unseen in (False, True))
-    yield (f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); given training "
-           f"text: {seen}; without: {alone}")
-    if (given := total["training_bytes"]) < total["of_training_bytes"]:
-        yield (f"xz was given {given:,} of {total['of_training_bytes']:,} bytes of training text "
-               f"(evaluate.compressed_mb, at most its window of 64 MB)")
-    for name, entry in validation["sources"].items():
-        if entry["documents"] < entry["of_documents"]:
-            yield f"{name}: measured on {_share(entry)}; evaluate.validation_tokens=null takes all"
-        if entry["compressed_bytes"] < entry["bytes"]:
-            yield (f"{name}: gzip and xz were given the first {entry['compressed_bytes']:,} of {entry['bytes']:,} "
-                   f"bytes (evaluate.compressed_mb)")
-    for source in validation["without_validation_text"]:
+    yield (f"{total['bits_per_byte']:.4f} bits per byte on {total['documents']:,} of {total['of_documents']:,} "
+           f"validation documents ({total['tokens']:,} of {total['of_tokens']:,} tokens, {total['bytes']:,} bytes); "
+           f"given training text: {seen}; without: {alone}")
+    for source in results["validation"]["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
         scores = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
@@ -125,14 +116,6 @@ def doubts(tasks: Record) -> Iterator[str]:
             yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
         if (count := task.get("contamination", {}).get("too_short", 0)) > task["items"] / 2:
             yield f"{name}: {count:,} of {task['items']:,} items are too short to be searched for in the training text"
-
-
-def _share(entry: Record) -> str:
-    """The measured share of the validation text, as text."""
-    if entry["documents"] == entry["of_documents"]:
-        return f"all {entry['documents']:,} validation documents"
-    return (f"{entry['documents']:,} of {entry['of_documents']:,} validation documents ({entry['tokens']:,} of "
-            f"{entry['of_tokens']:,} tokens)")
 
 
 def metric_text(entry: Record) -> str:

@@ -16,7 +16,8 @@ import yaml
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, named_in_errors
-from drover.pipeline.evaluation.items import item_results, shown_name
+from drover.pipeline.evaluation.items import BITS, item_results, shown_name
+from drover.pipeline.evaluation.paired import scored
 from drover.pipeline.evaluation.tasks import TaskFile, go_offline
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
                             bootstrap_iters=bootstrap_iters)
         task.aggregation = aggregation
         items = item_results(task, measured["samples"][name])
-    errors = items.pop("stderr") if bootstrap_iters else {}
-    metrics = _metrics(measured["results"][name], failed, errors)
+    metrics = _metrics(measured["results"][name], failed)
+    if bootstrap_iters and BITS in metrics:  # for which the harness computes none
+        metrics[BITS]["stderr"] = scored(items["per_item"]["metrics"][BITS])["stderr"]
     counts = measured["n-samples"][name]
     return {"metrics": metrics, "items": counts["effective"], "items_in_file": counts["original"],
             "few_shot": measured["n-shot"][name], "kind": task.OUTPUT_TYPE, "version": str(measured["versions"][name]),
@@ -158,9 +160,9 @@ class _Guarded:
         return hash(self.function)
 
 
-def _metrics(results: Record, failed: dict[str, str], errors: Record) -> dict[str, Record]:
-    """Each metric's value and standard error, from the harness's `metric,filter` and `metric_stderr,filter`, else from
-    `errors`. Those of metrics that failed are None, and those that are no numbers; `failed` gets the latter, too."""
+def _metrics(results: Record, failed: dict[str, str]) -> dict[str, Record]:
+    """Each metric's value and standard error, from the harness's `metric,filter` and `metric_stderr,filter`.
+    Those of metrics that failed are None, and those that are no numbers; `failed` gets the latter, too."""
     metrics = dict[str, Record]()
     for key, value in results.items():
         metric, comma, filter_name = key.partition(",")
@@ -170,7 +172,7 @@ def _metrics(results: Record, failed: dict[str, str], errors: Record) -> dict[st
         if metric not in failed and not _is_finite(value):
             failed[shown] = f"it is {str(value)[:80]}."
         known = failed.keys().isdisjoint({metric, shown})
-        error: Any = errors.get(shown, results.get(f"{metric}_stderr,{filter_name}"))
+        error = results.get(f"{metric}_stderr,{filter_name}", math.nan)
         metrics[shown] = {"value": float(value) if known else None,
                           "stderr": float(error) if known and _is_finite(error) else None}
     return metrics

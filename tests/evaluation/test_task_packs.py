@@ -61,7 +61,8 @@ def test_every_row_can_be_read_alone(results, pack, name):
     assert found["items"] == len(data) and found["version"] == "1.0"
     assert found["few_shot"] == (2 if name == "capitals_2shot" else 0)
     assert found["chance"] == (pytest.approx((1 / 3 + 1 / 3 + 1 / 4) / 3) if "capitals" in name else None)
-    assert all(entry["stderr"] is not None for entry in found["metrics"].values())
+    assert all(entry["stderr"] is not None for metric, entry in found["metrics"].items()
+               if not metric.endswith("_perplexity"))
     assert (found["answer_bits_per_byte"] is None) == (name in ("pages", "sums"))
     assert len(found["per_item"]["hashes"]) == len(data)
     if "capitals" in name:  # examples are no part of an item
@@ -69,14 +70,11 @@ def test_every_row_can_be_read_alone(results, pack, name):
 
 
 def test_bits_of_pages_with_their_errors(results, pack, model):
-    """Those of `score`, which test_paired.py has by hand; the delta method carries them to perplexities."""
+    """Those of `score`, which test_paired.py has by hand."""
     found, single = results["pages"]["metrics"], results["pages"]["per_item"]["metrics"]["bits_per_byte"]
     expected = bits(model, [("", item["page"]) for item in read_lines(pack / "pages.jsonl")])
     assert single == [(pytest.approx(each, rel=1e-5), size) for each, size in expected]
     assert found["bits_per_byte"] == pytest.approx(scored(single), rel=1e-6)
-    ratio, stderr = found["bits_per_byte"].values()
-    assert found["byte_perplexity"]["stderr"] == pytest.approx(2**ratio * stderr * math.log(2), rel=1e-3)
-    assert found["word_perplexity"]["stderr"] > found["byte_perplexity"]["stderr"]
 
 
 def test_what_is_written_is_compared(results):

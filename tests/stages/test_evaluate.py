@@ -69,12 +69,12 @@ def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copi
     assert told_of(told, "validation text", "baselines", "task words", "continuations") == [
         "measured", "measured", "kept", "kept"]
     results = read_json(folder / "results.json")["validation"]
+    assert "{documents} of {of_documents} validation documents ({tokens} of".format(**results["overall"]) in told
     for source, entry in results["sources"].items():
         whole = evaluated[1]["validation"]["sources"][source]
         assert entry["documents"] < entry["of_documents"] == whole["documents"]
         assert limit <= entry["tokens"] < entry["of_tokens"]
-        assert 100 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]
-        assert f"{source}: measured on {entry['documents']:,} of {whole['documents']:,} validation documents" in told
+        assert 50 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]
 
 
 @pytest.mark.parametrize("shards", [*slow(1), 2])

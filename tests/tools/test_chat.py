@@ -9,12 +9,11 @@ import pytest
 from drover.model.generate import generate
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
-from drover.pipeline.evaluation.prompts import ChatTemplate
 from drover.pipeline.tokenization.base import BOS
 from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import chat
-from drover.tools.chat import main
+from drover.tools.chat import ChatTemplate, main
 from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
