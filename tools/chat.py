@@ -25,7 +25,6 @@ from drover.tools.model_options import add_model_options, add_sampling_options, 
 
 if TYPE_CHECKING:
     from drover.model.generation.sampling import Sampling
-    from drover.pipeline.evaluation.open_model import OpenedModel
 
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that move a terminal's cursor or change its colours; a model may have learned them."""
