@@ -17,7 +17,6 @@ from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import aligned, counted, duration, echo, first, readable
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -31,9 +30,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     echo(f"cluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
     echo("", *aligned([headings, *(row(job, options) for job in jobs)]))
-    sizes = {stage: max(1, *(job.parts for job in jobs if job.stage == stage))
-             for stage in {job.stage: None for job in jobs if job.to_run and options.cluster == "slurm"}
-             if STAGES[stage].phases_of(config)}
+    sizes = {job.stage: len(job.elements) or 1 for job in jobs if job.to_run and options.cluster == "slurm"}
     if fewer := [f"{stage} {size}" for stage, size in sizes.items() if size < elements_asked(config.launch, stage)]:
         echo(f"\narrays    elements of {', '.join(fewer)}: fewer than requested, because of the site's limits "
              f"(launch.limits)")
@@ -69,7 +66,7 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus)
     asked, nodes = job.asked, f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
     if job.elements:
-        nodes = f"{len(job.elements)} of {job.parts} parts"
+        nodes = f"1, {len(job.elements)} elements"
     extra = asked.extra or {}
     where = [asked.partition, extra.get("qos"), extra.get("constraint"),
              f"link {job.link} of {job.links}" * (job.links > 1)]

@@ -12,16 +12,16 @@ from typing import Literal
 
 from drover.launch.job.spec import JobSpec
 from drover.pipeline.config.checks import rank_problems
-from drover.pipeline.config.launching import Container, LaunchConfig, Resources, minutes
+from drover.pipeline.config.launching import ArrayResources, Container, LaunchConfig, Resources, minutes
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.run import Run, done_parts
+from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
 from drover.pipeline.contract.validity import State
 
-MOST_PARTS = 64
-"""The most parts of a stage by default; more are up to the site's settings."""
-Kind = Literal["job", "array", "finalise", "link"]
+MOST_ELEMENTS = 64
+"""The most elements of a stage's array by default; more are up to the site's settings."""
+Kind = Literal["job", "array", "link"]
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,12 @@ def asked_of(launch: LaunchConfig, stage: str) -> Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobSpec):
-    """One stage to be run, or found done, or on Slurm a part of the work on one.
+    """One stage to be run, or found done, or on Slurm one of several jobs that continue it.
 
-    key: what other jobs depend on it by: the stage, or what precedes the job that ends it (`encode-parts`,
-        `shard-read`, `train-1`).
+    key: what other jobs depend on it by: the stage, or of those that continue it all but the last (`train-1`).
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
     asked: partition, memory and the like, for Slurm; minutes: the time limit.
-    elements: of an array, those that are still to do.
+    elements: indices of an array's elements, which share the stage's units.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     follows: key of the job of the same stage that must end before, well or not.
     contained: a container starts the stage.
@@ -127,12 +126,12 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
                      dependencies=_dependencies(stage, running)) for stage in stages]
 
     def with_arrays_of(most: int | None) -> list[Job]:
-        return [part for job in whole for part in _parts_of(run, job, options, most)]
+        return [part for job in whole for part in _jobs_of(config.launch, job, options, most)]
 
     limits = config.launch.limits
     jobs, allowed = with_arrays_of(limits.array), limits.jobs
     if allowed is not None and queued(jobs) > allowed:
-        sizes = range(1, max(job.parts for job in jobs))
+        sizes = range(1, max(len(job.elements) for job in jobs))
         most = bisect_right(sizes, allowed, key=lambda size: queued(with_arrays_of(size)))
         jobs = with_arrays_of(most or 1)
     return jobs
@@ -145,7 +144,8 @@ def queued(jobs: list[Job]) -> int:
 
 def elements_asked(launch: LaunchConfig, stage: str) -> int:
     """Elements of a stage's array, before the site's limits."""
-    return getattr(launch.of(stage), "array", None) or min(launch.train.nodes, MOST_PARTS)
+    own = launch.of(stage)
+    return own.array or min(launch.train.nodes, MOST_ELEMENTS) if isinstance(own, ArrayResources) else 1
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
@@ -155,25 +155,13 @@ def local_ranks(config: Config, machine: Machine) -> int:
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1
 
 
-def _parts_of(run: Run, job: Job, options: Options, most: int | None) -> list[Job]:
-    """The job; on Slurm, arrays of at most `most` elements and the job that ends them, or links that follow each other.
-    """
-    launch, stage = run.config.launch, job.stage
+def _jobs_of(launch: LaunchConfig, job: Job, options: Options, most: int | None) -> list[Job]:
+    """The job; on Slurm, an array of at most `most` elements, or links that follow each other."""
     if options.cluster != "slurm" or not job.to_run:
         return [job]
-    phases, arrays, after = STAGES[stage].phases_of(run.config), list[Job](), job.dependencies
-    asked = elements_asked(launch, stage)
-    parts = min(asked, most or asked)
-    if phases and parts > 1:
-        # An array for each phase that is not done, one after the other, and the job that brings all together.
-        for phase in phases:
-            done = set() if job.forced or job.state.kind != "resumable" else done_parts(run, stage, parts, phase)
-            if len(done) < parts:
-                word = phase if len(phases) > 1 else "parts"
-                arrays += _linked(replace(job, key=f"{stage}-{word}", name=f"{job.name}-{word}", kind="array",
-                                          parts=parts, phase=phase, elements=tuple(range(parts)), dependencies=after))
-                after = (arrays[-1].key,)
-        return [*arrays, *_linked(replace(job, kind="finalise", dependencies=after))]
+    asked = elements_asked(launch, job.stage)
+    if (count := min(asked, most or asked)) > 1:
+        job = replace(job, kind="array", elements=tuple(range(count)))
     return _linked(job)
 
 

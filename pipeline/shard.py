@@ -82,8 +82,7 @@ def shard(work: Work) -> None:
     near = signature_settings(config.near_duplicates)
     filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
     units = [Unit(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
-    if work.part is None:
-        work.check(work.outside())  # files of filters, which each worker reads
+    work.check(work.outside())  # files of filters, which each worker reads
     for warning in short_sets(config.filters):
         work.say(f"warning: {warning}")
     read = work.do_units("read", units, stage_unit)

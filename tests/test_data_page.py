@@ -78,10 +78,10 @@ def test_what_is_dirty_is_gone_and_counted(home, planted):
     assert any("HTML page" in reason for reason in reasons)
 
 
-def test_parts_by_hand_and_objects_give_the_shards_of_one_run(home):
-    cleaned, parts, remote = ([(record["path"], record["sha256"]) for split in SPLITS for record in shard_records(
-        made(home, name), split)] for name in ("cleaned", "parts", "remote"))
-    assert cleaned == parts == remote and len(cleaned) > 4
+def test_elements_by_hand_and_objects_give_the_shards_of_one_run(home):
+    cleaned, shared, remote = ([(record["path"], record["sha256"]) for split in SPLITS for record in shard_records(
+        made(home, name), split)] for name in ("cleaned", "shared", "remote"))
+    assert cleaned == shared == remote and len(cleaned) > 4
 
 
 def test_training_from_the_store_has_the_losses_of_training_from_files(home):

@@ -32,7 +32,7 @@ class Outcome:
 
     Attributes:
         state: the stage's final status in this start; None if it wrote none.
-        committed: the manifest (of an array element: the record of its part) is there.
+        committed: the manifest is there.
         end: of its processes.
         hang: what the account of a hang says; empty if nothing hung.
         stopping: the runner itself received a request to end.

@@ -44,6 +44,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
     ATTEMPTS,
     KILLED,
+    STATE,
     STOP,
     StageState,
     log_attempt,
@@ -52,7 +53,7 @@ from drover.pipeline.contract.state import (
     read_state,
     write_state,
 )
-from drover.pipeline.contract.tasks import PARTS, Part
+from drover.pipeline.contract.tasks import CLAIMS
 from drover.pipeline.contract.telling import RANK_VARIABLES
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.files import Record, renamed
@@ -78,7 +79,7 @@ class Runner:
     def __init__(self, spec: JobSpec, here: Host) -> None:
         self.spec, self.here, self.say, self.scheduler = spec, here, here.say, here.scheduler
         self.run_folder, self.lock = Path(spec.run), here.lock(spec)
-        self.part = None if here.index is None else Part(here.index, spec.parts, spec.phase)
+        self.shares = here.index is not None  # the stage with the other elements of an array
         self.logs = self.run_folder / "logs" / spec.stage
         self.decision: Decision | None = None
         self.last: tuple[Path, StepEnd] | None = None
@@ -99,7 +100,7 @@ class Runner:
         """Do the job; its exit status."""
         spec, here = self.spec, self.here
         which = f", job {spec.link} of {spec.links} for it" if spec.links > 1 else ""
-        which += f", part {here.index} of {spec.parts} of {spec.phase}" if self.part else ""
+        which += ", an element of an array" if self.shares else ""
         which += f", restart {here.restart}" if here.restart else ""
         self.say(f"{spec.stage} of {spec.run}: job {here.name} on {', '.join(here.nodes)}{which}", quiet=True)
         if (status := self._nothing_to_do()) is not None:
@@ -127,8 +128,8 @@ class Runner:
     def _nothing_to_do(self) -> int | None:
         """The exit status if an earlier job of this chain has done or given up the stage, or the run is to stand."""
         spec, here = self.spec, self.here
-        if self.part:
-            return 0 if spec.link > 1 and self.part.is_marked(spec.folder) else None
+        if self.shares:
+            return None
         state = read_state(spec.folder)
         ours = [here.job, *(job.id for job in self._chain())]
         if state and state.job in ours and (spec.link > 1 or here.restart):
@@ -158,8 +159,7 @@ class Runner:
         self._strike({node: f"went down ({how})" for node, how in down.items()}, f"{restart}.{start}",
                      nodes)
         state = self._last_word(start)
-        # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
-        committed = (state is not None or self.part is not None) and self._is_committed()
+        committed = state is not None and self._is_committed()  # else the manifest may be an older one
         step = self._newest_step()
         decision = unseen(state, committed, down, killed, step, self._events(), spec)
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
@@ -258,9 +258,9 @@ class Runner:
         what = f"{spec.ranks} ranks on {counted(spec.nodes, 'node')}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
-        part = ["--part", str(self.part), "--phase", spec.phase] if self.part else []
+        element = ["--element", here.name] if self.shares else []
         job = StageJob(spec.chain, self.number, spec.ranks)
-        command = [*spec.wrap, *spec.command, "--job", str(job), *part]
+        command = [*spec.wrap, *spec.command, "--job", str(job), *element]
         end = here.start(spec, command, self._environment(), folder, self.tick)
         self.last = (folder, end)
         return self._judge(folder, end)
@@ -300,14 +300,13 @@ class Runner:
 
     def _last_word(self, start: int) -> StageState | None:
         """The stage's final status, if it is of that start of this job; of an array's element, if it was stopped."""
-        folder = self.spec.folder
-        state = read_state(folder / PARTS, self.part.word) if self.part else read_state(folder)
+        file = f"{CLAIMS}/{self.here.name}.json" if self.shares else STATE
+        state = read_state(self.spec.folder, file)
         return state if state and (state.job, state.attempt) == (self.here.job, start) else None
 
     def _is_committed(self) -> bool:
-        """Whether the manifest is there; for an element of an array, the record that its part is done."""
-        folder = self.spec.folder
-        return (self.part is not None and self.part.is_marked(folder)) or read_manifest(folder) is not None
+        """Whether the manifest is there."""
+        return read_manifest(self.spec.folder) is not None
 
     def _newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""
@@ -361,7 +360,7 @@ class Runner:
         their nodes to do nothing. If it is done, what comes after them waits for this job instead. They stay while the
         submission is not complete, or if Slurm refuses."""
         later, chain = self._later_links(), read_chain(self.run_folder)
-        if self.part or not later or chain is None or chain.partial:
+        if self.shares or not later or chain is None or chain.partial:
             return
         waiting = [job.id for job in chain.jobs if done and later[-1] in job.dependencies]
         problems = [self.scheduler.wait_for_another(job, later[-1], self.here.name) for job in waiting]
@@ -390,7 +389,7 @@ class Runner:
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
         self.decision = decision
         # Without a job lock (on one machine) a stage that refused may be running in another process.
-        if decision.final and not self.part and (self.lock or decision.status != "failed"):
+        if decision.final and not self.shares and (self.lock or decision.status != "failed"):
             with suppress(OSError):
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason,
                             attempt=self.number)
@@ -425,7 +424,7 @@ class Runner:
     def _events(self, *, own: bool = False) -> list[Record]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
-        alike = ("stage", "chain", "job") if own or self.part else ("stage", "chain")
+        alike = ("stage", "chain", "job") if own or self.shares else ("stage", "chain")
         names = self._names()
         return [event for event in [*self._recorded(), *self._missing()]
                 if all(event.get(name) == names[name] for name in alike)]

@@ -18,11 +18,10 @@ class JobSpec:
         run: absolute path of the run folder.
         chain: id of the submission; `--force` counts once for it.
         name: Slurm's name of the job.
-        command: of the stage, without what only the job knows (its part, its rank).
+        command: of the stage, without what only the job knows (its name, its rank).
         ranks: processes under torch.distributed over all nodes; 0 for a stage without ranks.
         nodes: of the next start. node_counts: numbers of nodes on which the stage can run, the wanted one first; empty:
             only `nodes`. spare_nodes: nodes of the job beyond the wanted number.
-        parts: elements of an array, which share the units of the stage's `phase`; 0: no array.
         link, links: number of this job, from 1, and of all jobs that continue the same stage one after another.
         wrap: a command that starts the stage, such as a container's. srun_args: more options of srun.
         health_check: a site's test of a node.
@@ -48,8 +47,6 @@ class JobSpec:
     tasks_per_node: int = 1
     cpus_per_task: int = 1
     gpus_per_node: int = 0
-    parts: int = 0
-    phase: str = ""
     link: int = 1
     links: int = 1
     wrap: tuple[str, ...] = ()

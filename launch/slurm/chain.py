@@ -23,9 +23,8 @@ def token(chain: str, job: str = "") -> str:
 class ChainJob:
     """A job that Slurm accepted.
 
-    kind: `job`; `array` and `finalise` of a stage in parts; `link`, one of several jobs that continue one stage.
-    elements: submitted indices of an array; None for a job that is no array. phase, parts: of an array, the phase of
-        the stage and the number of its parts.
+    kind: `job`; `array`, whose elements share a stage; `link`, one of several jobs that continue one stage.
+    elements: submitted indices of an array; None for a job that is no array.
     log: of the job itself (stages write elsewhere). spec: its JobSpec.
     """
 
@@ -37,8 +36,6 @@ class ChainJob:
     dependencies: tuple[str, ...] = ()
     log: str = ""
     spec: str = ""
-    phase: str = ""
-    parts: int = 0
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         _store(task, job, folder, number)
     log = JobPaths(folder, f"{number}_%a" if job.elements else number).stdout
     return ChainJob(job.name, job.stage, job.kind, number, job.elements or None,
-                    tuple(ids[need] for need in job.dependencies), str(log), str(spec), job.phase, job.parts)
+                    tuple(ids[need] for need in job.dependencies), str(log), str(spec))
 
 
 def _store(task: StageTask, job: Job, folder: Path, number: str) -> None:

@@ -90,7 +90,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     held.close()
     for entry in submitted:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
-        kind = "" if entry.kind == "job" else f" ({' '.join(filter(None, [entry.kind, entry.phase]))})"
+        kind = "" if entry.kind == "job" else f" ({entry.kind})"
         echo(f"{entry.stage:<9} job {entry.id}{kind}{after}")
     echo(f"\nlogs in {run.folder / FOLDER}; the chain is recorded in {run.folder / CHAIN}\n"
          f"`drover status {run.folder} --watch` shows the progress; the same command"

@@ -104,10 +104,10 @@ class ArrayResources(Resources):
     """What the jobs of a stage that can be divided request from Slurm."""
 
     array: PositiveInt | None = None
-    """Tasks of the Slurm array over which the stage is divided, each on its own node if there are enough. One more job
-    then finishes the stage. null: as many as train has nodes, at most 64. 1: no array."""
+    """Elements of the Slurm array that share the stage's work, each on its own node if there are enough. null: as many
+    as train has nodes, at most 64. 1: no array."""
     at_once: PositiveInt | None = None
-    """Array tasks that may run at the same time; null: all."""
+    """Elements that may run at the same time; null: all."""
 
 
 class TrainResources(GpuResources):
@@ -163,7 +163,7 @@ class SiteLimits(Section):
     time: Time | None = None
     """Longest time limit of a job."""
     array: PositiveInt | None = None
-    """Most tasks of one array (MaxArraySize)."""
+    """Most elements of one array (MaxArraySize)."""
     jobs: PositiveInt | None = None
     """Most jobs of one submission. Jobs that are queued already are not counted."""
     gpu_memory_gb: PositiveFloat | None = None

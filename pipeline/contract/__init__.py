@@ -36,7 +36,8 @@ A stage without units writes its outputs itself, and commits. docs/extending.md 
     run.py            the run folder; validity.py: whether a stage is done, resumable, changed or absent
     stage_work.py     Work: inputs, units, commit
     workers.py        the processes that do units; stopping.py: requests to stop them
-    tasks.py          units and their keys, shares of several jobs; the ledger of finished units is in core/files.py
+    tasks.py          units and their keys; the ledger of finished units is in core/files.py
+    claims.py         which process does a unit, if several share a stage
     manifest.py       the record of a finished stage; start_record.py: of a started one; state.py: its final status
     external_inputs.py  files from outside of the run; content_hash.py: their hashes if units read them in ranges
     input_check.py    hashes the inputs in the background

@@ -5,33 +5,26 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import NoReturn
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.job import StageJob, set_this_job, this_job
-from drover.pipeline.contract.locks import StageLock, await_file_system, lock
+from drover.pipeline.contract.locks import StageLock, await_file_system, lock, turn
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
-from drover.pipeline.contract.preparation import (
-    clear_done,
-    forced,
-    is_leader,
-    prepare,
-    report_changes,
-    report_done,
-)
+from drover.pipeline.contract.preparation import clear_done, forced, is_leader, prepare, report_done
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stage_work import Work, processes
+from drover.pipeline.contract.stage_work import DoneElsewhere, Work, join, processes
 from drover.pipeline.contract.stages import STAGES, Stage, before
 from drover.pipeline.contract.start_record import change_start, sound_start
 from drover.pipeline.contract.state import read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.tasks import Part, ShareDone
 from drover.pipeline.contract.telling import Channel, Ended
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.command_line import INTERRUPTED, Parser, complain
@@ -92,11 +85,9 @@ def parser(name: str) -> Parser:
                          help="rebuild the stage (training output is renamed, never deleted)")
     forcing.add_argument("--force-id", metavar="ID",
                          help="like --force, but once for this ID: a command with the same ID continues")
-    result.add_argument("--part", metavar="I/N",
-                        help="do only part I (from 0) of N parts of the stage's units; other processes may do the "
-                             "other parts at the same time; the stage without --part finishes it")
-    result.add_argument("--phase", metavar="NAME",
-                        help="phase of which --part does a share; the phase before must be done (default: the first)")
+    result.add_argument("--element", metavar="NAME", default="",
+                        help="share the stage's units with other processes, also on other machines, that run the same "
+                             "command with other names")
     result.add_argument("--accept-changes", action="store_true",
                         help="train: continue although inputs or settings changed, and record this; the stages after "
                              "it: rebuild what has changed")
@@ -118,7 +109,7 @@ class StageAttempt:
     Attributes:
         name, body, options: the stage, its function, and the command line.
         channel: the connection to the other ranks; None if there are none.
-        run: the run as this process reads it. part: the requested share of a phase. workers: processes for units.
+        run: the run as this process reads it. workers: processes for units.
     """
 
     def __init__(self, name: str, body: Callable[[Work], None], options: argparse.Namespace) -> None:
@@ -164,29 +155,25 @@ class StageAttempt:
     def lead(self) -> int:
         """Decide what there is to do, and do it together with the other ranks."""
         self.run = Run(load_config(self.options.config, self.options.overrides))
-        self.part = _part(self.name, self.options)
+        # A plugin's stage may have units, too.
+        with_workers = self.stage.workers or bool(self.stage.own_module and not self.stage.ranks)
+        _refuse_element(self.name, self.options, with_workers)
         if (obstacle := blocked(self.run.folder)) is not None:
             raise UserError(obstacle)
         if not (self.run.own_folder(self.name) / MANIFEST).exists():  # otherwise there is most likely nothing to do
             for module in self.stage.unit_modules:
                 importlib.import_module(module)
-        # A plugin's stage may have units, too.
-        with_workers = self.stage.workers or (self.stage.own_module and not self.stage.ranks)
         with closing(Workers(processes(self.run.config) if with_workers else 1)) as self.workers:
             if self._is_done():
                 report_done(self.run, self.name)  # without a lock: other processes may be reading the stage
                 clear_done(self.run, self.name, locked=False)
                 return 0
             make_folder(self.run.folder)
-            held = StageLock(self.run.folder, self.name, self.part)
             try:
-                return self._locked(held)
+                return self._locked()
             except (Exception, KeyboardInterrupt) as error:
-                if self.part is None:
-                    _note_end(self.run, self.name, error)
+                self._note_end(error)
                 raise
-            finally:
-                held.release()
 
     def _is_done(self) -> bool:
         """Whether the stage is up to date; UserError if an input or a package is missing."""
@@ -196,19 +183,23 @@ class StageAttempt:
                 self._await_manifest(need)
                 run.finished(need)  # refuses before anything is written
             self._refuse_changed_ancestors()
-            # Without a manifest a part stops here: the part that starts the stage hashes the files for all parts.
-            done = (not forced(run, name, self.options) and (self.part is None or run.manifest(name) is not None)
+            # Without a manifest an element stops here: the one that starts the stage hashes the files for all.
+            done = (not forced(run, name, self.options) and (not self.options.element or run.manifest(name) is not None)
                     and run.state(name).kind == "done")
             if not done and (problems := absent_packages(run.config, name)):
                 raise UserError(listed(problems))
             return done
         except UserError as error:
-            if self.part is None:
-                with suppress(UserError, OSError):  # if another process holds the stage, that one writes its state
-                    other = lock(run.folder, name) if _is_followed(run, name) else None
-                    _note_end(run, name, error)
-                    del other
+            with suppress(UserError, OSError):  # if another process holds the stage, that one writes its state
+                other = lock(run.folder, name) if _is_followed(run, name) else None
+                self._note_end(error)
+                del other
             raise
+
+    def _note_end(self, error: BaseException) -> None:
+        """Record why the stage ended; not of an element, because others may be at work."""
+        if not self.options.element:
+            _note_end(self.run, self.name, error)
 
     def _await_manifest(self, need: str) -> None:
         """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded."""
@@ -237,33 +228,36 @@ class StageAttempt:
             for text in run.absences(before([name])):
                 say(name, text)
 
-    def _locked(self, held: StageLock) -> int:
+    def _locked(self) -> int:
         """Do what the state of the stage requires. Returns the process's exit status."""
-        run, name, part = self.run, self.name, self.part
-        # Take shared locks, so that no input is rebuilt while this stage reads it.
-        reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in self.stage.needs]
-        state = run.state(name) if part and not forced(run, name, self.options) else None
-        if state is not None and state.kind == "resumable":
-            report_changes(name, state)
-            work: Work | None = Work(run, name, run.fingerprint(name), part=part)
-            change_start(run.own_folder(name), unusable=False)  # the refused input is used after all
-        else:
-            held.alone()
-            work = prepare(run, name, self.options, part)
-        held.begun()
-        if work is None:
-            clear_done(run, name, locked=True)
-            return 0
-        if self.channel is not None:
-            self.channel.tell(work)
-        work.workers = self.workers
-        if self.stage.workers:  # a stage with units reacts to requests to stop
-            work.stop = StopRequest(work.config.launch.signal_s)
+        run, name, element = self.run, self.name, self.options.element
+        with ExitStack() as held:
+            with turn(run.folder, name) if element else nullcontext():
+                stage = held.enter_context(closing(StageLock(run.folder, name, shared=bool(element))))
+                # Take shared locks, so that no input is rebuilt while this stage reads it.
+                for need in self.stage.needs:
+                    held.enter_context(lock(run.stage_folder(need).parent, need, shared=True))
+                if not stage.alone and forced(run, name, self.options):
+                    raise stage.in_use()
+                work = prepare(run, name, self.options) if stage.alone else join(run, name, element)
+                if element:
+                    stage.share()
+            if work is None:
+                clear_done(run, name, locked=True)
+                return 0
+            if self.channel is not None:
+                self.channel.tell(work)
+            work.workers = self.workers
+            if self.stage.workers:  # a stage with units reacts to requests to stop
+                work.stop = StopRequest(work.config.launch.signal_s)
+            return self._work(work)
+
+    def _work(self, work: Work) -> int:
+        """Do the work. Returns the process's exit status."""
+        name = self.name
         try:
             with work.stop if self.stage.workers else nullcontext():
                 self._do(work)
-        except ShareDone:
-            return 0
         except Stopped as stopped:
             work.note_stopped(stopped)
             if stopped.hopeless:
@@ -271,12 +265,15 @@ class StageAttempt:
                 return UserError.exit_status
             say(name, f"stopped ({stopped.reason}); the same command continues")
             return INTERRUPTED
-        except UnusableInputError:
-            # Once the user has corrected the input, the stage may start from scratch without --force. A part never
-            # decides this about units of other parts.
-            change_start(work.folder, unusable=part is None)
+        except Exception as error:
+            if work.element and read_manifest(work.folder) is not None:  # it has removed what this process read
+                say(name, "another process has finished it")
+                clear_done(self.run, name, locked=True)
+                return 0
+            if isinstance(error, UnusableInputError):
+                # Once the user has corrected the input, the stage may start from scratch without --force.
+                change_start(work.folder, unusable=True)
             raise
-        del reading
         return 0 if read_manifest(work.folder) is not None else INTERRUPTED
 
     def _do(self, work: Work) -> None:
@@ -286,7 +283,7 @@ class StageAttempt:
             work.store = self.channel.store
         try:
             self.body(work)
-        except (ShareDone, OSError):
+        except (DoneElsewhere, OSError):
             raise
         except Exception as error:
             try:
@@ -299,23 +296,19 @@ class StageAttempt:
                 check.close()
 
 
-def _part(name: str, options: argparse.Namespace) -> Part | None:
-    phases = STAGES[name].phases
-    if options.part is None:
-        if options.phase is not None:
-            raise UserError("--phase names the phase of which --part does a share. Give --part I/N, too, or neither.")
-        return None
-    part = Part.parse(options.part, options.phase or next(iter(phases), ""))
-    if not phases:
-        in_parts = ", ".join(other for other, stage in STAGES.items() if stage.phases)
-        raise UserError(f"The stage {name} cannot be done in parts; {in_parts} can. Run it without --part.")
-    if part.phase not in phases:
-        raise UserError(f"The stage {name} has no phase {part.phase} to divide into parts. Give --phase one of "
-                        f"{', '.join(phases)}.")
+def _refuse_element(name: str, options: argparse.Namespace, with_units: bool) -> None:
+    """UserError if this process cannot be one of several that share the stage."""
+    if not options.element:
+        return
+    if not re.fullmatch("[A-Za-z0-9_.-]{1,100}", options.element):
+        raise UserError(f"--element {options.element!r} is not a name. Give letters, digits, _, - and dots.")
+    if not with_units:
+        shared = ", ".join(other for other, stage in STAGES.items() if stage.workers)
+        raise UserError(f"The stage {name} has no units that processes could share; {shared} have. Run it without "
+                        f"--element.")
     if options.force:
-        raise UserError("With --force each part would remove what the others did. Give all parts, and the call that "
-                        "finishes the stage, the same --force-id instead: then only the first starts from scratch.")
-    return part
+        raise UserError("With --force each element would remove what the others did. Give all of them the same "
+                        "--force-id instead: then only the first starts from scratch.")
 
 
 def _reason(error: Exception) -> str | None:

@@ -10,14 +10,14 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import IO, TypeVar
 
 from drover.pipeline.contract.job import this_job
-from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import lock_file
@@ -32,51 +32,47 @@ NETWORK_S = 75.0
 
 
 class StageLock:
-    """The right to work on one stage. A process that does the whole stage has it alone; parts share it.
+    """The right to work on a stage. Processes that share it (`shared`) hold the right together.
 
-    Only one part starts at a time: the constructor waits until no other part is starting. It keeps others from starting
-    until `begun`, so that the first part does what must be done once, and the others find it done.
+    alone: whether no other process works on the stage or reads it.
     """
 
-    def __init__(self, folder: Path, stage: str, part: Part | None) -> None:
-        """Take it; UserError if the stage is in use, except by other parts."""
-        self.folder, self.stage, self.part = folder, stage, part
-        self._held = list[IO[str]]()
-        if part is not None:
-            starting = _open(folder, f"{stage}.start")
-            try:
-                _locked(starting, folder)
-            except BlockingIOError:
-                say(stage, f"waits while {_holder(starting)} starts")
-                _locked(starting, folder, wait=True)
-            self._start = _take(starting, folder, stage, shared=False)
-            self._held.append(self._start)
-        self._own = lock(folder, stage, shared=part is not None)
-        self._held.append(self._own)
-        if part is not None:
-            self._held.append(self._claim(part))
+    def __init__(self, folder: Path, stage: str, *, shared: bool) -> None:
+        """Take it; UserError if the stage is in use, except by others that share it."""
+        self.folder, self.stage, self.alone = folder, stage, not shared
+        if not shared:
+            self.file = lock(folder, stage)
+            return
+        self.file = _open(folder, stage)
+        with suppress(BlockingIOError):
+            _locked(self.file, folder)
+            self.alone = True
+        _take(self.file, folder, stage, shared=not self.alone)
 
-    def alone(self) -> None:
-        """Lock the stage exclusively until `begun`; UserError if other parts are at work."""
-        _take(self._own, self.folder, self.stage, shared=False)
+    def share(self) -> None:
+        """Let others that share the stage work, too."""
+        _take(self.file, self.folder, self.stage, shared=True)
 
-    def begun(self) -> None:
-        """Let other parts start and work, too."""
-        if self.part is not None:
-            _take(self._own, self.folder, self.stage, shared=True)
-            self._start.close()
+    def close(self) -> None:
+        """Release it."""
+        self.file.close()
 
-    def release(self) -> None:
-        """Release all locks."""
-        for file in self._held:
-            file.close()
+    def in_use(self) -> UserError:
+        """The error for a process that has to be alone."""
+        return _in_use(self.folder, self.stage, _holder(self.file))
 
-    def _claim(self, part: Part) -> IO[str]:
-        """Lock this part. UserError if it is in use, or if a part of another number of parts is at work."""
-        for path in sorted((self.folder / LOCKS).glob(f"{self.stage}.part-*-of-*")):
-            if not path.name.endswith(f"-of-{part.count}"):
-                lock(self.folder, path.name, f"{self.stage} (cut into another number of parts)").close()
-        return lock(self.folder, f"{self.stage}.part-{part.tag}", f"{self.stage} (part {part})")
+
+@contextmanager
+def turn(folder: Path, stage: str) -> Iterator[None]:
+    """Let one of the processes that share a stage start or commit it at a time; the others wait."""
+    with _open(folder, f"{stage}.turn") as file:
+        try:
+            _locked(file, folder)
+        except BlockingIOError:
+            say(stage, f"waits while {_holder(file)} starts or commits it")
+            _locked(file, folder, wait=True)
+        _take(file, folder, stage, shared=False)
+        yield
 
 
 def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO[str]:
@@ -132,8 +128,7 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
             # At the first attempt, the holder may have been killed a moment ago and not look like it yet.
             if (looks > 1 and not going) or time.monotonic() > until:
                 file.close()
-                raise UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; "
-                                f"or use name=<another> for a run of its own.") from None
+                raise _in_use(folder, what, holder) from None
             if going and not waited:
                 say(what, f"waits for the end of {holder}")
             waited = waited or going
@@ -146,14 +141,22 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
     return file
 
 
+def _in_use(folder: Path, what: str, holder: str) -> UserError:
+    return UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; or use "
+                     f"name=<another> for a run of its own.")
+
+
 def _is_ending(holder: str) -> bool:
     """Whether the holder of a lock is a process of this machine that is ending. On a busy machine, threads of a killed
     process may need seconds to end, and the last of them releases the lock."""
     found = re.match(r"process (\d+) on (\S+?)(,|\s|$)", holder)
-    if found is None or found[2] != platform.node():
-        return False
+    return found is not None and found[2] == platform.node() and has_ended(int(found[1]))
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process of this machine is ending or does not exist."""
     try:
-        return Path(f"/proc/{found[1]}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return Path("/proc/self").exists()  # on systems without /proc, nothing is known about it
 
@@ -178,8 +181,7 @@ def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = F
 
 @cache
 def _warn(folder: Path) -> None:
-    say("run", f"warning: {folder} is on a file system without locks; do not run a stage, or the same part of a stage, "
-               f"twice at the same time")
+    say("run", f"warning: {folder} is on a file system without locks; do not run a stage twice at the same time")
 
 
 def _holder(file: IO[str]) -> str:

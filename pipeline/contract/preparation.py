@@ -16,7 +16,7 @@ from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before, follows_training
 from drover.pipeline.contract.start_record import restore_start, sound_start
 from drover.pipeline.contract.state import PROGRESS, STATE, clear, left_files
-from drover.pipeline.contract.tasks import Part, finished_units
+from drover.pipeline.contract.tasks import finished_units
 from drover.pipeline.contract.validity import OTHER_FILES, State
 from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UserError
@@ -36,10 +36,10 @@ def forced(run: Run, name: str, options: argparse.Namespace) -> bool:
     return options.force or again
 
 
-def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work | None:
+def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     """Decide what to do about the stage. Returns its work; None if there is nothing to do."""
     if forced(run, name, options):
-        return _start_from_scratch(run, name, options, part)
+        return _start_from_scratch(run, name, options)
     state = run.state(name)
     if state.kind == "done":
         report_done(run, name)
@@ -48,7 +48,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
         raise run.refusal(name, state.differences)
     if state.differences and state.kind != "resumable" and not STAGES[name].checkpoints:
         _report_lost_units(run, name, state)
-        return _start_from_scratch(run, name, options, part)
+        return _start_from_scratch(run, name, options)
     record = run.record(name)
     accepted = list(record.accepted) if record is not None else []
     if state.kind == "changed":
@@ -68,7 +68,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
             say(name, f"damaged: {problem}; making it again")
         if missing or state.differences:
             _withdraw(run, name)
-    return begin(run, name, fingerprint, accepted, part, options.force_id)
+    return begin(run, name, fingerprint, accepted, options.element, options.force_id)
 
 
 def _report_lost_units(run: Run, name: str, state: State) -> None:
@@ -77,14 +77,14 @@ def _report_lost_units(run: Run, name: str, state: State) -> None:
               f"starts from scratch; finished units that are removed: {finished_units(run.own_folder(name)):,}")
 
 
-def _start_from_scratch(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
+def _start_from_scratch(run: Run, name: str, options: argparse.Namespace) -> Work:
     listed_files(STAGES[name].input_files(run.config))  # refuses missing files before the outputs are removed
     keep = STAGES[name].checkpoints
     if (aside := set_aside(run.own_folder(name), keep=keep)) is not None:
         say(name, f"the old outputs are kept in {aside}")
     _outdate_report(run, name)
     run.forget_files()  # the recorded hashes were removed with the outputs: hash the current files
-    work = begin(run, name, run.fingerprint(name), [], part, options.force_id)
+    work = begin(run, name, run.fingerprint(name), [], options.element, options.force_id)
     work.afresh = True
     return work
 

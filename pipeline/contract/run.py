@@ -21,11 +21,11 @@ from drover.pipeline.contract.external_inputs import (
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Identity, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, StartRecord, read_start
-from drover.pipeline.contract.tasks import finished_units, marked_parts
+from drover.pipeline.contract.tasks import finished_units
 from drover.pipeline.contract.validity import State, record_differences, stage_state
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
-from drover.pipeline.core.files import Record, opened, sha256_file, sha256_json
+from drover.pipeline.core.files import Record, opened, sha256_file
 
 
 class Run:
@@ -259,21 +259,6 @@ class Run:
         return UserError(f"The stage {stage} in {self.stage_folder(stage)} {was} with other inputs or settings, so it "
                          f"is neither used nor overwritten. Changes, old -> new:\n{listed(shown)}\n"
                          f"Ways to continue: {ways}.")
-
-
-def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:
-    """Which of `parts` parts of a phase of a started stage are done with the current settings and inputs.
-
-    Do not ask this for a stage that is to be forced: its parts are removed.
-    """
-    folder = run.own_folder(stage)
-    if not marked_parts(folder, parts, phase):
-        return set()  # without hashing any file
-    try:
-        key = sha256_json(run.fingerprint(stage))
-    except UserError:
-        return set()  # an earlier stage or an input file is missing: the stage itself will report it
-    return marked_parts(folder, parts, phase, key)
 
 
 def run_in(folder: Path) -> Run:

@@ -8,19 +8,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.claims import Claims
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
 from drover.pipeline.contract.input_check import Expected, InputCheck, output, outside
 from drover.pipeline.contract.job import this_job
-from drover.pipeline.contract.locks import await_file_system
-from drover.pipeline.contract.manifest import Identity, Manifest, OutsideFiles
+from drover.pipeline.contract.locks import turn
+from drover.pipeline.contract.manifest import MANIFEST, Identity, Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES
 from drover.pipeline.contract.start_record import STARTED, StartRecord, sound_start
@@ -37,30 +38,21 @@ from drover.pipeline.contract.state import (
     write_state,
 )
 from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.tasks import (
-    PARTS,
-    UNITS,
-    Ledger,
-    Part,
-    ShareDone,
-    Unit,
-    UnitFunction,
-    unit_keys,
-    with_outputs,
-)
+from drover.pipeline.contract.tasks import CLAIMS, UNITS, Ledger, Unit, UnitFunction, unit_keys, with_outputs
 from drover.pipeline.contract.threads import usable_cores
+from drover.pipeline.contract.validity import OTHER_FILES
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.core.console import ProgressBar, duration, first, say
+from drover.pipeline.core.console import ProgressBar, duration, say
 from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import (
     Outputs,
     Record,
     problem_of,
     read_json,
+    remove,
     remove_orphans,
     remove_temporary,
     renamed,
-    sha256_json,
 )
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
@@ -68,13 +60,21 @@ PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizer
             "fasttext-predict", "fastokens")
 
 
+LOOK_S, LOOK_SHARE = 1.0, 10.0
+"""Seconds between looks at what other processes have done, and how many times as long as a look if it takes long."""
+
+
+class DoneElsewhere(Exception):  # noqa: N818 - not an error
+    """Another process that shares the stage has committed it."""
+
+
 @dataclass
 class Work:
     """The argument of a stage's body: its configuration, inputs and folder, and methods to do units and to commit.
 
-    part: the share of one phase's units that is done; None for the whole stage. asked: a hash of the command line.
     accepted: changes that `--accept-changes` accepted.
-    phases: those whose units were requested so far.
+    element: name of this process among those that share the units (`--element`); "" if it does them alone.
+    asked: a hash of the command line. passes: names of the passes so far.
     stop: requests to stop. workers: the processes that do the units. last: how the start before this one ended.
     made: how many units this start has finished.
     afresh: whether the stage was forced, and so must not use what its earlier work has left elsewhere.
@@ -85,13 +85,13 @@ class Work:
     name: str
     fingerprint: Identity
     accepted: list[str] = field(default_factory=list)
-    part: Part | None = None
+    element: str = ""
     began: float = field(default_factory=time.monotonic)
     started: str = field(default_factory=now)
     checks: list[InputCheck] = field(default_factory=list)
     asked: str = ""
     store: Any = None
-    phases: list[str] = field(default_factory=list)
+    passes: list[str] = field(default_factory=list)
     stop: StopRequest = field(default_factory=StopRequest)
     workers: Workers = field(default_factory=Workers)
     last: StageState | None = None
@@ -144,96 +144,85 @@ class Work:
         for check in self.checks:
             check.refuse()
 
-    def do_units(self, phase: str, units: list[Unit], function: UnitFunction,
-                 unit_word: str = "units") -> list[Record]:
-        """Do every unit that is not done yet, in worker processes. Returns the records in the order of `units`.
+    @property
+    def state_file(self) -> str:
+        """Where this attempt's status is, in the stage's folder. An element records only that it was stopped."""
+        return f"{CLAIMS}/{self.element}.json" if self.element else STATE
+
+    def do_units(self, name: str, units: list[Unit], function: UnitFunction, unit_word: str = "units") -> list[Record]:
+        """Do a pass: every unit that is not done yet, in worker processes. Returns the records in the order of `units`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
-        `outputs` list holds `output_record`s. The record goes into the ledger in `units/<phase>/`, which commits the
+        `outputs` list holds `output_record`s. The record goes into the ledger in `units/<name>/`, which commits the
         unit. After a kill, units with a matching record (same stage identity, same payload, outputs in place) are kept.
         So the payload or the identity must contain everything that decides what a unit makes, and files as hashes.
 
-        As a part, the stage does its share of its own phase's units. For an earlier phase it only reads the records.
+        If several processes share the stage, each does units that no other has claimed. All return when the pass is
+        done.
 
         Raises:
-            ShareDone: the stage runs as a part and has done its share.
             Stopped: there was a request to stop; finished units are kept.
-            UserError: the stage runs as a part, and an earlier phase is not done.
+            DoneElsewhere: another process that shares the stage has committed it.
         """
-        self.phases.append(phase)
+        self.passes.append(name)
         # The listing is left out: a unit must not be done again because a file of another unit has changed.
-        keys = unit_keys(self._without_listing, phase, units)
-        assert len(keys) == len(units), f"two units of {phase} have one name"
-        ledger, part = Ledger(self.folder / UNITS / phase), self.part
-        if part is not None and phase != part.phase:
-            self._refuse_later(part, phase)
-            return self._taken(part, ledger, phase, keys)
-        if part is not None:
-            units = list(part.of(units))
-            keys = {unit.name: keys[unit.name] for unit in units}
-        kept = ProgressRecord(self.folder if part is None else None)
-        with ProgressBar(self.name, phase, len(units), unit_word) as progress:
-            records = with_outputs(ledger.found(keys), self.folder, self.say)
-            found = len(records)
-            progress.already(found)
-            kept.note(Progress(found, len(units), unit_word, phase))
-            todo = [unit for unit in units if unit.name not in records]
-            for name, record in self.workers.do(function, self.folder, todo, self.stop):
-                ledger.add(name, keys[name], record)
-                records[name] = record
-                self.made += 1
-                progress.advance()
-                kept.note(Progress(len(records), len(units), unit_word, phase, progress.left_s))
+        keys = unit_keys(self._without_listing, name, units)
+        assert len(keys) == len(units), f"two units of {name} have one name"
+        ledger, records, left, void = Ledger(self.folder / UNITS / name), dict[str, Record](), keys, set[str]()
+        kept = ProgressRecord(self.folder)
+        with ProgressBar(self.name, name, len(units), unit_word) as progress, \
+                Claims(self.folder / CLAIMS / name) as claims:
+
+            def claimed() -> Iterator[Unit]:
+                return (unit for unit in units if unit.name in left and claims.take(keys[unit.name], void))
+
+            while True:
+                looked, made = time.monotonic(), self.made
+                records |= with_outputs(ledger.found(left), self.folder, self.say)
+                left = {task: key for task, key in keys.items() if task not in records}
+                progress.already(len(records))
+                kept.note(Progress(len(records), len(units), unit_word, name))
+                for task, record in self.workers.do(function, self.folder, claimed(), self.stop):
+                    ledger.add(task, keys[task], record)
+                    claims.held.discard(keys[task])
+                    records[task] = record
+                    self.made += 1
+                    progress.advance()
+                    done = max(len(records), claims.count() - len(claims.held)) if self.element and kept.due else \
+                        len(records)
+                    kept.note(Progress(done, len(units), unit_word, name, progress.left_s))
+                left = {task: key for task, key in left.items() if task not in records}
+                if not left or self.stop.heard:
+                    break
+                # Find void claims first: what their owners have finished is in the ledger then.
+                void = claims.void(left.values())
+                if self.element and (self.folder / MANIFEST).exists():
+                    raise DoneElsewhere
+                if self.made == made and not void:
+                    time.sleep(max(LOOK_S, LOOK_SHARE * (time.monotonic() - looked)))
+            waited = self.element and not claims.held  # for units of others
         kept.flush()
-        if len(records) < len(units):
-            raise self._stopped(phase, len(records), len(units))
-        if part is not None:
-            self._leave(part, len(units), found)
+        if left:
+            raise self._stopped(name, len(records), len(units), idle=not self.made and not waited)
         return [records[unit.name] for unit in units]
 
-    def _stopped(self, phase: str, done: int, units: int) -> Stopped:
-        """Build the error for an interrupted phase. If the previous job finished no unit either, the time limit is too
-        short."""
-        last = self.last if self.part is None else read_state(self.folder / PARTS, self.part.word)
-        before = last.idle if last is not None and last.again else 0
-        idle = 0 if self.made else before + 1
-        hopeless = self.stop.again and idle > 1
-        left = f"{done:,} of {units:,} units of {phase} are done, {units - done:,} are left"
+    def _stopped(self, name: str, done: int, units: int, *, idle: bool) -> Stopped:
+        """Build the error for an interrupted pass. If this start was `idle` (it finished no unit), and the one before
+        it too, the time limit is too short."""
+        starts = 1 + (self.last.idle if self.last is not None and self.last.again else 0) if idle else 0
+        hopeless = self.stop.again and starts > 1
+        left = f"{done:,} of {units:,} units of {name} are done, {units - done:,} are left"
         if hopeless:
             left += (f"; two starts in a row finished none before the time limit. Give the stage more time "
                      f"(launch.{self.name}.time), or make its units smaller")
         return Stopped(f"{self.stop.reason}: {left}", hopeless, again=self.stop.again and not hopeless, units=done,
-                       idle=idle)
+                       idle=starts)
 
     def note_stopped(self, stopped: Stopped) -> None:
         """Record that the work was interrupted, for the launcher and for people."""
-        folder, file = (self.folder, STATE) if self.part is None else (self.folder / PARTS, self.part.word)
         with suppress(OSError):
-            write_state(folder, "failed" if stopped.hopeless else "preempted", file, reason=stopped.reason,
-                        **stopped.facts)
-
-    def _refuse_later(self, part: Part, phase: str) -> None:
-        """ShareDone if the body has come to a phase after the part's own: then its own phase had no units."""
-        phases = STAGES[self.name].phases
-        if phase in phases and phases.index(phase) > phases.index(part.phase):
-            self._leave(part, 0, 0)
-
-    def _taken(self, part: Part, ledger: Ledger, phase: str, keys: dict[str, str]) -> list[Record]:
-        """The records of an earlier phase, whose units other parts have done."""
-        records = await_file_system(lambda: ledger.found(keys), lambda found: len(found) == len(keys))
-        if missing := [name for name in keys if name not in records]:
-            raise UserError(
-                f"{self.name} cannot start its phase {part.phase}: in the phase {phase}, {len(missing):,} of "
-                f"{len(keys):,} units are not done ({first(missing)}). Do them with --part I/N --phase {phase}, or run "
-                f"{self.name} without --part, which does all remaining units.")
-        return [records[name] for name in keys]
-
-    def _leave(self, part: Part, units: int, found: int) -> NoReturn:
-        part.mark(self.folder, sha256_json(self.fingerprint), {
-            "units": units, "found": found, "wall_s": round(time.monotonic() - self.began, 3), "at": now(),
-            "host": platform.node(), "job": os.environ.get("SLURM_JOB_ID", "")})
-        self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
-        raise ShareDone
+            write_state(self.folder, "failed" if stopped.hopeless else "preempted", self.state_file,
+                        reason=stopped.reason, **stopped.facts)
 
     def commit(self, outputs: Outputs, counts: Record, *, verified: bool = False,
                files: OutsideFiles | None = None, scratch: Sequence[Path] = ()) -> Manifest:
@@ -252,9 +241,14 @@ class Work:
             UserError: an output differs from what was written (failing disk, a second writer), a checked input has
                 changed, or a file has changed since the stage's start.
         """
-        if self.part is not None:
-            self._leave(self.part, 0, 0)  # the part's phase had no units
         self.refuse_changed_inputs()
+        with turn(self.run.folder, self.name) if self.element else nullcontext():
+            if self.element and (self.folder / MANIFEST).exists():
+                raise DoneElsewhere
+            return self._commit(outputs, counts, verified, files, scratch)
+
+    def _commit(self, outputs: Outputs, counts: Record, verified: bool, files: OutsideFiles | None,
+                scratch: Sequence[Path]) -> Manifest:
         files = hashed_now(self.listing()) if files is None else files
         refuse_unread(self.listing(), files, self.name)
         remove_temporary(self.folder)  # also files that an orphan of a killed run has written since
@@ -276,10 +270,10 @@ class Work:
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))},
             start=asdict(sound_start(self.folder)))
         gone = [self.folder / STARTED, *scratch]
-        if self.phases:  # of a finished stage, status shows what the manifest counts
+        if self.passes:  # of a finished stage, status shows what the manifest counts
             gone.append(self.folder / PROGRESS)
-        if len(self.phases) > 1:  # otherwise a lost output is made again alone
-            gone.append(self.folder / UNITS)
+            # After a single pass the records stay, so that a lost output is made again alone.
+            gone.append(self.folder / (CLAIMS if len(self.passes) == 1 else UNITS))
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # the next call that finds the stage done tries again
@@ -300,17 +294,18 @@ def processes(config: Config) -> int:
     return config.launch.processes or min(usable_cores(), allotted or sys.maxsize)
 
 
-def begin(run: Run, name: str, fingerprint: Identity, accepted: list[str], part: Part | None = None,
+def begin(run: Run, name: str, fingerprint: Identity, accepted: list[str], element: str = "",
           forced_by: str | None = None) -> Work:
     """Prepare the stage's folder: remove files of killed writers, record the start and the configuration.
 
     Args:
         forced_by: the `--force-id`, which the start record keeps.
     """
-    work = Work(run, name, fingerprint, accepted, part)
+    work = Work(run, name, fingerprint, accepted, element)
     work.folder.mkdir(parents=True, exist_ok=True)
-    if part is None:
-        remove_temporary(work.folder)  # not for a part: without locks, other parts may be writing
+    if not element:  # without locks, other elements may be at work
+        remove_temporary(work.folder)
+        remove(work.folder / CLAIMS)
     remove_orphans(run.folder / "config.yaml")
     save_config(run.config, run.folder / "config.yaml")
     chain = this_job().chain or None  # all starts of a chain count as one attempt
@@ -320,9 +315,26 @@ def begin(run: Run, name: str, fingerprint: Identity, accepted: list[str], part:
     # The start record keeps accepted changes and hashes until the manifest has them, so that they survive a kill.
     StartRecord(fingerprint, work.started, accepted, run.files(name), forced_by or before.force_id,
                 chain).write(work.folder)
-    if part is None:
-        work.last = read_state(work.folder)
+    work.last = read_state(work.folder, work.state_file)
+    if not element:
         write_state(work.folder, "running")
+    return work
+
+
+def join(run: Run, name: str, element: str) -> Work | None:
+    """The work of a process that joins others at work on the stage; None if they have finished it.
+
+    Raises:
+        UserError: this process would not do the same work.
+    """
+    state = run.state(name)
+    if state.kind == "done":
+        return None
+    if state.kind != "resumable" or OTHER_FILES in str(state):
+        raise UserError(f"Other processes work on {name}, and this one would do other work: {state}. Wait for them, or "
+                        f"stop them first.")
+    work = Work(run, name, run.fingerprint(name), element=element)
+    work.last = read_state(work.folder, work.state_file)
     return work
 
 

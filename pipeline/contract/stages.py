@@ -42,12 +42,9 @@ class Stage:
         ranks_know_outputs: whether rank 0, which alone reads the run folder, also sends the other ranks the outputs of
             the earlier stages (`drover.pipeline.contract.telling`). There may be very many.
         workers: whether worker processes do its units (`launch.cpus`), and whether it can be stopped between units. A
-            plugin's stage always has worker processes.
+            plugin's stage always has worker processes. Several processes may share the units (`--element`).
         unit_modules: modules that its units need and that the stage's own file does not import. They are imported once,
             before workers are forked.
-        phases: the phases of its work, in the order of the calls of `Work.do_units`, whose units several jobs may share
-            (`--part`). One more call without `--part` then finishes the stage. A phase without units is done at once.
-        phases_with: (setting, phases): these phases have no units if the setting is null.
         checkpoints: whether it saves checkpoints in its folder. After a request to stop it saves and exits. The same
             command continues from the newest checkpoint, even with other settings.
         goal: (setting, count in its manifest): a finished stage continues if the setting is larger than the count.
@@ -78,8 +75,6 @@ class Stage:
     ranks_know_outputs: bool = True
     workers: bool = False
     unit_modules: tuple[str, ...] = ()
-    phases: tuple[str, ...] = ()
-    phases_with: tuple[str, tuple[str, ...]] = ("name", ())
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
     reusable: bool = False
@@ -110,12 +105,6 @@ class Stage:
         """Whether a stage with the old fingerprint may be made with the new one without `--force`."""
         return bool(self.call("renews", old, new))
 
-    def phases_of(self, config: Config) -> list[str]:
-        """The phases that may have units with this configuration."""
-        setting, phases = self.phases_with
-        return [phase for phase in self.phases
-                if phase not in phases or operator.attrgetter(setting)(config) is not None]
-
     def goes_on(self, config: Config, counts: Record) -> bool:
         """Whether the configuration asks for more than the finished stage with these `counts` has done."""
         if self.goal is None:
@@ -136,8 +125,6 @@ class Stage:
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
           unit_modules=("drover.pipeline.data.reading", "drover.pipeline.data.planning.passes"),
-          phases=("read", "sort", "match", "components", "resolve", "decide", "write"),
-          phases_with=("shard.near_duplicates", ("components", "resolve")),
           functions=STAGE_FUNCTIONS["shard"],
           code=("pipeline/data/sources.py", "pipeline/data/reading.py", "pipeline/data/readers.py",
                 "pipeline/data/columnar.py", "pipeline/data/hub.py", "pipeline/data/file_kinds.py",
@@ -150,7 +137,7 @@ STAGES = {stage.name: stage for stage in (
           unit_modules=("webdataset",),
           functions=STAGE_FUNCTIONS["tokenizer"],
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
-    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, phases=("encode",),
+    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True,
           reusable=True, unit_modules=("webdataset",),
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),

@@ -59,7 +59,7 @@ class StageState:
     Attributes:
         step: optimizer steps done and saved, for train.
         reason: why it ended, in words.
-        units: how many units of the interrupted phase are done, for a stage with units.
+        units: how many units of the interrupted pass are done, for a stage with units.
         idle: how many starts in a row were stopped before they finished a unit.
         again: whether to continue at once: yes after a time limit, no after a user's request to stop.
         job, restart: Slurm's job id and restart count; empty and 0 outside of Slurm.
@@ -80,9 +80,9 @@ class StageState:
 
 
 def write_state(folder: Path, status: Status, file: str = STATE, **facts: Any) -> None:
-    """Write the status of the stage in `folder`, or of one share of it, which has a `file` of its own. Only one process
-    of the stage may call this. facts: step, reason, again, units and idle of the `StageState`. OSError if it cannot be
-    written."""
+    """Write the status of the stage in `folder`, or of one of the processes that share it, in a `file` of its own. Only
+    one process may write a file. facts: step, reason, again, units and idle of the `StageState`. OSError if it cannot
+    be written."""
     write_sealed(folder / file, asdict(StageState(status, **{**this_start(), **facts}, at=now())))
 
 
@@ -129,7 +129,7 @@ class Progress:
     """Progress of a stage's work.
 
     Attributes:
-        phase: the phase whose units are counted, for a stage with phases.
+        phase: the pass whose units are counted, for a data stage.
         left_s: seconds until all are done.
         loss: of the last step, for train. The file has NaN as a text, since JSON has no such number.
     """
@@ -156,10 +156,15 @@ class ProgressRecord:
         self._folder, self._next = folder, 0.0
         self._latest: Progress | None = None
 
+    @property
+    def due(self) -> bool:
+        """Whether the last write was long enough ago."""
+        return time.monotonic() >= self._next
+
     def note(self, progress: Progress) -> None:
-        """Replace the record, and write it if the last write was long enough ago."""
+        """Replace the record, and write it if that is `due`."""
         self._latest = progress
-        if time.monotonic() >= self._next:
+        if self.due:
             self.flush()
 
     def flush(self) -> None:

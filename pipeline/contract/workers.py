@@ -1,4 +1,4 @@
-"""The processes that do a stage's units. They are forked when the first phase needs them, and serve all phases.
+"""The processes that do a stage's units. They are forked when the first pass needs them, and serve all passes.
 
 A fork takes milliseconds; an interpreter that imports the stage takes half a second. But a fork is only safe in a
 process without threads, open stores and locks. So the stage forks one process, the source, before it has any of them.
@@ -15,8 +15,9 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import chain, islice
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -60,10 +61,10 @@ class Workers:
             self._source = None
             gc.unfreeze()
 
-    def do(self, function: UnitFunction, folder: Path, units: list[Unit],
+    def do(self, function: UnitFunction, folder: Path, units: Iterable[Unit],
            stop: StopRequest) -> Iterator[tuple[str, Record]]:
         """Yield (name, record) as units finish. This process itself does a single unit, or all units if `most` is 1, so
-        that a debugger can step in.
+        that a debugger can step in. The next unit is taken from `units` when a worker is idle.
 
         After a request to stop it starts no other unit. It ends when the running units have ended, or once `stop` is
         over. After a unit has failed it does the same, and then raises the unit's error. Ctrl-C kills running units.
@@ -71,17 +72,21 @@ class Workers:
         Raises:
             UserError: a worker was killed.
         """
-        if self.most == 1 or len(units) <= 1:
-            yield from _in_place(function, folder, units, stop)
+        waiting = iter(units)
+        first = [] if self.most == 1 else list(islice(waiting, 2))
+        waiting = chain(first, waiting)
+        if len(first) < 2:
+            yield from _in_place(function, folder, waiting, stop)
             return
-        waiting, running, made = iter(units), dict[Connection, str](), list[tuple[str, Record]]()
+        running, made = dict[Connection, str](), list[tuple[str, Record]]()
         failure: BaseException | None = None
         try:
             with stop.waiting():  # also while a record is written: each turn of the loop checks for a request
-                idle = self._workers(len(units))
+                idle = [*self._started]
                 while True:
-                    while idle and not stop.heard and failure is None and (unit := next(waiting, None)) is not None:
-                        worker = idle.pop()
+                    while ((idle or len(self._started) < self.most) and not stop.heard and failure is None
+                           and (unit := next(waiting, None)) is not None):
+                        worker = idle.pop() if idle else self._start_worker()
                         running[worker] = unit.name
                         worker.send((function, folder, unit.payload))
                     yield from made  # while the workers do what they were just given
@@ -118,17 +123,15 @@ class Workers:
         self._source.start()
         theirs.close()
 
-    def _workers(self, count: int) -> list[Connection]:
-        """As many idle workers as there are units, up to `most`."""
-        while len(self._started) < min(count, self.most):
-            ours, theirs = Pipe()
-            self._started.append(ours)
-            with theirs:
-                socket.send_fds(self._control, [b"."], [theirs.fileno()])
-        return self._started[:count]
+    def _start_worker(self) -> Connection:
+        ours, theirs = Pipe()
+        self._started.append(ours)
+        with theirs:
+            socket.send_fds(self._control, [b"."], [theirs.fileno()])
+        return ours
 
 
-def _in_place(function: UnitFunction, folder: Path, units: list[Unit],
+def _in_place(function: UnitFunction, folder: Path, units: Iterable[Unit],
               stop: StopRequest) -> Iterator[tuple[str, Record]]:
     for unit in units:
         if stop.heard:
@@ -198,7 +201,7 @@ def _work(connection: Connection, source: int) -> NoReturn:
 
 
 def _release_memory() -> None:
-    """Free the memory of the phase that has ended: the next phase may need it in other processes."""
+    """Free the memory of the pass that has ended: the next pass may need it in other processes."""
     gc.collect()
     if (arrow := sys.modules.get("pyarrow")) is not None:
         arrow.default_memory_pool().release_unused()

@@ -10,7 +10,6 @@ import pytest
 from drover.pipeline.contract import locks
 from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.locks import lock
-from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.errors import UserError
 from tests.conftest import REPOSITORY, environment
 from tests.refusal import refused
@@ -65,9 +64,5 @@ def test_who_may_not_write_there_locks_nothing_for_others_either(tmp_path, monke
             raise error
         return opened(folder, name)
     monkeypatch.setattr(locks, "_open", refuse)
-    held = [locks.StageLock(tmp_path / name, "train", Part(0, 2, "read")) for name in "ab"]
-    for one in held:
-        one.alone()
-        one.begun()
-    for one in held:
-        one.release()
+    for name in "ab":
+        locks.lock(tmp_path / name, "train", shared=True).close()

@@ -8,7 +8,6 @@ import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import PROGRESS, Progress, read_state
-from drover.pipeline.contract.tasks import marked_parts
 from drover.pipeline.core.files import read_json
 from tests.contract.conftest import ended
 from tests.stages.training import is_running
@@ -62,21 +61,18 @@ def test_a_stop_between_units_and_commit(twelve):
         assert status == 0 or state.reason == "SIGTERM"
 
 
-def test_two_starts_that_finish_no_unit_are_the_last(twelve):
-    for part, word in (([], twelve.folder / "STATE.json"),
-                       (["--part", "1/2"], twelve.folder / "units/parts/read.1-of-2.state.json")):
-        for number in range(2):
-            twelve.log.unlink(missing_ok=True)
-            process = twelve.start(*part, held=0, GRACE="0.002")
-            wait_for(twelve.units, of=process)
-            process.send_signal(signal.SIGUSR2)
-            told = ended(process, 2 if number else 130)
-            state = read_json(word)
-            assert (state["status"], state["again"], state["units"]) == (
-                ("failed", False, 0) if number else ("preempted", True, 0))
-        assert "two starts in a row finished none before the time limit" in state["reason"]
-        assert "(launch.shard.time)" in told
-    assert not marked_parts(twelve.folder, 2, "read")
-    twelve.run(*part)
-    assert marked_parts(twelve.folder, 2, "read") == {1}
-    twelve.run()
+@pytest.mark.parametrize(("element", "file"), [([], "STATE.json"), (["--element", "a"], "units/claims/a.json")])
+def test_two_starts_that_finish_no_unit_are_the_last(twelve, element, file):
+    for number in range(2):
+        twelve.log.unlink(missing_ok=True)
+        process = twelve.start(*element, held=0, GRACE="0.002")
+        wait_for(twelve.units, of=process)
+        process.send_signal(signal.SIGUSR2)
+        told = ended(process, 2 if number else 130)
+        state = read_json(twelve.folder / file)
+        assert (state["status"], state["again"], state["units"]) == (
+            ("failed", False, 0) if number else ("preempted", True, 0))
+    assert "two starts in a row finished none before the time limit" in state["reason"]
+    assert "(launch.shard.time)" in told
+    twelve.run(*element)
+    assert read_manifest(twelve.folder) is not None

@@ -11,13 +11,13 @@ import drover.pipeline.contract.external_inputs
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, content_hash
 from drover.pipeline.contract.external_inputs import HASHES, gathered
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.tasks import PARTS, Ledger, Unit
+from drover.pipeline.contract.tasks import Ledger, Unit
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
 from drover.pipeline.data.streams import Input, Piece
 from tests.contract.conftest import OwnStage
 from tests.refusal import refused
-from tests.stand_ins import run_of
+from tests.stand_ins import never, run_of
 
 LARGE = BLOCK_BYTES + 100
 """Bytes of the file that two units read."""
@@ -62,7 +62,7 @@ def upper(place, monkeypatch):
         write_text(place / f"in/{name}.txt", f"text of {name}\n")
     (place / "in/large.txt").write_bytes(b"a" * LARGE)
     write_text(place / "c.yaml", (place / "c.yaml").read_text().replace("corpus.txt", "in/*.txt"))
-    made = Upper(place, monkeypatch, "upper", reads=("shard",), phases=("read",),
+    made = Upper(place, monkeypatch, "upper", reads=("shard",),
                  functions={"unit_files": "drover.pipeline.data.sources:input_files"})
     made.hashed, hashing = [], drover.pipeline.contract.external_inputs.content_hash
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
@@ -124,14 +124,14 @@ def test_files_that_change_after_the_start_are_read_again_and_no_others(upper, c
     assert (upper.folder() / "one-0.txt").read_text() == "ANOTHER TEXT\n"
 
 
-def test_parts_that_see_other_files_say_so_and_the_last_call_decides(upper, capsys):
-    assert upper("--part", "0/2") == 0
-    (upper.place / "in/one.txt").write_text("another text\n")
-    assert upper("--part", "1/2") == 0
-    assert CHANGED in capsys.readouterr().out
-    assert len({key for _, key, _ in Ledger(upper.folder() / PARTS).lines()}) == 2
-    assert upper() == 0 and upper.state.kind == "done"
-    assert (upper.folder() / "one-0.txt").read_text() == "ANOTHER TEXT\n"
+def test_an_element_that_sees_other_files_than_those_at_work_is_refused(upper, capsys):
+    def body(work):
+        (upper.place / "in/zero.txt").write_text("another text\n")
+        assert upper("--element", "b", body=never) == 2
+        assert f"would do other work: resumable (will continue; {CHANGED})" in capsys.readouterr().err
+        (upper.place / "in/zero.txt").unlink()
+        upper.body(work)
+    assert upper("--element", "a", body=body) == 0 and upper.state.kind == "done"
 
 
 def test_a_file_that_changes_while_the_stage_runs_is_not_committed(upper, capsys):

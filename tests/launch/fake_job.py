@@ -23,8 +23,8 @@ from drover.launch.slurm.chain import Chain, ChainJob
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
-from drover.pipeline.contract.tasks import PARTS, Part
+from drover.pipeline.contract.state import STATE, StageState, log_attempt, read_attempts, read_state, write_state
+from drover.pipeline.contract.tasks import CLAIMS
 from drover.pipeline.core.files import write_json, write_text
 
 KILLED = "srun: error: n2: task 1: Killed\n"
@@ -132,10 +132,8 @@ class Job:
 
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""
-        part = None if element is None else Part(element, self.spec.parts, self.spec.phase)
-        attempt = self.start.start
-        say = partial(write_state, self.stage / PARTS, file=part.word, attempt=attempt) if part else \
-            partial(write_state, self.stage, attempt=attempt)
+        say = partial(write_state, self.stage, attempt=self.start.start,
+                      file=STATE if element is None else f"{CLAIMS}/20_{element}.json")
         kind, _, which = what.partition(" ")
         if what == "no step":
             return read_end(1, NO_STEP)
@@ -149,17 +147,15 @@ class Job:
             say("running")
             return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in which.split(",")))
         if what == "work":
-            if part:
-                part.mark(self.stage, "", {})
-            else:
-                Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
+            Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
+            if element is None:
                 say("done")
             return StepEnd(0)
         if what == "asked":
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
-        if not part:
+        if element is None:
             say("running")
         if kind == "save":
             write_json(self.stage / f"checkpoints/step-{which:0>8}/COMPLETE.json", {})

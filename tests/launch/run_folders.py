@@ -78,21 +78,19 @@ class HandMade:
               jobs=jobs, planned=planned, refused=refused).write(self.folder)
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
-            needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:
+            needs: tuple[str, ...] = (), name: str = "") -> ChainJob:
         """A job of the submission, with its spec."""
         name = name or f"demo-{stage}"
         spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
-        JobSpec(name, stage, (), run=str(self.folder), chain="c1", parts=parts, phase=phase).save(spec)
+        JobSpec(name, stage, (), run=str(self.folder), chain="c1").save(spec)
         log = self.folder / f"launch/submitit/{id}_0_log.out"
-        return ChainJob(name, stage, kind, id, elements, needs, str(log), str(spec), phase, parts)
+        return ChainJob(name, stage, kind, id, elements, needs, str(log), str(spec))
 
     def whole_chain(self) -> list[ChainJob]:
-        """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""
+        """A job for every stage, shard and encode as arrays of four."""
         jobs: list[ChainJob] = []
-        for stage in STAGES:
-            for kind in ("array", "finalise") if stage in ("shard", "encode") else ("job",):
-                elements = (0, 1, 2, 3) if kind == "array" else None
-                needs = tuple(job.id for job in jobs[-1:])
-                jobs.append(self.job(str(11 + len(jobs)), stage, kind, elements, needs, parts=4 * bool(elements),
-                                     phase=STAGES[stage].phases[0] if elements else ""))
+        for stage, id in zip(STAGES, ("12", "13", "15", "16", "17", "18", "19"), strict=True):
+            elements = (0, 1, 2, 3) if stage in ("shard", "encode") else None
+            jobs.append(self.job(id, stage, "array" if elements else "job", elements,
+                                 tuple(job.id for job in jobs[-1:])))
         return jobs

@@ -325,15 +325,18 @@ def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
 
 def test_elements_of_an_array(tmp_path):
     """One element's crashes are not another's, and no element speaks for the stage."""
-    job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts", max_restarts=1)
+    job = make_job(tmp_path, "shard", ranks=0, nodes=1, max_restarts=1)
     for restart in range(3):
         job.crashed(restart, "20_3")
     status, log = job.go("crash", "work", element=2)
-    assert status == 0 and "part 2 of 4 of texts" in log, log
-    assert job.ends()[3:] == [RESTART, DONE] and job.commands[-1].endswith("--part 2/4 --phase texts")
+    assert status == 0 and "an element of an array" in log, log
+    assert job.ends()[3:] == [RESTART, DONE] and job.commands[-1].endswith("--element 20_2")
     assert (job.run / "logs/shard/20_2.1").is_dir()
+    (job.stage / "manifest.json").unlink()
     assert job.go("refuse", element=1)[0] == 1
     job.unseen(3, "20_3")
     job.slurm.down = {"n2": "down*"}
     status, log = job.go(element=3, job="24", restart=4)
-    assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
+    assert status == 1 and "4 starts in a row" in log
+    assert job.go("asked", element=0)[0] == 0 and job.ends()[-1] == "preempted requeue"
+    assert not (job.stage / "STATE.json").exists()

@@ -19,7 +19,7 @@ GO_ON = "to continue: python launch/submit.py --stage all --config configs/demo.
 
 @pytest.fixture
 def run(tmp_path):
-    """A chain of jobs 11 to 19."""
+    """A chain of jobs 12 to 19."""
     run = HandMade(tmp_path / "demo")
     run.submitted(*run.whole_chain())
     return run
@@ -33,11 +33,11 @@ def programs(programs):
 
 
 def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
-    programs.queue("14_1 RUNNING", "14_3 PENDING", "16 PENDING", "11_0 COMPLETED", "17 PENDING", "12 COMPLETED")
+    programs.queue("15_1 RUNNING", "15_3 PENDING", "16 PENDING", "12_0 COMPLETED", "17 PENDING", "12 COMPLETED")
     assert cancel(run.folder, programs.scheduler()) == 0
-    assert programs.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14"]
+    assert programs.calls("scancel") == ["scancel 17", "scancel 16", "scancel 15"]
     assert capsys.readouterr().out.splitlines() == [
-        "cancelled 17 (demo-convert)", "cancelled 16 (demo-train)", "cancelled 14 (demo-encode)",
+        "cancelled 17 (demo-convert)", "cancelled 16 (demo-train)", "cancelled 15 (demo-encode)",
         f"finished stages are kept; {GO_ON}"]
 
 
@@ -47,7 +47,7 @@ def test_why_a_run_stopped(run, programs, capsys):
     programs.queue("16 FAILED")
     run.done("shard", "tokenizer", "encode")
     run.state("train", "failed", reason="given up", job="16")
-    run.attempt("attempt", "encode", "14_0", ranks=1, nodes=["n1"])
+    run.attempt("attempt", "encode", "15_0", ranks=1, nodes=["n1"])
     run.attempt("attempt", "train", "7", ranks=4, nodes=["n1", "n2"], chain="earlier")
     for start in range(12):
         run.attempt("attempt", "train", "16", start=start, ranks=4, nodes=["n1", "n2"])
@@ -78,7 +78,7 @@ def test_why_a_run_on_this_machine_stopped_before_its_first_start(tmp_path, prog
 
 @pytest.mark.parametrize("name, said", [("demo", "no job of "), ("local", "nothing to cancel")])
 def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, said):
-    programs.queue("11_0 COMPLETED")
+    programs.queue("12_0 COMPLETED")
     assert cancel(tmp_path / name, programs.scheduler()) == 0 and said in capsys.readouterr().out
     assert programs.calls("scancel") == []
 
@@ -86,9 +86,9 @@ def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, said):
 def test_cancel_when_slurm_is_silent(run, programs, capsys):
     programs.say("squeue", error=NO_CONTROLLER, status=1)
     assert cancel(run.folder, programs.scheduler()) == 0
-    assert programs.calls("scancel") == [f"scancel {id}" for id in range(19, 10, -1)]
+    assert programs.calls("scancel") == [f"scancel {id}" for id in (19, 18, 17, 16, 15, 13, 12)]
     programs.say("scancel", error=NO_CONTROLLER, status=1)
-    assert cancel(run.folder, programs.scheduler()) == 1 and programs.calls("scancel")[9:] == ["scancel 19"]
+    assert cancel(run.folder, programs.scheduler()) == 1 and programs.calls("scancel")[7:] == ["scancel 19"]
     said = capsys.readouterr().err
     assert "squeue does not answer" in said and f"drover cancel {run.folder}" in said
 

@@ -100,21 +100,15 @@ def test_the_plan_for_four_nodes(launcher):
     found = planned(shown)
     asked = ("dependency", "array_parallelism", "gpus_per_node", "nodes", "ntasks_per_node")
     assert [(key, *(str(job.get(name)) for name in asked)) for key, job in found.items()] == table("""
-        shard-read -> None -> 4 -> None -> 1 -> 1
-        shard-sort -> afterok:ID_OF_shard-read -> 4 -> None -> 1 -> 1
-        shard-match -> afterok:ID_OF_shard-sort -> 4 -> None -> 1 -> 1
-        shard-decide -> afterok:ID_OF_shard-match -> 4 -> None -> 1 -> 1
-        shard-write -> afterok:ID_OF_shard-decide -> 4 -> None -> 1 -> 1
-        shard -> afterok:ID_OF_shard-write -> None -> None -> 1 -> 1
+        shard -> None -> 4 -> None -> 1 -> 1
         tokenizer -> afterok:ID_OF_shard -> None -> None -> 1 -> 1
-        encode-parts -> afterok:ID_OF_tokenizer -> 4 -> None -> 1 -> 1
-        encode -> afterok:ID_OF_encode-parts -> None -> None -> 1 -> 1
+        encode -> afterok:ID_OF_tokenizer -> 4 -> None -> 1 -> 1
         train -> afterok:ID_OF_encode,singleton -> None -> 8 -> 4 -> 8
         convert -> afterok:ID_OF_train -> None -> None -> 1 -> 1
         evaluate -> afterok:ID_OF_convert -> None -> 8 -> 1 -> 8
-        report -> afterok:ID_OF_evaluate -> None -> None -> 1 -> 1"""), "without passes for near-duplicates"
+        report -> afterok:ID_OF_evaluate -> None -> None -> 1 -> 1""")
     rows = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "shard-read absent 4 of 4 parts 2 processes 6 500G 10 h 00 m -" in rows
+    assert "shard absent 1, 4 elements 2 processes 6 500G 10 h 00 m -" in rows
     assert "train absent 4 32 ranks x 6 threads 48 8 500G 25 h 00 m gpu, high, h100 encode" in rows
 
 
@@ -126,10 +120,8 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert [(key, str(job.get("dependency"))) for key, job in found.items()] == table("""
         shard -> None
         tokenizer -> afterok:ID_OF_shard
-        encode-parts-1 -> afterok:ID_OF_tokenizer
-        encode-parts -> afterok:ID_OF_tokenizer,afterany:ID_OF_encode-parts-1
-        encode-1 -> afterok:ID_OF_encode-parts
-        encode -> afterok:ID_OF_encode-parts,afterany:ID_OF_encode-1
+        encode-1 -> afterok:ID_OF_tokenizer
+        encode -> afterok:ID_OF_tokenizer,afterany:ID_OF_encode-1
         train-1 -> afterok:ID_OF_encode,singleton
         train-2 -> afterok:ID_OF_encode,afterany:ID_OF_train-1,singleton
         train -> afterok:ID_OF_encode,afterany:ID_OF_train-2,singleton
@@ -140,7 +132,7 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     other = planned(launcher.accepted("--stage all --cluster slurm --dry-run runs_dir=other"))
     assert name.startswith("trial-train-") and other["train"]["job_name"] not in (name, "trial-train"), \
         "singleton goes by the name: a run of another folder is not waited for"
-    assert found["encode-parts-1"]["array_parallelism"] == found["encode-parts"]["array_parallelism"] == 2
+    assert found["encode-1"]["array_parallelism"] == found["encode"]["array_parallelism"] == 2
     assert all(job["no-requeue"] is True and "requeue" not in job and not any("requeue" in line for line in
                job["teardown"]) and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", job["comment"])
                and [job["qos"], job["constraint"]] == ["high", "h100"] for job in found.values())
@@ -151,20 +143,19 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     [] -> '' -> '' -> 4
     [] -> MaxArraySize = 4 -> '' -> 3
     ["launch.limits={array: 2}"] -> MaxArraySize = 4 -> '' -> 2
-    [] -> '' -> 'normal|31\nhigh|\n' -> 4
-    [] -> '' -> 'normal|30\nhigh|\n' -> 3
-    [launch.qos=high] -> '' -> 'normal|\nhigh|19\n' -> 2
-    [launch.qos=high] -> '' -> 'normal|\nhigh|9\n' -> 1
-    ["launch.limits={jobs: 31}"] -> '' -> 'normal|9\n' -> 4""", *[yaml.safe_load] * 4))
+    [] -> '' -> 'normal|13\nhigh|\n' -> 4
+    [] -> '' -> 'normal|12\nhigh|\n' -> 3
+    [launch.qos=high] -> '' -> 'normal|\nhigh|10\n' -> 2
+    [launch.qos=high] -> '' -> 'normal|\nhigh|8\n' -> 1
+    ["launch.limits={jobs: 13}"] -> '' -> 'normal|8\n' -> 4""", *[yaml.safe_load] * 4))
 def test_arrays_keep_to_the_site_s_limits(slurm, settings, largest, most, elements):
-    """They get fewer elements, each with more of the work: five passes of shard and one of encode, and seven jobs
-    besides."""
+    """They get fewer elements, each with more of the work: of shard and of encode, and five jobs besides."""
     slurm.programs.do("scontrol", f"echo '{largest}'; echo 'AccountingStorageType = accounting_storage/slurmdbd'")
     slurm.programs.do("sacctmgr", "case $* in *'show user'*) echo mine;; *assoc*) "
                       f"printf 'mine||normal|\\nother||normal|2\\nmine|debug|normal|1\\n';; *) printf '{most}';; esac")
     shown = slurm.accepted("--stage all --nodes 4", *settings)
     arrays = [job.elements for job in slurm.chain.jobs if job.kind == "array"]
-    assert arrays == ([tuple(range(elements))] * 6 if elements > 1 else [])
+    assert arrays == ([tuple(range(elements))] * 2 if elements > 1 else [])
     assert ("fewer than requested" in shown) == (elements != 4)
 
 
@@ -176,14 +167,14 @@ def test_submission_chains_what_is_not_done(slurm):
     assert [(job.stage, job.kind, job.id, str(job.elements), *job.dependencies) for job in chain.jobs[1:5]] == table("""
         tokenizer -> job -> 102 -> None -> 101
         encode -> array -> 103 -> (0, 1) -> 102
-        encode -> finalise -> 104 -> None -> 103
-        train -> job -> 105 -> None -> 104""")
-    assert option((slurm.queue / "105").read_text(), "dependency") == "afterok:104,singleton"
-    assert "encode    job 103 (array encode) after 102" in shown and "`drover status " in shown
+        train -> job -> 104 -> None -> 103
+        convert -> job -> 105 -> None -> 104""")
+    assert option((slurm.queue / "104").read_text(), "dependency") == "afterok:103,singleton"
+    assert "encode    job 103 (array) after 102" in shown and "`drover status " in shown
     folder = slurm.run / "launch/submitit"
     assert {path.name for path in folder.glob("*.pkl")} == {f"{id}_submitted.pkl" for id in (
-        "101", "102", "103_0", "103_1", *range(104, 109))} and folder.stat().st_mode & 0o777 == 0o700
-    spec = JobSpec.load(Path(chain.jobs[4].spec))
+        "101", "102", "103_0", "103_1", *range(104, 108))} and folder.stat().st_mode & 0o777 == 0o700
+    spec = JobSpec.load(Path(chain.jobs[3].spec))
     assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(slurm.run))
     assert spec.command[1:3] == ("-m", "drover.pipeline.train") and chain.config in spec.command
     assert "steps: 40" in Path(chain.config).read_text() and slurm.run in Path(chain.config).parents
@@ -315,4 +306,4 @@ def test_a_file_system_without_locks(slurm, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", none)
     slurm.accepted("--stage all launch.encode.array=2")
-    assert len(slurm.chain.jobs) == 8
+    assert len(slurm.chain.jobs) == 7

@@ -1,4 +1,4 @@
-"""Stages of several phases whose units are shared out: each follows the one before it, and all make what one makes."""
+"""Stages of several passes of units: each follows the one before it, and what is done stays done; the ledger."""
 
 import errno
 import fcntl
@@ -10,39 +10,36 @@ import pytest
 
 from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import done_parts
 from drover.pipeline.contract.stage_work import Unit
-from drover.pipeline.contract.tasks import PARTS, Ledger
+from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.core.files import output_record, read_json, write_text
 from tests.contract.conftest import OwnStage
 from tests.cut_off import cut_off
-from tests.refusal import table
-from tests.stand_ins import run_of
 
-PHASES = ("read", "sort", "sum")
+PASSES = ("read", "sort", "sum")
 
 
 class Count(OwnStage):
-    """A stage that writes a file for each of its units, by phase; `refuses`: the error that those of `sum` end with."""
+    """A stage that writes a file for each of its units, by pass; `refuses`: the error that those of `sum` end with."""
 
     def __init__(self, place, patch):
-        super().__init__(place, patch, "count", phases=PHASES)
+        super().__init__(place, patch, "count")
         self.scratch, self.refuses = (), None
         self.units = {"read": [f"n-{number:05d}" for number in range(40)], "sort": [f"ten-{at}" for at in range(4)],
                       "sum": [f"sum-{digit}" for digit in range(10)]}
 
     def body(self, work):
-        assert work.part or not list(work.folder.rglob("*.tmp")), "what a killed start left takes no room"
+        assert work.element or not list(work.folder.rglob("*.tmp")), "what a killed start left takes no room"
         outputs = []
-        for phase, names in self.units.items():
-            units = [Unit(name, [name, len(outputs)]) for name in names]
-            outputs += [record["outputs"][0] for record in work.do_units(phase, units, self.make)]
+        for name, names in self.units.items():
+            units = [Unit(each, [each, len(outputs)]) for each in names]
+            outputs += [record["outputs"][0] for record in work.do_units(name, units, self.make)]
         work.commit(outputs, {"units": len(outputs)}, scratch=[work.folder / name for name in self.scratch])
 
     def make(self, folder, payload):
         name, before = payload
-        assert len(list(folder.glob("*.txt"))) >= before, "the phase before is done"
+        assert len(list(folder.glob("*.txt"))) >= before, "the pass before is done"
         if self.refuses and name.startswith("sum"):
             raise self.refuses("the corpus is in Latin-1")
         self.made[name] += 1
@@ -60,30 +57,16 @@ def contents(path):
     return {found.name: found.read_bytes() for found in path.glob("*.txt")}
 
 
-def test_phases_in_parts_each_once_the_one_before_is_done_make_what_one_run_makes(count, capsys, monkeypatch):
-    """On file systems without locks too, which is said."""
+def test_an_element_makes_what_one_process_makes_on_file_systems_without_locks_too(count, capsys, monkeypatch):
     def none(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
     assert count() == 0
     monkeypatch.setattr(fcntl, "flock", none)
-    ours = contents(count.folder())
-    count.made.clear()
-    for number, (phase, left) in enumerate(zip(PHASES, (
-            "13 of 40 units are not done (n-00001, n-00004, n-00007 and 10 more)", "in the phase sort, 1 of 4 units",
-            None), strict=True)):
-        run = run_of(count.place, "name=b")
-        assert [done_parts(run, "count", 3, other) for other in PHASES] == [{0, 1, 2}] * number + [set()] * (3 - number)
-        for index in (2, 0):
-            assert count("--part", f"{index}/3", "--phase", phase, name="b") == 0
-        if left:
-            assert count("--part", "1/3", "--phase", PHASES[number + 1], name="b") == 2
-            said, told = capsys.readouterr()
-            assert left in told and f"--phase {phase}" in told and (number or "without locks" in said)
-        assert count("--part", "1/3", "--phase", phase, name="b") == 0
-    assert read_manifest(count.folder("b")) is None and set(count.made.values()) == {1}
-    assert count(name="b") == 0 and set(count.made.values()) == {1}, "the last call did units again"
+    assert count("--element", "a", name="b") == 0 and set(count.made.values()) == {2}
+    assert "without locks" in capsys.readouterr().out
     one, other = read_manifest(count.folder()), read_manifest(count.folder("b"))
-    assert contents(count.folder("b")) == ours and (one.outputs, one.counts) == (other.outputs, other.counts)
+    assert contents(count.folder("b")) == contents(count.folder())
+    assert (one.outputs, one.counts) == (other.outputs, other.counts)
 
 
 OTHER = "shard.validation_share=0.5"
@@ -93,53 +76,26 @@ def marks(count):
     return {key for key in ["unusable"] if read_json(count.folder() / "started.json").get(key)}
 
 
-def test_a_refusal_that_is_none_of_the_input_gives_no_leave_to_remove_units(count, capsys):
+def test_units_are_removed_only_if_the_input_itself_was_refused(count, capsys):
     count.register(reads=("shard",))
-
-    def others_are_refused():
-        for arguments in ([], ["--part", "1/2"], ["--accept-changes"]):
+    count.refuses = UserError
+    for element in ([], ["--element", "a"]):
+        assert count(*element) == 2 and not marks(count) and count.made.total() == 44
+        for arguments in ([], ["--accept-changes"], element):
             capsys.readouterr()
             assert count(OTHER, *arguments) == 2
             told = capsys.readouterr().err
             assert "was started with other" in told and "shard.validation_share: 0.01 -> 0.5" in told
-    assert count("--part", "0/2") == 0
-    assert count("--part", "0/2", "--phase", "sort") == 2  # it cannot begin
-    others_are_refused()
-    for phase in PHASES[:2]:
-        assert count("--part", "0/1", "--phase", phase) == 0 and not marks(count)
-    for count.refuses, part in ((UnusableInputError, ["--part", "0/1", "--phase", "sum"]), (UserError, [])):
-        assert count(*part) == 2
-        others_are_refused()
+    count.refuses = UnusableInputError
+    for element in ([], ["--element", "a"]):
+        assert count(*element) == 2 and marks(count) == {"unusable"}
+    assert count.made.total() == 44, "the same again is the same again"
     count.refuses = None
-    assert count() == 0 and set(count.made.values()) == {1}
-
-
-def test_what_is_removed_after_a_refused_input_is_told_and_a_part_that_goes_on_forgets_it(count, capsys):
-    count.register(reads=("shard",))
-    for units in (44, 49):
-        count.refuses = UnusableInputError
-        assert count() == 2 and marks(count) == {"unusable"}
-        assert count() == 2 and count.made.total() == units, "the same again is the same again"
-        count.refuses = None
-        if units == 44:
-            assert count("--part", "0/2", "--phase", "sum") == 0 and not marks(count)
-            assert count(OTHER) == 2
     capsys.readouterr()
     assert count(OTHER) == 0
     [told] = [line for line in capsys.readouterr().out.splitlines() if "finished units that are removed" in line]
-    assert "shard.validation_share: 0.01 -> 0.5" in told and told.endswith("removed: 49")
+    assert "shard.validation_share: 0.01 -> 0.5" in told and told.endswith("removed: 44")
     assert count.made["n-00000"] == 2
-
-
-def test_phases_without_units_are_done_at_once_the_last_included(count):
-    count.register(phases=(*PHASES, "end"))
-    del count.units["sort"]
-    for phase in (*PHASES, "end"):
-        assert count("--part", "0/1", "--phase", phase) == 0
-    assert {name: record["units"] for name, _, record in Ledger(count.folder() / PARTS).lines()} == {
-        "read.0-of-1": 40, "sort.0-of-1": 0, "sum.0-of-1": 10, "end.0-of-1": 0}
-    assert read_manifest(count.folder()) is None
-    assert count() == 0 and set(count.made.values()) == {1}
 
 
 def left(path):
@@ -151,7 +107,7 @@ def left(path):
 def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypatch, capsys):
     """No unit that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
     monkeypatch.setattr(stage_work, "git_state", dict)
-    count.units = {phase: [f"{phase}-{number}" for number in range(2)] for phase in PHASES}
+    count.units = {name: [f"{name}-{number}" for number in range(2)] for name in PASSES}
     count.scratch = "staging", "never-made"
     first = None
     for number in itertools.count():
@@ -177,14 +133,6 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
     (here / "sum-1.txt").unlink()
     assert count(name=here.parent.name) == 0 and set(count.made.values()) == {1}
     assert (contents(here), read_manifest(here).outputs) == first and not left(here)
-
-
-@pytest.mark.parametrize(("arguments", "told"), table("""
-    --part 0/2 --phase write -> has no phase write to divide into parts. Give --phase one of read, sort
-    --phase read -> Give --part I/N, too""", str.split))
-def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
-    assert count(*arguments) == 2
-    assert told in capsys.readouterr().err and not count.folder().exists()
 
 
 VALUES = ("one", "k", 1), ("two", "k", {"large": 2**70, "name": "\udce9", "text": "a\nb\u2028"}), ("one", "l", [1.5])
