@@ -57,7 +57,7 @@ def test_a_killed_element_s_units_are_done_by_the_others(twelve):
     assert set(started) == {*range(12)} and started.total() == 14, "what was being done is done again, and no more"
     assert before.items() <= twelve.records().items() and len(read_manifest(twelve.folder).outputs) == 12
     assert {path.name for path in twelve.folder.iterdir()} == {
-        "STATE.json", "manifest.json", "units", *(f"{number}.txt" for number in range(12))}
+        "manifest.json", "units", *(f"{number}.txt" for number in range(12))}
 
 
 def test_an_element_that_is_stopped_leaves_its_units_to_the_others(twelve):

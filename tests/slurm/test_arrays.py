@@ -1,4 +1,4 @@
-"""The data stages shared out over the elements of arrays, phase after phase: the bytes are those of one process."""
+"""The data stages shared by the elements of arrays: the bytes are those of one process."""
 
 import shutil
 import sys
@@ -8,7 +8,6 @@ import yaml
 
 from drover.launch.slurm.chain import read_chain
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.stages import STAGES
 from tests.conftest import REPOSITORY
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.waiting import wait_for
@@ -20,45 +19,30 @@ DATA = ("shard", "tokenizer", "encode")
 ELEMENTS = (0, 1, 2)
 
 
-def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(cluster, tmp_path):
-    """One element is killed; what waits for the array goes. The same command does that element, and the rest."""
+def test_elements_over_dirty_files_give_the_bytes_of_one_process(cluster, tmp_path):
+    """An element that fails for good leaves its work to the others. What waits for the array goes; the same command
+    continues."""
     write_dirty(tmp_path)
-    repaired, wrapper, config = tmp_path / "repaired", tmp_path / "wrapper", tmp_path / "config.yaml"
-    wrapper.write_text('#!/bin/sh\ncase "$*" in *"--part 1/3 --phase encode"*) '
-                       f'[ -e {repaired} ] || kill -9 $$;; esac\nexec "$@"\n')
+    wrapper, config = tmp_path / "wrapper", tmp_path / "config.yaml"
+    wrapper.write_text('#!/bin/sh\ncase "$*" in *"pipeline.encode "*"_1") sleep 2; kill -9 $$;; esac\nexec "$@"\n')
     wrapper.chmod(0o755)
     config.write_text(yaml.safe_dump({
         "name": "one", "runs_dir": str(tmp_path / "runs"), "shard": every_pass(tmp_path),
         "tokenizer": {"vocab_size": 1024}, "launch": {"processes": 1, "preflight": False, "max_restarts": 0}}))
     many, one = tmp_path / "runs/many", tmp_path / "runs/one"
     command = (sys.executable, REPOSITORY / "launch/submit.py", "--config", config, "--stage", ",".join(DATA))
-
-    def submitted():
-        cluster.run(*command, "--cluster", "lab", "name=many", "--nodes", "3", f"launch.wrap=[{wrapper}]", cwd=tmp_path)
-        wait_for(cluster.is_idle)
-        return read_chain(many)
-
-    def states(chain):
-        return {f"{job.stage} {job.phase or job.kind}": [
-            cluster.state(f"{job.id}_{element}" if job.elements else job.id) for element in job.elements or (0,)]
-            for job in chain.jobs}
-
-    first = submitted()
+    cluster.run(*command, "--cluster", "lab", "name=many", "--nodes", "3", f"launch.wrap=[{wrapper}]", cwd=tmp_path)
+    wait_for(cluster.is_idle)
+    chain = read_chain(many)
     story = "\n".join(path.read_text(errors="replace")[-2000:] for path in many.glob("logs/**/*") if path.is_file())
-    done = {f"shard {phase}": ["COMPLETED"] * 3 for phase in STAGES["shard"].phases}
-    assert states(first) == {
-        **done, "shard finalise": ["COMPLETED"], "tokenizer job": ["COMPLETED"],
-        "encode encode": ["COMPLETED", "FAILED", "COMPLETED"], "encode finalise": ["CANCELLED"]}, story
-    assert all(job.elements == ELEMENTS for job in first.jobs if job.kind == "array")
-    array = first.jobs[-2].id
-    assert ": killed" in (many / f"launch/submitit/{array}_1_0_log.out").read_text()
-    before = token_shards(many)
-    repaired.touch()
-    second = submitted()
-    assert [(job.kind, job.elements) for job in second.jobs] == [("array", ELEMENTS), ("finalise", None)]
-    assert states(second) == {"encode encode": ["COMPLETED"] * 3, "encode finalise": ["COMPLETED"]}
-    after = token_shards(many)
-    assert before and before.items() < after.items(), "kept, and more"
+    assert [(job.stage, job.kind, job.elements, *(
+        cluster.state(f"{job.id}_{element}" if job.elements else job.id) for element in job.elements or (0,)))
+        for job in chain.jobs] == [
+        ("shard", "array", ELEMENTS, *["COMPLETED"] * 3), ("tokenizer", "job", None, "COMPLETED"),
+        ("encode", "array", ELEMENTS, "COMPLETED", "FAILED", "COMPLETED")], story
+    assert ": killed" in (many / f"launch/submitit/{chain.jobs[-1].id}_1_0_log.out").read_text()
+    again = cluster.run(*command, "--cluster", "lab", "name=many", "--nodes", "3", cwd=tmp_path)
+    assert "nothing to submit" in again.stdout
 
     cluster.run(*command, "--cluster", "local", cwd=tmp_path)
     for stage in DATA:
@@ -67,11 +51,6 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(c
         assert {**ours.counts, SPEED: 0} == {**theirs.counts, SPEED: 0}
     counts = read_manifest(one / "shard").counts
     assert all(counts["dropped"].values()) and counts["validation"] and counts["rejected"], "every pass had work"
-
-
-def token_shards(run):
-    """When encode's token shards were written, by path."""
-    return {path: path.stat().st_mtime_ns for path in (run / "encode").rglob("*.arrow")}
 
 
 def test_an_element_whose_runner_is_killed_restarts_alone(cluster, tmp_path, encoded):
