@@ -52,20 +52,6 @@ class _Loader(yaml.SafeLoader):
         """The place of a node, as messages name it."""
         return self.name if self.name.startswith(TYPED) else f"{self.name}:{node.start_mark.line + 1}"
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        """A mapping, with merge keys applied before its own."""
-        keys = [key.value for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if key.value in keys[:number]:
-                raise UserError(f"{self.place(key)}: the key '{key.value}' is written twice; keep one.")
-        self.flatten_mapping(node)
-        tree: Tree = {}
-        for key, value in node.value:
-            name = Key.at(str(self.construct_object(key, deep=True)), self.place(key))
-            tree.pop(name, None)  # whose place is another
-            tree[name] = self.construct_object(value, deep=True)
-        return tree
-
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """A single value."""
         value = super().construct_scalar(node)
@@ -73,6 +59,21 @@ class _Loader(yaml.SafeLoader):
             raise UserError(f"{self.place(node)}: {shortened(ascii(value))} has half of a surrogate pair, which is no "
                             f"character. Write the character itself.")
         return value
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> Tree:
+    """A mapping, with merge keys applied before its own."""
+    keys = [key.value for key, _ in node.value]
+    for number, (key, _) in enumerate(node.value):
+        if key.value in keys[:number]:
+            raise UserError(f"{loader.place(key)}: the key '{key.value}' is written twice; keep one.")
+    loader.flatten_mapping(node)
+    tree: Tree = {}
+    for key, value in node.value:
+        name = Key.at(str(loader.construct_object(key, deep=True)), loader.place(key))
+        tree.pop(name, None)  # whose place is another
+        tree[name] = loader.construct_object(value, deep=True)
+    return tree
 
 
 class Dumper(yaml.SafeDumper):
@@ -85,6 +86,7 @@ for _type, _first, _form in (
         ("float", [*"-+.0123456789"],
          r"[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)")):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"^({_form})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 for _type in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_type}", lambda _, node: _number(str(node.value).replace("_", "")))
 Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
