@@ -33,8 +33,8 @@ def problems(config: Config) -> list[str]:
     The installed transformers decides, which takes seconds to import. Every version has a plain Llama.
     """
     from drover.pipeline.config.shapes import is_plain
-    from drover.pipeline.tokenization.export import SETTINGS, names_qwen2
-    from drover.pipeline.tokenization.kinds import ready_file
+    from drover.pipeline.tokenization.export import names_qwen2
+    from drover.pipeline.tokenization.ready import SETTINGS, ready_file
 
     if is_plain(config.model):
         return []
@@ -75,8 +75,9 @@ def _convert(work: Work) -> None:
     from drover.pipeline.formats.weights import MeanWeights
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.generation_settings import FILE, read_settings
-    from drover.pipeline.tokenization.export import SETTINGS, names_qwen2, settings_text
-    from drover.pipeline.tokenization.kinds import MODEL_FILE
+    from drover.pipeline.tokenization.export import names_qwen2, settings_text
+    from drover.pipeline.tokenization.ready import SETTINGS
+    from drover.pipeline.tokenization.tokenizer import MODEL_FILE
 
     train_folder, trained = work.input("train")
     tokenizer_folder, tokenizer = work.input("tokenizer")
@@ -112,12 +113,12 @@ def _convert(work: Work) -> None:
                                                   generation, qwens=qwens))
         vocabulary, copied = _tokenizer(work), sorted((tokenizer_folder / "hf").iterdir())
         # llama.cpp reads the scores of merges from it. It would also read a unigram model's scores as such.
-        if vocabulary.merges_by_score:
+        if vocabulary.kind == "sentencepiece" and vocabulary.model == "BPE":
             copied.append(tokenizer_folder / MODEL_FILE)
         for path in copied:
             shutil.copyfile(path, temporary / path.name)
         if (beside := temporary / SETTINGS).is_file():
-            write_text(beside, settings_text(beside, config.context_length, vocabulary.prefix_space))
+            write_text(beside, settings_text(beside, config.context_length))
         counts = _prove(work, temporary, config, read, split)
     for path in temporary.iterdir():
         sync(path)
@@ -189,7 +190,7 @@ def _text(work: Work, split: str) -> tuple[Any, list[str]]:
 
 
 def _tokenizer(work: Work) -> Any:
-    from drover.pipeline.tokenization.kinds import load_tokenizer
+    from drover.pipeline.tokenization.tokenizer import load_tokenizer
     return load_tokenizer(work.input("tokenizer")[0])
 
 

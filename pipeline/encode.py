@@ -21,12 +21,16 @@ from drover.pipeline.core.errors import UserError, installed_version, listed
 from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
-from drover.pipeline.tokenization.base import Tokenizer, reads_back
-from drover.pipeline.tokenization.choosing import PIECE
-from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
-from drover.pipeline.tokenization.gate import admitted
-from drover.pipeline.tokenization.kinds import load_tokenizer, place, placed, vocabulary_record
+from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, admitted, one_thread
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
+from drover.pipeline.tokenization.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    place,
+    placed,
+    reads_back,
+    vocabulary_record,
+)
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import EncodeConfig
@@ -157,9 +161,7 @@ class Encoded:
 def other_ids(found: Encoded, reference: Tokenizer) -> str:
     """A message about the first verified document whose ids differ from the reference's; "" if there is none."""
     for number, (text, ids) in found.proved.items():
-        # As a list the ids of a very long document would take several gigabytes.
-        own = np.array(reference.encode(text), np.uint32) if len(text) <= PIECE else reference.encode_flat([text])[0]
-        if not np.array_equal(ids, own):
+        if not np.array_equal(ids, reference.encode_flat([text])[0]):
             return f"other ids for the document {number} ({found.keys[number]})"
     return ""
 

@@ -116,7 +116,7 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
     import torch
 
     from drover.pipeline.evaluation.open_model import open_model
-    from drover.pipeline.tokenization.kinds import load_tokenizer
+    from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
     settings = work.config.evaluate
     if ranks.world % (settings.dp_shard or 1):

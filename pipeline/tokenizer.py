@@ -16,30 +16,29 @@ from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.core.files import copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
-from drover.pipeline.tokenization.base import Tokenizer, loses_marks
-from drover.pipeline.tokenization.bpe_training import train_bpe
 from drover.pipeline.tokenization.checking import CURES, check_shard, from_bitmap, refuse_failures, summed
 from drover.pipeline.tokenization.choosing import beginnings, beginnings_by_source, training_shards
+from drover.pipeline.tokenization.conversion import refuse_inexact, write_characters
 from drover.pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
-from drover.pipeline.tokenization.gate import COUNT, verdict
-from drover.pipeline.tokenization.huggingface_tokenizer import (
-    HuggingFaceTokenizer,
+from drover.pipeline.tokenization.fast import COUNT, compared
+from drover.pipeline.tokenization.ready import (
     bos_contradiction,
+    files_beside,
+    open_tokenizer,
+    ready_file,
     surrounding_problems,
 )
-from drover.pipeline.tokenization.kinds import (
+from drover.pipeline.tokenization.reporting import described
+from drover.pipeline.tokenization.tokenizer import (
     FILES,
-    files_beside,
+    Tokenizer,
     load_tokenizer,
-    open_tokenizer,
+    loses_marks,
     place,
     placed,
-    ready_file,
     write_record,
 )
-from drover.pipeline.tokenization.reporting import described
-from drover.pipeline.tokenization.simple import write_characters
-from drover.pipeline.tokenization.training import Sample, sampled, train_sentencepiece
+from drover.pipeline.tokenization.training import Sample, sampled, train_bpe, train_sentencepiece
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -87,7 +86,7 @@ def make_tokenizer(work: Work) -> None:
                  f"byte")
     counts = _told(work, tokenizer, report, made["sample"], speed)
     if work.config.encode.encoder != "reference":
-        counts[COUNT] = verdict(work.folder, shards, validation)
+        counts[COUNT] = compared(tokenizer, work.folder, shards, validation)
     work.commit(outputs, counts)
 
 
@@ -117,33 +116,32 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Unit of work: the vocabulary's file, its description and its Hugging Face export."""
     from drover.pipeline.config.data import TokenizerConfig
 
-    settings, sample = TokenizerConfig.model_validate(payload["settings"]), Sample()
+    settings, sample, notes = TokenizerConfig.model_validate(payload["settings"]), Sample(), list[str]()
     path = folder / name if (name := FILES[settings.kind]) else None
-    ready = ready_file(settings) if path is not None and settings.path is not None else None
-    bounds, notes = None, list[str]()
-    if path is not None and ready is not None:
-        # Opened at its own place: a file next to a Hugging Face tokenizer names its BOS and EOS.
-        opened = open_tokenizer(settings.kind, ready)
-        bounds = opened.bounds
-        if isinstance(opened, HuggingFaceTokenizer):
-            if problems := surrounding_problems(ready, opened):
-                raise UnusableInputError("\n".join(problems))
-            notes += [note for note in (bos_contradiction(ready, opened),) if note]
-        copy_file(ready, path)
-    elif path is not None:
-        sample.of_shards = payload["of_shards"]
-        _train(settings, placed(folder, payload["shards"]), payload["records"], payload["shares"], path, sample)
-    tokenizer = open_tokenizer(settings.kind, path, bounds)
-    beside = files_beside(ready) if ready is not None and settings.kind == "huggingface" else []
-    notes += [f"{file} names code ({CODE}), which is left out: it is neither run nor exported"
-              for file in beside if names_code(file)]
-    if ready is not None and beside:
-        exported = copy_hugging_face(ready, beside, folder / "hf")
+    if settings.path is not None and path is not None:
+        source = ready_file(settings)
+        tokenizer = open_tokenizer(settings.kind, source)  # a file next to it may name its BOS and EOS
+        copy_file(source, path)
     else:
+        if path is not None:
+            sample.of_shards = payload["of_shards"]
+            _train(settings, placed(folder, payload["shards"]), payload["records"], payload["shares"], path, sample)
+        tokenizer = open_tokenizer(settings.kind, path)
+    if settings.kind == "huggingface":
+        if problems := surrounding_problems(source, tokenizer):
+            raise UnusableInputError("\n".join(problems))
+        beside = files_beside(source)
+        notes = [*bos_contradiction(source, tokenizer), *(
+            f"{file} names code ({CODE}), which is left out: it is neither run nor exported"
+            for file in beside if names_code(file))]
+        # Without settings of its own, transformers does not know which tokens are BOS and EOS.
+        exported = (copy_hugging_face(source, beside, folder / "hf") if beside
+                    else write_hugging_face(tokenizer, folder / "hf"))
+    else:
+        refuse_inexact(tokenizer, path)
         exported = write_hugging_face(tokenizer, folder / "hf")
     files = [*([path] if path else []), write_record(folder, tokenizer), *exported]
-    return {"outputs": [output_record(folder, file) for file in files], "sample": asdict(sample),
-            "notes": notes}
+    return {"outputs": [output_record(folder, file) for file in files], "sample": asdict(sample), "notes": notes}
 
 
 def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]], shares: dict[str, float],
@@ -173,8 +171,8 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
              f"{total['fallback_share'] or 0:.3%} byte fallback, {speed:.1f} MB/s per process")
     bos, eos = tokenizer.bounds
     work.say(f"around each document: {bos} ({tokenizer.bos_id}) before it, {eos} ({tokenizer.eos_id}) after it")
-    notable = (("literal_marks", "but for U+2581, which came back as a space"), ("nul_documents", "with NUL"),
-               ("cut_documents", "encoded or checked in parts"))
+    notable = (("literal_marks", "but for U+2581, which came back as a space"),
+               ("cut_documents", "checked at their beginning only, or encoded in parts"))
     some = f" of {report['validation_documents']:,}" if "validation_documents" in report else ""
     work.say(f"{total['documents']:,}{some} validation and {report['training_sample']['documents']:,} training "
              f"documents: all read back, all with equal ids in hf/tokenizer.json"

@@ -40,8 +40,9 @@ from drover.pipeline.records.goodput import first_start, goodput
 from drover.pipeline.records.hangs import judge_hang, write_places
 from drover.pipeline.records.metrics import plan_changes, read_metrics
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
-from drover.pipeline.tokenization.export import names_code, settings_text
-from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
+from drover.pipeline.tokenization.export import names_code, settings_text, write_hugging_face
+from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.tokenizer import load_tokenizer, vocabulary_record, write_record
 from drover.tools.audit import main as audit
 from drover.tools.trace.__main__ import main as trace
 from drover.tools.verify import main as verify
@@ -226,8 +227,9 @@ def _vocabulary(path, folder):
     """A whole vocabulary, of the kind that its folder is named by."""
     shutil.copy(path, folder)
     kind = path.parent.name
-    write_record(folder, open_tokenizer({"bpe": "sentencepiece", "unigram": "sentencepiece"}.get(kind, kind),
-                                        folder / path.name))
+    tokenizer = open_tokenizer({"bpe": "sentencepiece", "unigram": "sentencepiece"}.get(kind, kind), folder / path.name)
+    write_hugging_face(tokenizer, folder / "hf")
+    write_record(folder, tokenizer)
     if kind == "huggingface":
         write_json(folder / "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>",
                                                       "model_max_length": 9, "auto_map": {"AutoTokenizer": "x.Y"}})

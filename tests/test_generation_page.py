@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from drover.__main__ import main
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.tools.model_options import add_sampling_options
 from tests.conftest import REPOSITORY
 from tests.pages import commands, run_program
@@ -15,7 +15,7 @@ from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 PAGE = (REPOSITORY / "docs/generation.md").read_text()
 COMMANDS = commands("generation", needs=[])
-TOKENIZER = ByteTokenizer()
+TOKENIZER = byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.files import write_json
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.pipeline.tokenization.export import write_hugging_face
-from drover.pipeline.tokenization.kinds import write_record
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.tokenizer import write_record
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 
-TOKENIZER_OF_BYTES = ByteTokenizer()
+TOKENIZER_OF_BYTES = byte_tokenizer()
 SHAPE = {"dim": 48, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "context_length": 128}
 DESCENDANT = {"head_dim": 16, "qkv_bias": True, "qk_norm": True, "sliding_window": 7, "full_attention_interval": 3,
               "no_rope_layer_interval": 2}
@@ -41,10 +41,8 @@ def write_run(folder, models, tokenizer, **settings):
     write_json(folder / "config.yaml", {"name": folder.name, **settings})
     if tokenizer is not None:
         stage = folder / "tokenizer"
-        stage.mkdir()
-        write_record(stage, tokenizer)
-        (stage / "hf").mkdir()
         write_hugging_face(tokenizer, stage / "hf")
+        write_record(stage, tokenizer)
         Manifest("tokenizer", {}, [], {"vocab_size": tokenizer.size}, "").write(stage)
     for step, model in models.items():
         as_checkpoint(folder / f"train/checkpoints/step-{step:08d}", model, step)

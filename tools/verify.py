@@ -195,7 +195,7 @@ def check_documents(path: Path, record: Record, texts: Path, text_record: Record
 
     from drover.pipeline.data.text_shards import read_shard
     from drover.pipeline.data.token_shards import TokenShard
-    from drover.pipeline.tokenization.kinds import load_tokenizer
+    from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
     shard, encoder = TokenShard(path, record), load_tokenizer(tokenizer)
     for number, document in enumerate(read_shard(texts, text_record)):

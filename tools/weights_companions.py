@@ -15,23 +15,10 @@ from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.huggingface import OutputFile, text_file
 from drover.pipeline.formats.record import weights_record
 from drover.pipeline.records.generation_settings import IDS, read_settings, settings_file
-from drover.pipeline.tokenization.base import Tokenizer
-from drover.pipeline.tokenization.export import (
-    CODE,
-    SETTINGS,
-    hugging_face_tokenizer,
-    names_code,
-    names_qwen2,
-    settings_text,
-    write_hugging_face,
-)
-from drover.pipeline.tokenization.kinds import (
-    MODEL_FILE,
-    kind_of_model,
-    load_tokenizer,
-    open_tokenizer,
-    vocabulary_record,
-)
+from drover.pipeline.tokenization.conversion import refuse_inexact
+from drover.pipeline.tokenization.export import CODE, names_code, names_qwen2, settings_text, write_hugging_face
+from drover.pipeline.tokenization.ready import SETTINGS, kind_of_model, open_tokenizer
+from drover.pipeline.tokenization.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer, vocabulary_record
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")
@@ -42,8 +29,6 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _KEPT_BY_THE_HUB = f"original/{MODEL_FILE}"
 """Llama 3's tokenizer.model in the Hub's folders. llama.cpp would take one next to the weights for
 sentencepiece's of type BPE. A run's unigram model is kept there for the same reason."""
-_PROBE = "  Two  spaces,\ttabs\n\nlines; ﬁve ½ Ａ e\u0301 don't 1234567 \U0001f44b "
-"""A text that every normaliser changes."""
 
 
 @dataclass
@@ -127,15 +112,14 @@ def _of_run(checkpoint: Path, context_length: int) -> Companions:
 def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[str]]:
     """The files to copy with weights into a format, and sentences about what is copied and what is not."""
     files, sentences = dict[str, Callable[[Path], object]](), list[str]()
-    prefix_space = found.trained_with.prefix_space if found.trained_with else None
     for name, path in found.files.items():
         files[name] = partial(shutil.copyfile, path)
         if name == SETTINGS:
-            files[name] = text_file(name, settings_text(path, found.context_length, prefix_space)).write
+            files[name] = text_file(name, settings_text(path, found.context_length)).write
         if name == SETTINGS and names_code(path):
             sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")
     if found.vocabulary is not None:
-        scored = (found.trained_with.merges_by_score if found.trained_with
+        scored = (found.trained_with.model == "BPE" if found.trained_with
                   else kind_of_model(found.vocabulary) == "sentencepiece")
         as_hub_has_it = form == "hf" and not scored
         files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, found.vocabulary)
@@ -152,10 +136,10 @@ def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[
 
 def _tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer in a tokenizer.model. None if the file is not one, has a larger vocabulary than the weights, or
-    normalises text in a way that a tokenizer.json cannot express."""
+    cannot be converted exactly."""
     try:
         tokenizer = open_tokenizer(kind_of_model(path), path)
+        refuse_inexact(tokenizer, path)
     except UserError:
         return None
-    exported = hugging_face_tokenizer(tokenizer).encode(_PROBE, add_special_tokens=False)
-    return tokenizer if tokenizer.used <= vocab_size and exported.ids == tokenizer.encode(_PROBE) else None
+    return tokenizer if tokenizer.used <= vocab_size else None

@@ -164,6 +164,8 @@ def _rules(config: Config) -> Rules:
     yield (kind in TRAINED and not given and (tokenizer.vocab_size % 128 or tokenizer.vocab_size < 640),
            f"<tokenizer.vocab_size> is not a multiple of 128 that has room for 256 special ids and 256 bytes; nearest: "
            f"{max(5, round(tokenizer.vocab_size / 128)) * 128}.")
+    yield (kind == "bpe" and tokenizer.train_mb > 2000,
+           "<tokenizer.train_mb> is more than the trainer of bpe can count; 2000 is enough for any vocabulary.")
     yield (config.encode.dtype == "uint16" and known > UINT16_IDS,
            f"<encode.dtype> holds ids up to {UINT16_IDS - 1}, but the vocabulary of the tokenizer has {known}; take "
            f"uint32 or auto.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.run import Run
     from drover.pipeline.evaluation.placing import Placed
     from drover.pipeline.formats.base import Weights
-    from drover.pipeline.tokenization.base import Tokenizer
+    from drover.pipeline.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def deliverable(path: Path) -> Path:
 
 
 def _tokenizer(path: Path, weights: Weights) -> Tokenizer:
-    from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer
+    from drover.pipeline.tokenization.ready import open_tokenizer
+    from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
     if weights.form == "hf":
         file = weights.path / "tokenizer.json"

@@ -11,7 +11,7 @@ from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.records.generation_settings import stated_settings
 
 if TYPE_CHECKING:
-    from drover.pipeline.tokenization.base import Tokenizer
+    from drover.pipeline.tokenization.tokenizer import Tokenizer
 
 END_OF_TURN = "<|eot_id|>"
 """The end of a turn of a conversation in Llama 3's tokenizers."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,102 +17,82 @@ import yaml
 from drover.pipeline.core.errors import UnusableInputError, installed_version
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.text_shards import refuse_changed_shard
-from drover.pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
-from drover.pipeline.tokenization.choosing import PIECE, documents_of, pieces
-from drover.pipeline.tokenization.kinds import load_tokenizer, placed
+from drover.pipeline.tokenization.choosing import documents_of
+from drover.pipeline.tokenization.conversion import agreement
+from drover.pipeline.tokenization.tokenizer import FILES, WORD_MARK, Tokenizer, load_tokenizer, placed, reads_back
 
+PIECE = 4_000_000
+"""Characters of a document that are checked: each takes up to 250 bytes of memory."""
 BEGINNING = 1000
 """Characters of a document that show whether the exported tokenizer puts BOS before it."""
 EXAMPLES = 5
 """Failures that are listed; the others are only counted."""
-
 CORRECT = "Correct tokenizer_config.json (or special_tokens_map.json) next to the ready tokenizer.json."
-
 FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_tokens", "unknown_tokens",
-          "round_trip_failures", "hugging_face_failures", "literal_marks", "nul_documents", "cut_documents", "prefixed")
-"""The counts. `literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`:
-documents so long that they are encoded or checked in parts. `prefixed`: documents whose token bytes begin with a space
-that the tokenizer added."""
+          "round_trip_failures", "hugging_face_failures", "literal_marks", "cut_documents")
+"""The counts. `hugging_face_failures`: documents with other ids in the export or by the tokenizer's own library.
+`literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`: documents so long
+that only their beginning is checked, or that are encoded in parts."""
 CURES = ("form: NFC", "form: NFKC", "line_ends: true")
 """Settings of the filter `normalization` after which a tokenizer that normalizes may lose nothing."""
 NORMALIZED = "\r\n\ufb01e\u0301."
 """What each of them changes: what is named must also correct what does not occur in the text that is checked."""
-OF_DOCUMENTS = (FIELDS[0], *FIELDS[7:])
-"""Counts of documents."""
 
 
 def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Tallies added up."""
-    found = list(tallies)
-    return {name: sum(tally.get(name, 0) for tally in found) for name in FIELDS}
+    total = sum(map(Counter, tallies), Counter[str]())
+    return {name: total[name] for name in FIELDS}
 
 
 @dataclass
 class Check:
-    """A check of a tokenizer on documents: counts, ids that occurred, the first failures, the time; and which of
-    `CURES` would correct all texts that were lost."""
+    """A check of a tokenizer on documents, against transformers with its export and its own library: counts, ids that
+    occurred, the first failures, the time; and which of `CURES` would correct all texts that were lost."""
 
+    tokenizer: Tokenizer
+    exported: Any
+    agrees: Callable[[str, list[int]], bool] | None = None
     tally: Counter[str] = field(default_factory=Counter)
     seen: set[int] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     encode_s: float = 0.0
     cures: list[str] = field(default_factory=lambda: [*CURES])
 
-    def document(self, document: Document, tokenizer: Tokenizer, exported: Any) -> None:
-        """Encode and decode one document here and with the exported tokenizer, and compare. A very long one is compared
-        piece by piece."""
-        before = {name: self.tally[name] for name in OF_DOCUMENTS}
-        for piece in pieces(document.text):
-            self._piece(replace(document, text=piece), tokenizer, exported)
-        self.tally["cut_documents"] += len(document.text) > PIECE
-        for name, count in before.items():
-            self.tally[name] = min(self.tally[name], count + 1)
-
-    def _piece(self, document: Document, tokenizer: Tokenizer, exported: Any) -> None:
-        text = document.text
+    def document(self, document: Document) -> None:
+        """Encode and decode the beginning of a document, and compare."""
+        text, tokenizer = document.text[:PIECE], self.tokenizer
         began = time.perf_counter()
         ids = tokenizer.encode(text)
         self.encode_s += time.perf_counter() - began
-        decoded = tokenizer.decode(ids)
+        decoded, parts = tokenizer.decode(ids), tokenizer.parts(text)
+        self.seen.update(ids)
         self.tally.update(
             documents=1, text_bytes=len(text.encode()), characters=len(text), words=len(text.split()), tokens=len(ids),
             fallback_tokens=sum(map(tokenizer.byte_fallback_ids.__contains__, ids)),
-            unknown_tokens=0 if tokenizer.unk_id is None else ids.count(tokenizer.unk_id),
-            literal_marks=decoded != text and reads_back(text, decoded), nul_documents="\0" in text)
-        self.seen.update(ids)
-        self._round_trip(document, tokenizer, decoded, tokenizer.joined_bytes(ids))
-        self._export(document, tokenizer, exported, ids, decoded)
-
-    def _round_trip(self, document: Document, tokenizer: Tokenizer, decoded: str, joined: bytes) -> None:
-        text = document.text
-        accepted = {text.encode(), text.replace(WORD_MARK, " ").encode()}
-        prefixed = joined not in accepted and joined.removeprefix(b" ") in accepted
-        self.tally["prefixed"] += prefixed
-        if not reads_back(text, decoded) or not (prefixed or joined in accepted):
-            self.tally["round_trip_failures"] += 1
-            self.cures = [cure for cure in self.cures if _is_corrected(document, tokenizer, cure)]
-            at = _difference(text, decoded)
-            self._fail(document, f"is decoded to other text: {text[at:at + 12]!r} at character {at} became "
-                                 f"{decoded[at:at + 12]!r}")
-
-    def _export(self, document: Document, tokenizer: Tokenizer, exported: Any, ids: list[int], decoded: str) -> None:
-        parts = tokenizer.parts(document.text)
-        self.tally["cut_documents"] += len(parts) > 1
+            unknown_tokens=ids.count(-1 if tokenizer.unk_id is None else tokenizer.unk_id),
+            literal_marks=decoded != text and reads_back(text, decoded),
+            cut_documents=len(document.text) > PIECE or len(parts) > 1)
+        joined, accepted = tokenizer.joined_bytes(ids), [text.encode(), text.replace(WORD_MARK, " ").encode()]
+        if not reads_back(text, decoded) or not {joined, joined.removeprefix(b" ")} & {*accepted}:
+            self.cures = [cure for cure in self.cures if _is_corrected(replace(document, text=text), tokenizer, cure)]
+            at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071 - texts, not paths
+            self._fail("round_trip_failures", document, f"is decoded to other text: {text[at:at + 12]!r} at character "
+                                                        f"{at} became {decoded[at:at + 12]!r}")
         # Names of special tokens in a text are text here; the settings of a ready tokenizer may match them.
         plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
+        theirs = [token for part in parts for token in self.exported(part, **plain)["input_ids"]]
         begins = tokenizer.kind == "huggingface" or \
-            exported(parts[0][:BEGINNING], verbose=False)["input_ids"][0] == tokenizer.bos_id
-        back = exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self.exported(text[:BEGINNING], verbose=False)["input_ids"][0] == tokenizer.bos_id
+        back = self.exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if ids != theirs or not begins or back != decoded:
-            self.tally["hugging_face_failures"] += 1
-            at = _difference(ids, theirs)
-            self._fail(document, f"has other ids in the exported tokenizer.json from token {at} on: "
-                                 f"{ids[at:at + 4]} here, {theirs[at:at + 4]} there")
+            self._fail("hugging_face_failures", document, "has other ids in the export")
+        elif self.agrees and not self.agrees(text, ids):
+            self._fail("hugging_face_failures", document, f"has other ids by {tokenizer.kind} itself")
 
-    def _fail(self, document: Document, what: str) -> None:
-        if len(self.failures) < EXAMPLES:
-            self.failures.append(f"the document {document.id} of {document.source} {what}")
+    def _fail(self, count: str, document: Document, what: str) -> None:
+        self.tally[count] += 1
+        self.failures = [*self.failures, f"the document {document.id} of {document.source} {what}"][:EXAMPLES]
 
 
 def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
@@ -119,18 +100,24 @@ def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
     All documents, or with `limit` in the payload those that begin in the shard's first `limit` bytes of text.
     """
-    tokenizer, exported = _loaded(folder, payload["sha256"])
-    check, shards = Check(), placed(folder, payload["shards"])
+    check, shards = Check(*_loaded(folder, payload["sha256"])), placed(folder, payload["shards"])
     if payload["limit"] is None:  # otherwise only texts are read, each of which is compared with its own hash
         refuse_changed_shard(shards, payload["record"])
     for document in documents_of(shards, payload["record"], payload["limit"]):
-        check.document(document, tokenizer, exported)
-    return {"outputs": [], "tally": summed([check.tally]), "seen": bitmap(check.seen, tokenizer.size),
+        check.document(document)
+    seen = np.zeros(check.tokenizer.size, np.uint8)
+    seen[[*check.seen]] = 1
+    return {"outputs": [], "tally": summed([check.tally]), "seen": np.packbits(seen).tobytes().hex(),
             "failures": check.failures, "cures": check.cures, "encode_s": check.encode_s}
 
 
+def from_bitmap(text: str) -> set[int]:
+    """The ids that have a bit in a unit's `seen`."""
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), dtype=np.uint8))).tolist())
+
+
 @lru_cache(maxsize=1)
-def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any]:
+def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any, Callable[[str, list[int]], bool] | None]:
     import transformers
     tokenizer = load_tokenizer(folder)
     assert tokenizer.sha256 == sha256, "the tokenizer changed between planning and checking"
@@ -144,7 +131,7 @@ def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any]:
             f"The installed transformers {installed_version('transformers')} cannot read the exported tokenizer: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. {CORRECT}") from None
     refuse_other_special_ids(tokenizer, exported)
-    return tokenizer, exported
+    return tokenizer, exported, agreement(tokenizer, folder / (FILES[tokenizer.kind] or ""))
 
 
 def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
@@ -167,18 +154,6 @@ def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
     if found:
         raise UnusableInputError(
             f"transformers does not read the exported tokenizer as training does: {'; '.join(found)}. {CORRECT}")
-
-
-def bitmap(ids: Iterable[int], size: int) -> str:
-    """A set of ids as hexadecimal text, one bit per id."""
-    bits = np.zeros(size, dtype=np.uint8)
-    bits[list(ids)] = 1
-    return np.packbits(bits).tobytes().hex()
-
-
-def from_bitmap(text: str) -> set[int]:
-    """The ids of a `bitmap`."""
-    return set(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), dtype=np.uint8))).tolist())
 
 
 def refuse_failures(tally: Mapping[str, int], failures: list[str], cures: Sequence[str] = ()) -> None:
@@ -212,9 +187,3 @@ def _is_corrected(document: Document, tokenizer: Tokenizer, cure: str) -> bool:
     [own] = FILTERS.made([FILTERS.read(yaml.safe_load(f"{{kind: normalization, {cure}}}"))])
     text = own(replace(document, text=document.text + NORMALIZED)).text
     return reads_back(text, tokenizer.decode(tokenizer.encode(text)))
-
-
-def _difference(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The first position at which two sequences differ."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (own, theirs) in pairs if own != theirs), min(len(one), len(other)))

@@ -14,9 +14,6 @@ from drover.pipeline.data.text_shards import read_shard
 
 COVER = 4
 """Training text is sampled from shards with this many times as much text, so that the sample spreads over documents."""
-PIECE = 4_000_000
-"""Most characters that are checked at once: each takes up to 250 bytes of memory. A multiple of the part that Llama 3's
-tokenizer encodes by itself, so that its ids are those of the whole document."""
 MOST_LOOKED_AT = 256
 """Most shards of a source of which the beginnings are read, if not all are read."""
 
@@ -62,11 +59,6 @@ def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Recor
 def beginnings_by_source(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
     """The `beginnings` of each source, with `most_bytes` for each."""
     return [found for own in by_source(records).values() for found in beginnings(own, most_bytes)]
-
-
-def pieces(text: str) -> Iterator[str]:
-    """A text, or the pieces of a very long one."""
-    return (text[start:start + PIECE] for start in range(0, max(1, len(text)), PIECE))
 
 
 def documents_of(folder: Path, record: Record, limit: int | None) -> Iterator[Document]:

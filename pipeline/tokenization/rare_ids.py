@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.tokenization.base import Tokenizer
+from drover.pipeline.tokenization.tokenizer import Tokenizer
 
 KINDS = {"unknown": "unknown ids", "fallback": "byte-fallback ids"}
 TIMES = 3.0

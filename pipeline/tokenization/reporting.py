@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drover.pipeline.tokenization.base import Tokenizer
 from drover.pipeline.tokenization.checking import summed
+from drover.pipeline.tokenization.tokenizer import Tokenizer
 
 LONGEST = 12
 _SHARES = (("bytes_per_token", "text_bytes", "tokens"), ("characters_per_token", "characters", "tokens"),

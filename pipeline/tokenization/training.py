@@ -1,5 +1,4 @@
-"""Training a sentencepiece vocabulary on a sample of the training text; silent failures of sentencepiece become
-errors."""
+"""Training a vocabulary on a sample of the training text: a sentencepiece model, or byte-level BPE."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING
 from drover.pipeline.config.data import LEAST_COVERAGE
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file
-from drover.pipeline.tokenization.base import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS, padded
+from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer, write_ranks
+from drover.pipeline.tokenization.tokenizer import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS, byte_of_character, padded
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -99,7 +99,7 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
     The same chunks give the same bytes, whatever the number of cores.
 
     Raises:
-        UserError: the trainer skipped text, or the text does not support so large (or so small) a vocabulary.
+        UserError: the text does not support so large (or so small) a vocabulary.
     """
     from sentencepiece import SentencePieceTrainer
     model = io.BytesIO()
@@ -118,23 +118,8 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
                 minloglevel=0)  # it holds for the whole process, and another call may have silenced the log
         except RuntimeError as error:
             raise explained(error, settings, log) from None
-    refuse_skipped(log)
     with atomic_file(path) as file:
         file.write(model.getvalue())
-
-
-def refuse_skipped(log: Path) -> None:
-    """UserError if the trainer's log shows that it left text out, or is incomplete."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    if "Done! preprocessed" not in text:  # logged after the last sentence
-        raise UserError(f"{log} lacks some of the trainer's messages, for example because the disk is full. So the "
-                        f"trainer may have left text out. Free some space and run the stage again.")
-    too_long = sum(map(int, re.findall(r"Skipped (\d+) too long sentences", text)))
-    with_nul = text.count("Found null character")
-    if too_long or with_nul:
-        raise UserError(f"sentencepiece left out {too_long} too long and {with_nul} NUL-bearing pieces of the training "
-                        f"text, so the vocabulary would not know them ({log}). Drover cuts text into pieces of "
-                        f"{CHUNK_CHARACTERS} characters so that this cannot happen: please report it.")
 
 
 @contextmanager
@@ -151,6 +136,32 @@ def _standard_error_in(path: Path) -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> None:
+    """Train on `chunks` and write `base64 rank` lines to `path`: 256 bytes, then merged tokens in the order of merging,
+    in all `settings.vocab_size` less the special ids. The library merges the most frequent pair first; ties go to the
+    smaller ids. So the same chunks give the same file with any number of threads.
+
+    Raises:
+        UserError: the text does not support so large a vocabulary.
+    """
+    from tokenizers import models, trainers
+    alphabet = byte_of_character()
+    tokenizer = byte_level_tokenizer(models.BPE(), LLAMA3_PATTERN)
+    wanted = settings.vocab_size - len(SPECIAL_TOKENS)
+    with raised_behind(chunks) as given:
+        tokenizer.train_from_iterator(given, trainers.BpeTrainer(
+            vocab_size=wanted, initial_alphabet=sorted(alphabet), show_progress=False))
+    found = sorted((token, bytes(alphabet[character] for character in name))
+                   for name, token in tokenizer.get_vocab().items())
+    if len(found) < wanted:
+        if len(found) == len(alphabet):
+            raise UserError(f"There is nothing to merge in the text to train the vocabulary on: tokenizer.train_mb is "
+                            f"{settings.train_mb}. Raise it, look at the shard stage's sources, or take "
+                            f"tokenizer.kind=byte.")
+        raise too_large(settings, len(found) + len(SPECIAL_TOKENS))
+    write_ranks(path, (token for _, token in found))
 
 
 def too_large(settings: TokenizerConfig, ids: int) -> UserError:

@@ -24,8 +24,8 @@ from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.generation_settings import keep_settings
-from drover.pipeline.tokenization.export import hugging_face_tokenizer
-from drover.pipeline.tokenization.kinds import MODEL_FILE, RECORD, kind_of_model, open_tokenizer, vocabulary_record
+from drover.pipeline.tokenization.ready import kind_of_model, open_tokenizer
+from drover.pipeline.tokenization.tokenizer import MODEL_FILE, RECORD, vocabulary_record
 
 FREE = (*POSITIONS, "vocab_size")
 """The parts of a shape that may differ from the weights' own model. All others must be equal."""
@@ -172,7 +172,7 @@ def _known(path: Path) -> tuple[dict[int, str], Any]:
     if path.name == MODEL_FILE:
         opened = open_tokenizer(kind_of_model(path), path)
         unnamed = {*opened.special_tokens.values()} - {opened.bos_id, opened.eos_id}
-        tokens = hugging_face_tokenizer(opened).get_vocab()
+        tokens = opened.backend.get_vocab()
         return {index: token for token, index in tokens.items() if index not in unnamed}, None
     try:
         found = Tokenizer.from_file(str(path))

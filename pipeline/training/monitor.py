@@ -118,7 +118,7 @@ class Samples(Hook):
         also decodes the samples."""
         train = loop.config.train
         try:
-            from drover.pipeline.tokenization.kinds import load_tokenizer
+            from drover.pipeline.tokenization.tokenizer import load_tokenizer
             self.tokenizer = load_tokenizer(loop.work.input("tokenizer")[0])
         except ImportError as error:
             loop.say(f"no sample texts while training: rank 0 lacks {error.name}, which the vocabulary needs")

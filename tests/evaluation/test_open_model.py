@@ -7,11 +7,11 @@ import torch
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import open_model, run_of
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
-TOKENIZER = ByteTokenizer()
+TOKENIZER = byte_tokenizer()
 TEXT = "A text \u2581 of é, 漢 and <|end_of_text|>."
 
 

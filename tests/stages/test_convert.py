@@ -13,8 +13,7 @@ from drover.pipeline.formats.weights import HuggingFaceWeights, load_model, open
 from drover.pipeline.storage.__main__ import main
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store, preflight
-from drover.pipeline.tokenization import export
-from drover.pipeline.tokenization.kinds import load_tokenizer
+from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from tests.refusal import printed, refused
 from tests.stages.here import prepare_here, run_here
 from tests.stages.small_run import fake_training
@@ -117,12 +116,9 @@ def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(run, fresh):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory, encoded):
-    """Config of a miniature run with random weights whose stage convert is done. Its tokenizer was made before PREFIX
-    was written."""
+    """Config of a miniature run with random weights whose stage convert is done."""
     config = changed(encoded, tmp_path_factory.mktemp("converted"), {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "PREFIX", "unknown")
-        prepare_here(config)
+    prepare_here(config)
     fake_training(config)
     assert run_here("convert", config, "convert.max_shard_mb=0.05") == 0
     return config
@@ -139,7 +135,7 @@ def test_llama_cpp_finds_the_scores_of_sentencepiece_merges(converted, texts):  
     scores = [piece.score for piece in pieces if piece.type == piece.NORMAL]
     assert len(set(scores)) == len(scores) > 200 and scores == sorted(scores, reverse=True)
     before, after = (read_json(stages / folder / "hf/tokenizer_config.json") for folder in ("tokenizer", "convert"))
-    assert "add_prefix_space" not in before and after == {**before, "add_prefix_space": False}
+    assert before["add_prefix_space"] is False and after == before
     processor = SentencePieceProcessor(model_file=str(copy))
     for exported in (AutoTokenizer.from_pretrained(copy.parent, use_fast=fast) for fast in (True, False)):
         assert exported.encode("x")[0] == tokenizer.bos_id

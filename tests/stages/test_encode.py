@@ -12,11 +12,9 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
 from drover.pipeline.tokenization import fast
-from drover.pipeline.tokenization.base import joined, reads_back
-from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer
 from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
-from drover.pipeline.tokenization.kinds import load_tokenizer
-from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+from drover.pipeline.tokenization.tokenizer import byte_of_character, joined, load_tokenizer, reads_back
 from drover.tools.verify import verify
 from tests.conftest import run_stage
 from tests.refusal import refused, table
@@ -120,10 +118,10 @@ def test_both_encoders_make_the_same_bytes_and_one_ends_what_the_other_began(run
     pytest.importorskip("fastokens")
     told, folder = run("encode", copy, "--force", "encode.encoder=fastokens").out, run_folder(copy) / "encode"
     whole, right = manifest_of(copy, "encode"), arrows(copy)
-    assert "encodes: equal ids to sentencepiece on" in told
+    assert "encodes: equal ids on" in told
     assert "up to date" in run("encode", copy, "encode.encoder=reference").out  # it decides nothing
     told = run("encode", copy, "--force", "encode.encoder=reference").out
-    assert "the reference encodes (sentencepiece)" in told and arrows(copy) == right
+    assert "the exported tokenizer encodes" in told and arrows(copy) == right
     (folder / "manifest.json").unlink()
     [ledger] = (folder / "units/encode").iterdir()
     first, *_ = ledger.read_bytes().splitlines(keepends=True)
@@ -163,11 +161,11 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
     right = arrows(copy)
     pytest.importorskip("fastokens")
     monkeypatch.setattr(stage_work, "software_versions", lambda: {"fastokens": "9.9"})  # the tokenizer stage had others
-    for name, value, told in (("_opened", lambda path, kind: None, "cannot be used: AttributeError"),
+    for name, value, told in (("_opened", lambda path: None, "cannot be used: AttributeError"),
                               ("installed_version", lambda package: None, "not installed (`pip install")):
         monkeypatch.setattr(fast, name, value)
         said = run("encode", copy, "--force").out
-        assert "the reference encodes (sentencepiece); fastokens" in said and told in said and arrows(copy) == right
+        assert "the exported tokenizer encodes; fastokens" in said and told in said and arrows(copy) == right
         assert encoders(copy) == {"encoder": "reference", "version": None, "fast_shards": 0,
                                   "reference_shards": len(right), "fallback_shards": 0}
         assert told in run("encode", copy, "--force", "encode.encoder=fastokens", expect=2).err

@@ -7,12 +7,11 @@ import pytest
 
 from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer, write_characters
 from drover.pipeline.tokenization.export import write_hugging_face
-from drover.pipeline.tokenization.gate import ODD
-from drover.pipeline.tokenization.kinds import open_tokenizer, write_record
-from drover.pipeline.tokenization.simple import write_characters
-from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+from drover.pipeline.tokenization.odd_strings import ODD
+from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.tokenizer import byte_of_character, write_record
 from drover.pipeline.tokenization.training import chunked, train_sentencepiece
 from tests.refusal import refused
 

@@ -6,10 +6,10 @@ import pytest
 
 from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.tokenization import bpe_training
-from drover.pipeline.tokenization.base import SPECIAL_TOKENS
-from drover.pipeline.tokenization.bpe_training import PairCounts, train_bpe
-from drover.pipeline.tokenization.kinds import open_tokenizer
+from drover.pipeline.tokenization.conversion import read_ranks
+from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.tokenizer import SPECIAL_TOKENS
+from drover.pipeline.tokenization.training import train_bpe
 from tests.conftest import run_python
 from tests.refusal import refused
 from tests.tokenization.conftest import largest_that_fits
@@ -25,8 +25,9 @@ def trained(chunks, tmp_path_factory):
 def test_it_is_a_file_of_ranks_with_the_256_special_ids_behind(trained):
     vocabulary = open_tokenizer("bpe", trained)
     assert vocabulary.kind == "tiktoken" and vocabulary.size == vocabulary.used == 1152
-    assert len(vocabulary.ranks) == 1152 - len(SPECIAL_TOKENS) and vocabulary.bos_id == 1152 - 256
-    assert {bytes([value]) for value in range(256)} == {token for token, rank in vocabulary.ranks.items() if rank < 256}
+    ranks = read_ranks(trained)
+    assert len(ranks) == 1152 - len(SPECIAL_TOKENS) and vocabulary.bos_id == 1152 - 256
+    assert {bytes([value]) for value in range(256)} == {token for token, rank in ranks.items() if rank < 256}
 
 
 def test_each_token_is_made_of_two_earlier_ones_and_the_first_is_the_most_frequent_pair(trained):
@@ -41,7 +42,7 @@ def test_each_token_is_made_of_two_earlier_ones_and_the_first_is_the_most_freque
 def test_the_file_does_not_depend_on_threads_or_hash_seeds(trained, chunks, tmp_path):
     (tmp_path / "chunks").write_bytes(repr(chunks).encode())
     code = ("import ast, sys; from pathlib import Path; from drover.pipeline.config.data import TokenizerConfig; "
-            "from drover.pipeline.tokenization.bpe_training import train_bpe; "
+            "from drover.pipeline.tokenization.training import train_bpe; "
             "train_bpe(ast.literal_eval(Path(sys.argv[1]).read_text()), TokenizerConfig(kind='bpe', vocab_size=1152), "
             "Path(sys.argv[2]))")
     path = tmp_path / "again.model"
@@ -59,20 +60,3 @@ def test_a_vocabulary_too_large_for_the_text_is_told_how_many_ids_it_supports(tm
 def test_no_text_is_said_to_be_none(tmp_path):
     refused(UserError, "There is nothing to merge", train_bpe, [], TokenizerConfig(kind="bpe", vocab_size=640),
             tmp_path / "m")
-
-
-def test_counts_that_would_overflow_are_refused_by_name(tmp_path, chunks, monkeypatch):
-    monkeypatch.setattr(bpe_training, "MOST_COUNTED", 500)
-    refused(UserError, r"The pair of bytes b'  ' occurs [\d,]+ times .* beyond 500", train_bpe, chunks,
-            TokenizerConfig(kind="bpe", vocab_size=640), tmp_path / "m")
-    assert not (tmp_path / "m").exists()
-
-
-def test_no_pair_of_tokens_occurs_more_often_than_was_counted(chunks, monkeypatch):
-    monkeypatch.setattr(bpe_training, "COUNTED_BYTES", 1000)
-    watch = PairCounts()
-    assert list(watch.watch(chunks)) == chunks
-    text = "".join(chunks).encode()
-    assert all(watch.counts[left * 256 + right] >= text.count(bytes([left, right])) - len(chunks)
-               for left, right in (b"th", b"in", b"  ", b"e "))
-    assert watch.counts.sum() <= len(text)

@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 
 from drover.pipeline.tokenization import fast
-from drover.pipeline.tokenization.base import joined
 from drover.pipeline.tokenization.export import copy_hugging_face
-from drover.pipeline.tokenization.fast import FastEncoder
-from drover.pipeline.tokenization.gate import odd_strings, verdict
-from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from drover.pipeline.tokenization.kinds import write_record
-from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART
+from drover.pipeline.tokenization.fast import FastEncoder, compared
+from drover.pipeline.tokenization.odd_strings import odd_strings
+from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.tokenizer import MAX_PART, byte_of_character, joined, write_record
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, with_special
 
 pytest.importorskip("fastokens")
-FAST = ("bpe", "tiktoken", "huggingface")
+FAST = ("bpe", "tiktoken", "huggingface", "byte", "char")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,12 +43,12 @@ def test_ids_are_those_of_the_reference_and_the_gate_lets_it_through(vocabularie
     odd = list(odd_strings(vocabulary))
     assert len(odd) > 6000 and odd == list(odd_strings(vocabulary)), "always the same ones"
     assert all(any(name in text for text in odd) for name in vocabulary.special_tokens)
-    assert verdict(folders[kind], folders[kind], []) == {"texts": len(odd), "problem": ""}
+    assert compared(vocabulary, folders[kind], folders[kind], []) == {"texts": len(odd), "problem": ""}
 
 
 def test_every_added_token_is_named_and_however_many_there_are_the_random_strings_stay():
-    few, many = ([*odd_strings(SimpleNamespace(special_tokens={}, added=dict.fromkeys(range(count), "<unused>")))]
-                 for count in (0, 5000))
+    few, many = ([*odd_strings(SimpleNamespace(kind="huggingface", special_tokens={},
+                                               added=dict.fromkeys(range(count), "<unused>")))] for count in (0, 5000))
     assert [text for text in many if "<unused>" not in text] == few and len(many) == len(few) + 5000
 
 
@@ -61,20 +59,21 @@ def test_what_somebody_added_to_a_tokenizer_is_found_in_texts_and_its_special_to
     path = tmp_path / "tokenizer.json"
     ready.save(str(path))
     copy_hugging_face(path, [], tmp_path / "hf")
-    vocabulary = HuggingFaceTokenizer(path)
+    vocabulary = open_tokenizer("huggingface", path)
     write_record(tmp_path, vocabulary)
-    assert not verdict(tmp_path, tmp_path, [])["problem"]
+    assert not compared(vocabulary, tmp_path, tmp_path, [])["problem"]
     texts = ["def f(x) -> int:", " lstrip(->)<s>"]
     ids, _ = FastEncoder(vocabulary, tmp_path).encode_flat(texts)
     assert ids.tolist() == [token for text in texts for token in vocabulary.encode(text)]
 
 
-def test_a_vocabulary_that_the_library_refuses_is_left_to_the_reference(folders):
-    assert verdict(folders["unigram"], folders["unigram"], [])["problem"]
+def test_a_vocabulary_that_the_library_refuses_is_left_to_the_reference(vocabularies, folders):
+    assert compared(vocabularies["unigram"], folders["unigram"], folders["unigram"], [])["problem"]
 
 
 def spelled_in_bytes(vocabulary, text, ids):
-    return [vocabulary.ranks[bytes([value])] for value in text.encode()] if "\u2028" in text else ids
+    letters = {value: vocabulary.backend.token_to_id(letter) for letter, value in byte_of_character().items()}
+    return [letters[value] for value in text.encode()] if "\u2028" in text else ids
 
 
 def panicking(vocabulary, text, ids):
@@ -95,6 +94,6 @@ def test_a_wrong_encoder_does_not_come_through_the_gate(monkeypatch, vocabularie
     def encode_batch_flat(texts, *_):
         found = [np.array(wrong(vocabulary, text, vocabulary.encode(text)), np.uint32) for text in texts]
         return [own.tobytes() for own in joined(found)]
-    monkeypatch.setattr(fast, "_opened", lambda path, kind: SimpleNamespace(encode_batch_flat=encode_batch_flat))
-    found = verdict(folders["tiktoken"], folders["tiktoken"], [])
+    monkeypatch.setattr(fast, "_opened", lambda path: SimpleNamespace(encode_batch_flat=encode_batch_flat))
+    found = compared(vocabulary, folders["tiktoken"], folders["tiktoken"], [])
     assert found["problem"].startswith("fastokens cannot be used: ") and problem in found["problem"]

@@ -8,13 +8,8 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
-from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from drover.pipeline.tokenization.kinds import (
-    input_files,
-    load_tokenizer,
-    open_tokenizer,
-    vocabulary_record,
-)
+from drover.pipeline.tokenization.ready import input_files, open_tokenizer
+from drover.pipeline.tokenization.tokenizer import load_tokenizer, vocabulary_record
 from tests.refusal import refused, table
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines, with_special
 
@@ -27,11 +22,11 @@ def test_a_stage_folder_loads_back_as_the_vocabulary_it_was_written_from(folders
     assert vocabulary_record(folders[kind])["size"] == vocabulary.size
 
 
-def test_another_file_than_the_recorded_one_is_refused(folders, files, tmp_path):
+def test_another_file_than_the_recorded_one_is_refused(folders, tmp_path):
     place = shutil.copytree(folders["bpe"], tmp_path / "bpe")
-    (place / "tokenizer.model").write_bytes(files["unigram"].read_bytes())
+    (place / "hf/tokenizer.json").write_bytes((folders["unigram"] / "hf/tokenizer.json").read_bytes())
     refused(UserError, r"not the file that .*vocabulary.json was written for", load_tokenizer, place)
-    (place / "tokenizer.model").unlink()
+    (place / "hf/tokenizer.json").unlink()
     refused(UserError, "missing", load_tokenizer, place)
     (place / "vocabulary.json").unlink()
     refused(UserError, "--stage tokenizer", load_tokenizer, place)
@@ -65,7 +60,7 @@ def test_a_token_far_beyond_the_others_is_refused_before_it_takes_memory(tmp_pat
     content = json.loads(byte_level.to_str())
     content["model"]["vocab"][name] = token
     write_json(tmp_path / "tokenizer.json", content)
-    refused(UserError, f"'{name}' has the id {token:,}: a model would need", HuggingFaceTokenizer,
+    refused(UserError, f"'{name}' has the id {token:,}: a model would need", open_tokenizer, "huggingface",
             tmp_path / "tokenizer.json")
 
 
@@ -82,6 +77,7 @@ def test_bos_and_eos_are_found_or_it_is_said_what_to_add(tmp_path, byte_level, t
     if settings:
         (tmp_path / "tokenizer_config.json").write_text(settings)
     if bounds:
-        assert HuggingFaceTokenizer(path).bounds == bounds
+        assert open_tokenizer("huggingface", path).bounds == bounds
     else:
-        refused(UserError, r"no token that is known as BOS, .*tokenizer_config.json", HuggingFaceTokenizer, path)
+        refused(UserError, r"no token that is known as BOS, .*tokenizer_config.json", open_tokenizer, "huggingface",
+                path)

@@ -11,8 +11,8 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.reporting.chapters.data import data
 from drover.pipeline.reporting.facts import Facts
-from drover.pipeline.tokenization.kinds import load_tokenizer
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
+from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
 
 def record(path, unknown, fallback, source="a"):

@@ -11,7 +11,8 @@ from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization import checking
-from drover.pipeline.tokenization.kinds import load_tokenizer, ready_file, ready_problems, vocabulary_record
+from drover.pipeline.tokenization.ready import ready_file, ready_problems
+from drover.pipeline.tokenization.tokenizer import load_tokenizer, vocabulary_record
 from drover.pipeline.tokenizer import make
 from tests.refusal import refused
 from tests.tokenization.conftest import ODD_TEXTS, with_special
@@ -100,7 +101,7 @@ def ready(byte_level, tmp_path):
 def stage(folder, source):
     """The stage's unit of work, the export as a check opens it, and whether it puts BOS before a text."""
     unit = make(folder, {"settings": {"kind": "huggingface", "path": str(source)}, "shards": "", "records": []})
-    tokenizer, exported = checking._loaded(folder, vocabulary_record(folder)["sha256"])
+    tokenizer, exported, _ = checking._loaded(folder, vocabulary_record(folder)["sha256"])
     return unit["notes"], exported("a")["input_ids"][0] == tokenizer.bos_id
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, WORD_MARK, reads_back
-from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART, MAX_RUN
+from drover.pipeline.tokenization.tokenizer import BOS, EOS, MAX_PART, MAX_RUN, SPECIAL_TOKENS, WORD_MARK, reads_back
 from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
 
@@ -92,15 +91,6 @@ def test_the_size_is_padded_and_padding_stands_for_nothing(vocabularies, kind):
         refused(ValueError, "not an id", vocabulary.token_bytes, outside)
 
 
-def test_ids_are_those_of_the_library(vocabularies, files, texts, byte_level):
-    from sentencepiece import SentencePieceProcessor
-    processor = SentencePieceProcessor(model_file=str(files["bpe"]))
-    for text in [*texts, *ODD_TEXTS]:
-        assert vocabularies["bpe"].encode(text) == processor.encode(text)
-        assert vocabularies["tiktoken"].encode(text) == byte_level.encode(text).ids
-    assert vocabularies["byte"].encode("aü\0") == [97, 0xC3, 0xBC, 0]
-
-
 def test_very_long_runs_are_cut_as_meta_cuts_them(vocabularies):
     vocabulary = vocabularies["tiktoken"]
     blank, dense = " " * (2 * MAX_RUN + 5), "x" * (MAX_RUN + 1)
@@ -115,7 +105,7 @@ def test_very_long_runs_are_cut_as_meta_cuts_them(vocabularies):
 def test_characters_are_sorted_and_unknown_ones_are_spelled_in_bytes(vocabularies, texts):
     vocabulary = vocabularies["char"]
     known = sorted(set().union(*texts))
-    assert list(vocabulary.characters) == known and vocabulary.encode("".join(known)) == list(range(len(known)))
+    assert vocabulary.encode("".join(known)) == list(range(len(known)))
     ids = vocabulary.encode("漢")
     assert [vocabulary.token_bytes(token) for token in ids] == [b"\xe6", b"\xbc", b"\xa2"]
     assert set(ids) <= vocabulary.byte_fallback_ids

@@ -52,13 +52,6 @@ def test_training_again_gives_the_same_bytes_and_on_any_threads_the_same_pieces(
     assert threads or path.read_bytes() == files[algorithm].read_bytes()
 
 
-def test_skipped_text_fails_training(tmp_path, texts):
-    too_long = "word " * 20_000  # 100,000 bytes: sentencepiece would drop it in silence
-    refused(UserError, r"left out 1 too long and 1 NUL-bearing", train_sentencepiece, [*texts[:20], too_long, "a\0b"],
-            TokenizerConfig(vocab_size=640), tmp_path / "m", tmp_path / "log")
-    assert not (tmp_path / "m").exists()
-
-
 @pytest.mark.parametrize(("texts", "size", "message"), [
     (["hello world\n"] * 9, 4096, r"vocab_size 4096 is too large .* supports 5\d\d ids. Take tokenizer.kind=byte"),
     (["".join(map(chr, range(0x4E00, 0x5E00)))], 640,

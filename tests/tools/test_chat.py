@@ -9,15 +9,15 @@ import pytest
 from drover.model.generate import generate
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
-from drover.pipeline.tokenization.base import BOS
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.pipeline.tokenization.export import write_hugging_face
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.tokenizer import BOS
 from drover.tools import chat
 from drover.tools.chat import ChatTemplate, main
 from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
-TOKENIZER = ByteTokenizer()
+TOKENIZER = byte_tokenizer()
 CHAT = ("--chat", "--temperature", "0", "--max-tokens", "12")
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
             "{{ message.content }}<|eot_id|>{% endfor %}"

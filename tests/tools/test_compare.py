@@ -8,14 +8,14 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.comparing import rows
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.tools.compare import main
 from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import corpus, text_of
 from tests.refusal import printed, refused, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
-TOKENIZER = ByteTokenizer()
+TOKENIZER = byte_tokenizer()
 TEXTS = ["Ein Text, größer als der andere.", " ".join(text_of("long", 60)), "x"]
 STEPS = (2, 7)
 

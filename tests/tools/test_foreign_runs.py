@@ -14,7 +14,7 @@ from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sealed_text
 from drover.pipeline.encode import encode
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.tools.verify import main as verify
 from tests.conftest import merged
 from tests.evaluation.task_pack import write_pack
@@ -51,7 +51,7 @@ def home(tmp_path_factory, encoded):
               "train": {"optimizer": "foreign_code:kind", "log_to": [{"kind": "foreign_code:Sink"}]}}
     config = merged(load_config(data / "config.yaml").model_dump(mode="json"), theirs)
     (data / "config.yaml").write_text(sealed_text(yaml.safe_dump(config)))
-    write_run(home / "model", {3: for_tokenizer(ByteTokenizer())}, ByteTokenizer(), **theirs)
+    write_run(home / "model", {3: for_tokenizer(byte_tokenizer())}, byte_tokenizer(), **theirs)
     write_pack(home / "tasks")
     return home
 

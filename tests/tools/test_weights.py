@@ -20,7 +20,7 @@ from drover.pipeline.formats import huggingface
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.tokenization.export import write_hugging_face
-from drover.pipeline.tokenization.kinds import open_tokenizer
+from drover.pipeline.tokenization.ready import open_tokenizer
 from drover.tools.draft import Draft
 from drover.tools.weights import main
 from tests.conftest import run_python
@@ -139,14 +139,12 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
 @pytest.mark.parametrize(("algorithm", "place"), [("bpe", "tokenizer.model"), ("unigram", "original/tokenizer.model")])
 def test_a_sentencepiece_model_of_a_run_is_put_where_llama_cpp_reads_it_right(
         vocabularies, files, tmp_path, capsys, algorithm, place):  # noqa: F811
-    """Also the rule of the space in front, which earlier tokenizer stages did not write. They made names of special
-    tokens text, also those in a chat template."""
+    """And names of special tokens, also those in a chat template, are tokens."""
     run = write_run(tmp_path / "mini", {7: for_tokenizer(vocabularies[algorithm])}, vocabularies[algorithm])
     shutil.copy(files[algorithm], run / "tokenizer")
     _, path = write_hugging_face(vocabularies[algorithm], run / "tokenizer/hf")
     new = read_json(path)
-    old = {name: value for name, value in new.items() if name != "add_prefix_space"}
-    write_json(path, {**old, "split_special_tokens": True})
+    write_json(path, {**new, "split_special_tokens": True})
     assert place in carry(capsys, run, tmp_path / "hf", "hf")
     assert (tmp_path / "hf" / place).read_bytes() == files[algorithm].read_bytes()
     assert read_json(tmp_path / "hf" / path.name) == new

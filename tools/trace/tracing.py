@@ -21,7 +21,7 @@ from drover.pipeline.data.provenance import pieces, pieces_of
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
-from drover.pipeline.tokenization.kinds import load_tokenizer
+from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.tools.ledger import Ledger, trained_on
 
 SHORTEST_KEY = 4

@@ -5,11 +5,11 @@ import torch
 
 from drover.model.generation.sampling import Sampling
 from drover.pipeline.formats.weights import load_model, open_weights
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from tests.model.generation.test_stream import written
 from tests.tiny_models import for_tokenizer, write_huggingface
 
-TOKENIZER = ByteTokenizer()
+TOKENIZER = byte_tokenizer()
 PROMPTS = [[TOKENIZER.bos_id, *text.encode()] for text in ("def main():", "a", "Once upon a time, in a land", "12 34")]
 NEW = 40
 

@@ -11,14 +11,14 @@ from drover.model.generate import generate
 from drover.model.generation import cache
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.stream import stream
-from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.conversion import byte_tokenizer
 from tests.refusal import refused
 from tests.tiny_models import DESCENDANT, for_tokenizer, opinionated
 
 CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=90, context_length=64)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [15, 16], [17] * 20, [4]]
 MODELS = {"llama": {}, "descendant": DESCENDANT}
-TOKENIZER = ByteTokenizer()
+TOKENIZER = byte_tokenizer()
 TEXTS = [[TOKENIZER.bos_id, *text.encode()] for text in ("one", "a longer prompt, of many bytes", "2", "")]
 
 

@@ -1,0 +1,206 @@
+"""Ready tokenizers (`tokenizer.path`): where their files are, and what is wrong with some."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import parsed_json, read_bytes, read_record, sha256_file
+from drover.pipeline.tokenization.conversion import byte_tokenizer, converted
+from drover.pipeline.tokenization.tokenizer import BOS, EOS, FILES, Tokenizer, padded
+
+if TYPE_CHECKING:
+    from drover.pipeline.config.data import TokenizerConfig
+    from drover.pipeline.config.tree import Config
+
+SETTINGS = "tokenizer_config.json"
+COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
+TAKE_AGAIN = "Take it from the tokenizer's source again."
+BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
+EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
+MOST_HOLES = 4
+"""Ids for each token, at most: those of published tokenizers have hardly any hole."""
+HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+def input_files(config: Config) -> list[tuple[str, Path]]:
+    """The ready tokenizer that `tokenizer.path` names, and the files that belong to a Hugging Face tokenizer."""
+    if config.tokenizer.path is None:
+        return []
+    path = ready_file(config.tokenizer)
+    beside = files_beside(path) if config.tokenizer.kind == "huggingface" else []
+    return [("tokenizer", path), *((file.stem, file) for file in beside)]
+
+
+def ready_file(settings: TokenizerConfig) -> Path:
+    """The file of a ready tokenizer: `tokenizer.path` itself, or in the folder or on the Hub that it names.
+
+    Raises:
+        UserError: it is a name on the Hub, and cannot be downloaded.
+    """
+    assert settings.path is not None
+    path, name = Path(settings.path), FILES[settings.kind]
+    if settings.kind == "huggingface" and names_the_hub(settings.path):
+        path = fetched(settings.path, ["tokenizer.json", *COMPANIONS])
+    return path / name if name is not None and path.is_dir() else path
+
+
+def files_beside(path: Path) -> list[Path]:
+    """The files of COMPANIONS next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
+    found = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]
+    return found if found and found[0].name == SETTINGS else []
+
+
+def kind_of_model(path: Path) -> str:
+    """The kind of a `tokenizer.model`: sentencepiece (Llama 2), or tiktoken, lines of base64 and ranks (Llama 3)."""
+    with open(path, "rb") as file:
+        return "sentencepiece" if file.read(1) == b"\n" else "tiktoken"
+
+
+def open_tokenizer(kind: str, path: Path | None) -> Tokenizer:
+    """The tokenizer in a file of that kind (`byte` has none); UserError if it is not one.
+
+    BOS and EOS of a tokenizer.json are those that the tokenizer_config.json next to it names, or known names.
+    """
+    if path is None:
+        return byte_tokenizer()
+    if kind != "huggingface":
+        return converted(kind, path)
+    try:
+        content = read_bytes(path)
+        ids = _ids(parsed_json(content))
+        last = max(ids, key=ids.__getitem__)
+        if ids[last] >= MOST_HOLES * padded(len(ids)):
+            raise UserError(f"{path} has {len(ids):,} tokens, and {last[:50]!r} has the id {ids[last]:,}: a model "
+                            f"would need a row for each id up to it. Number the tokens from 0 on.")
+        return Tokenizer(content, kind, find_bounds(path, ids), sha256_file(path))
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever is wrong in the file
+        raise UserError(f"{path} is not a tokenizer.json that the tokenizers library reads: {error}.") from None
+
+
+def _ids(content: dict[str, Any]) -> dict[str, int]:
+    """The ids of the tokens of a tokenizer.json. ValueError for merges that lack the required prefix: the library would
+    cut bytes out of characters, which ends the process."""
+    model = content["model"]
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in model.get("merges") or [] if prefix else []:
+        _, second = merge.split(" ") if isinstance(merge, str) else merge
+        if not second.startswith(prefix):
+            raise ValueError(f"the merge {merge} has not the prefix {prefix!r}")
+    vocab = model["vocab"]
+    ids = vocab if isinstance(vocab, dict) else {piece: token for token, (piece, _) in enumerate(vocab)}
+    return {**ids, **{token["content"]: token["id"] for token in content.get("added_tokens") or []}}
+
+
+def find_bounds(path: Path, names: Container[str]) -> tuple[str, str]:
+    """Names of BOS and EOS: from the `tokenizer_config.json` next to the file, else the first known names that it
+    has."""
+    named = named_bounds(path)
+    bos, eos = (next((name for name in (named[word], *known) if name in names), "")
+                for word, known in (("bos_token", BOS_NAMES), ("eos_token", EOS_NAMES)))
+    if not bos or not eos:
+        absent = " and ".join(word for word, name in (("BOS", bos), ("EOS", eos)) if not name)
+        raise UserError(f"{path} has no token that is known as {absent}, which Drover puts around every "
+                        f"document. Name the tokens in a tokenizer_config.json next to it, for example "
+                        f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}, and add that token to the file '
+                        f"(tokenizer.add_special_tokens) if it has none.")
+    return bos, eos
+
+
+def ready_problems(config: Config) -> list[str]:
+    """Why the ready Hugging Face tokenizer that `tokenizer.path` names cannot be used, if it is there."""
+    if config.tokenizer.kind != "huggingface" or config.tokenizer.path is None or \
+            not (path := ready_file(config.tokenizer)).is_file():
+        return []
+    try:
+        return surrounding_problems(path, open_tokenizer("huggingface", path))
+    except UserError as error:
+        return [str(error)]
+
+
+def surrounding_problems(path: Path, tokenizer: Tokenizer) -> list[str]:
+    """Why a tokenizer.json cannot be exported: it names BOS or EOS tokens that it does not have, or it puts other ids
+    around a text than BOS and EOS, with which Drover trains."""
+    library, (bos, eos) = tokenizer.backend, tokenizer.bounds
+    found = [f"{path.with_name(SETTINGS)} names the {role} {name}, which tokenizer.json does not have: transformers "
+             f"would add it with an id of its own. Name a token that is there ({bos}, {eos}), or remove the entry."
+             for role, name in named_bounds(path).items() if name is not None and library.token_to_id(name) is None]
+    first, last = tokenizer.bos_id, tokenizer.eos_id
+    before, after = surrounding(tokenizer)
+    if before not in ([], [first]) or after not in ([], [last]):
+        put = ", ".join(f"{token} ({library.id_to_token(token) or 'no token'})" for token in (*before, *after))
+        found.append(
+            f"The post_processor of {path} puts {put} around a text, but BOS is {first} ({bos}) and EOS {last} "
+            f"({eos}): the exported model would get other ids than in training. Name its tokens in {SETTINGS} "
+            f"(bos_token, eos_token) if they are right. Otherwise correct it in Python: from tokenizers import "
+            f"Tokenizer, processors; t = Tokenizer.from_file({str(path)!r}); t.post_processor = "
+            f"processors.TemplateProcessing(single=[{bos!r}, '$A'], special_tokens=[({bos!r}, {first})]); "
+            f"t.save({str(path)!r})")
+    return found
+
+
+def surrounding(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the template of the post-processor puts before and after a text."""
+    encoded = tokenizer.backend.encode("a")
+    text = [at for at, special in enumerate(encoded.special_tokens_mask) if not special] or [len(encoded.ids)]
+    return encoded.ids[:text[0]], encoded.ids[text[-1] + 1:]
+
+
+def bos_contradiction(path: Path, tokenizer: Tokenizer) -> list[str]:
+    """A sentence if tokenizer_config.json and the post-processor differ in whether BOS is put before a text."""
+    wanted, (before, _) = settings_beside(path).get("add_bos_token"), surrounding(tokenizer)
+    if not isinstance(wanted, bool) or wanted == bool(before):
+        return []
+    return [f"{path.with_name(SETTINGS)} has add_bos_token {json.dumps(wanted)}, but the post_processor of "
+            f"tokenizer.json puts {tokenizer.bounds[0] if before else 'nothing'} before a text. Programs follow the "
+            f"one or the other; transformers 5 mostly the latter"]
+
+
+def settings_beside(path: Path) -> dict[str, Any]:
+    """The tokenizer_config.json next to a file; nothing if there is none."""
+    return read_record(path.with_name(SETTINGS), dict[str, Any], TAKE_AGAIN) or {}
+
+
+def named_bounds(path: Path) -> dict[str, str | None]:
+    """BOS and EOS as the tokenizer_config.json next to a file names them."""
+    settings = settings_beside(path)
+    values = {role: settings.get(role) for role in ("bos_token", "eos_token")}
+    names = {role: value.get("content") if isinstance(value, dict) else value for role, value in values.items()}
+    return {role: name if isinstance(name, str) else None for role, name in names.items()}
+
+
+def names_the_hub(path: str) -> bool:
+    """Whether a `tokenizer.path` can only mean the Hub: no such path exists, and it has the form owner/name."""
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
+
+
+def fetched(name: str, files: list[str]) -> Path:
+    """The folder with those of `files` that the Hub's repository `name` has.
+
+    A cached version is used as it is: the Hub is contacted only if the cache has none. So nodes without a network find
+    what the launcher downloaded, and a run does not change with the Hub.
+
+    Raises:
+        UserError: it cannot be downloaded, with what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    try:
+        return Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"tokenizer.path: there is no {name} here, and the download from the Hugging Face Hub failed "
+                        f"({reason}). Without a network, download it elsewhere (hf download {name} "
+                        f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder. If the repository asks for "
+                        f"consent, log in first (hf auth login).") from None
