@@ -125,8 +125,7 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
     tokenizer = load_tokenizer(work.input("tokenizer")[0])
     try:
         return open_model(work.input("convert")[0] / "hf", ranks.device, getattr(torch, settings.dtype),
-                          tokenizer=tokenizer, ranks=ranks, dp_shard=settings.dp_shard, memory_gb=settings.memory_gb,
-                          say=work.say)
+                          tokenizer=tokenizer, ranks=ranks, dp_shard=settings.dp_shard, say=work.say)
     except UserError as error:
         raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
 

@@ -47,11 +47,9 @@ class EvaluateConfig(Section):
     """Sequences per forward pass."""
     dp_shard: PositiveInt | None = execution(None)
     """Neighbouring ranks that shard the weights (FSDP2) and all-gather one block at a time in every forward pass. null:
-    1, all weights on each rank, if that fits `memory_gb`; else as few ranks as fit. Results are bit-identical.
-    Generation is slow with sharded weights: each new token all-gathers all of them once."""
-    memory_gb: PositiveFloat | None = execution(None)
-    """Memory in GB that weights may take on one rank. null: 60% of the free memory, on the rank that has least. It is
-    the memory of the rank's GPU, or its share of the host's."""
+    1, all weights on each rank, if they take at most 60% of the free memory of the rank that has least (of its GPU, or
+    its share of the host's); else as few ranks as hold them so. Results are bit-identical. Generation is slow with
+    sharded weights: each new token all-gathers all of them once."""
     tasks: list[str] = []
     """Names of lm-evaluation-harness tasks, found under `task_folders`."""
     task_folders: list[LocalPath] = execution(["configs/tasks"])

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -36,8 +36,6 @@ Pair = tuple[list[int], list[int]]
 """(context ids, continuation ids)"""
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """(their texts, context ids, continuation ids)"""
-Given = TypeVar("Given")
-Result = TypeVar("Result")
 
 
 class HarnessModel(HFLM):
@@ -140,12 +138,11 @@ class HarnessModel(HFLM):
             texts[piece.number] += piece.text
         return texts
 
-    def _shared(self, work: Sequence[Given], function: Callable[[Given], Result]) -> list[Result]:
+    def _shared(self, work: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
         """Results of `function` in the order of `work`, each computed by one rank, on every rank. An error on one rank
         is raised on all, which would otherwise wait for it."""
         rank, world = self.ranks.rank, self.ranks.world
-        made: list[Result] = []
-        problem: Exception | None = None
+        made, problem = list[Any](), None
         try:
             with self.opened.placed.together:
                 made = [function(item) for item in work[rank::world]]

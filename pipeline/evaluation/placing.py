@@ -47,14 +47,13 @@ class Placed:
 
 
 def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: Ranks = ALONE,
-          dp_shard: int | None = None, memory_gb: float | None = None,
-          say: Callable[[str], None] = lambda text: None) -> Placed:
+          dp_shard: int | None = None, say: Callable[[str], None] = lambda text: None) -> Placed:
     """The model with these weights.
 
     Args:
         ranks: all ranks that hold the model and call it together.
-        dp_shard: the number of neighbouring ranks that share it, a divisor of all; None: as few as the memory allows.
-        memory_gb: memory for weights on one rank; None: SHARE of the free memory of the rank that has least.
+        dp_shard: the number of neighbouring ranks that share it, a divisor of all; None: as few as SHARE of the free
+            memory of the rank that has least allows.
         say: prints the layout; called on rank 0.
 
     Raises:
@@ -63,7 +62,7 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
     config = weights.config
     attention = choose("auto", Where(device, dtype, compiled=False, head_dim=config.head_width,
                                      windowed=config.sliding_window is not None))
-    allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(device)))
+    allowed = SHARE * min(ranks.gather(free_memory(device)))
     shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
     if ranks.leads and attention.fallback:
         say(attention.fallback)

@@ -110,7 +110,6 @@ def messages_in(log: Path) -> Iterator[None]:
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         loggers = [logging.getLogger(name) for name in LIBRARIES]
-        before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
         for logger in loggers:
             logger.setLevel(logging.INFO)
             logger.propagate, logger.handlers = False, [handler]
@@ -120,9 +119,8 @@ def messages_in(log: Path) -> Iterator[None]:
             traceback.print_exc()
             raise
         finally:
-            for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-                logger.setLevel(level)
-                logger.propagate, logger.handlers = propagate, handlers
+            for logger in loggers:
+                logger.propagate, logger.handlers = True, []
 
 
 def _reason(error: Exception) -> str:

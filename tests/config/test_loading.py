@@ -101,7 +101,7 @@ def test_execution_fields_are_no_identity():
     same = load_config(REPOSITORY / "configs/demo.yaml",
                        ["name=other", "launch.processes=7", "train.micro_batch=1", "train.checkpoint.keep=9",
                         "train.checkpoint.copy_to=s3://b/a", "convert.copy_to=s3://b/c", "train.log_to=[mlflow]",
-                        "train.guards={spike: skip, max_skipped: 0}", "evaluate.memory_gb=1"])
+                        "train.guards={spike: skip, max_skipped: 0}", "evaluate.batch=1"])
     other = load_config(REPOSITORY / "configs/demo.yaml", ["train.lr=0.5"])
     assert identity(config) == identity(same) != identity(other)
     assert "train.checkpoint" not in flatten(identity(config)) and "train.lr" in flatten(identity(config))

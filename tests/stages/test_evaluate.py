@@ -82,7 +82,7 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = (folder / "results.json").read_bytes()
-    said = run_stage("evaluate", small_run, "--force", f"evaluate.memory_gb={1 if shards == 1 else 1e-6}",
+    said = run_stage("evaluate", small_run, "--force", f"evaluate.dp_shard={shards}",
                      ranks=2).stdout
     assert (folder / "results.json").read_bytes() == alone
     counts = manifest_of(small_run, "evaluate", "small").counts
