@@ -75,27 +75,22 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, envi
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
-    """Whether training's state alone exceeds the memory of a rank, if both are known. Also on the fewest nodes on which
-    training would continue."""
+    """Whether training's state alone exceeds the memory of a rank, if both are known."""
     train = next((job for job in jobs if job.key == "train"), None)
     if train is None:
         return
-    site, here = config.launch.limits.gpu_memory_gb, options.machine
+    here = options.machine
     if options.cluster == "slurm":
-        memory, has = (site or 0) * 1e9, f"a GPU here has {site:g} GB (launch.limits)" if site else ""
-        advice = "use more nodes, a smaller parallel.dp_replicate, or parallel.engine=deepspeed with offload"
+        memory = (config.launch.limits.gpu_memory_gb or 0) * 1e9
+        has = f"a GPU has {readable(memory)} (launch.limits)"
     else:
         memory = here.memory if here.gpus else here.memory / train.ranks
         has = f"{'a GPU here has' if here.gpus else 'its share of the free memory here is'} {readable(memory)}"
-        advice = "use a smaller model (`drover presets` lists shapes) or a machine with more memory"
-    fewest = min(train.node_counts or (train.nodes,))
-    more = f"raise launch.train.min_nodes, since training could continue on {fewest}"
-    for ranks, way in ((train.ranks, advice), (fewest * train.tasks_per_node, more)):
-        state = state_bytes_per_rank(config, ranks)
-        if memory and state is not None and state > memory:
-            yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {has}: {way}. "
-                   f"launch.check_fit=false starts it anyway.")
-            return
+    state = state_bytes_per_rank(config, train.ranks)
+    if memory and state is not None and state > memory:
+        yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {has}: use more "
+               f"ranks, a smaller parallel.dp_replicate, or a smaller model (`drover presets` lists shapes). "
+               f"launch.check_fit=false starts it anyway.")
 
 
 def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
@@ -167,10 +162,7 @@ def loss_problems(config: Config, jobs: Sequence[Job]) -> Iterator[str]:
     fewest, train = config.launch.train.min_nodes, next((job for job in jobs if job.stage == "train"), None)
     if fewest is None or train is None:
         return
-    if fewest > train.nodes:
-        yield (f"launch.train.min_nodes is {fewest}, but training requests {train.nodes} nodes. Set it to that or "
-               f"less.")
-    elif fewest < train.nodes and len(train.node_counts) == 1:
+    if fewest < train.nodes and len(train.node_counts) == 1:
         found = rank_problems(config, (train.nodes - 1) * train.tasks_per_node)[0]
         yield (f"launch.train.min_nodes is {fewest}, but training cannot run on fewer than {train.nodes} nodes, for "
                f"example on {train.nodes - 1}: {found} Choose a min_nodes that fits, or use spare_nodes.")
@@ -196,9 +188,6 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
     for job in jobs:
         for text in _misfits(job, nodes, site, request_gpus=launch.request_gpus):
             jobs_by_problem.setdefault(text, []).append(job.key)
-        if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
-            yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before its end "
-                   f"(launch.signal_s): no time would be left to train.")
     yield from (f"{', '.join(keys)}: {text}." for text, keys in jobs_by_problem.items())
     if site.jobs is not None and (count := queued(jobs)) > site.jobs:
         yield (f"{count} jobs would be queued, although no stage is divided; the site allows {site.jobs} "

@@ -11,7 +11,7 @@ from drover.launch.forecast import (
     shape_of,
     state_bytes_per_rank,
 )
-from drover.launch.plan import Job, Options, code_path, elements_asked
+from drover.launch.plan import Job, Options, code_path
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
@@ -30,12 +30,8 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     echo(f"cluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
     echo("", *aligned([headings, *(row(job, options) for job in jobs)]))
-    sizes = {job.stage: len(job.elements) or 1 for job in jobs if job.to_run and options.cluster == "slurm"}
-    if fewer := [f"{stage} {size}" for stage, size in sizes.items() if size < elements_asked(config.launch, stage)]:
-        echo(f"\narrays    elements of {', '.join(fewer)}: fewer than requested, because of the site's limits "
-             f"(launch.limits)")
     if train := next((job for job in jobs if job.stage == "train"), None):
-        echo("\n" + "\n".join(training_facts(config, train) + consumption_lines(run, disk.text)))
+        echo("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
         if counts := train.node_counts[1:]:
             echo(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
@@ -94,29 +90,22 @@ def training_facts(config: Config, job: Job) -> list[str]:
     return lines
 
 
-def consumption_lines(run: Run, text: int = 0) -> list[str]:
+def consumption_lines(run: Run) -> list[str]:
     """Tokens and epochs of each source in each phase, if there are phases, a mixture or a limit; until the tokens are
-    counted, only the phases. And a warning of each source that is repeated many times; until the tokens are counted,
-    of all if a token for each byte of `text` were too few."""
-    from drover.pipeline.data.sampling.consumption import (
-        MANY,
-        many_epochs,
-        plan_lines,
-        repetition,
-        says_consumption,
-    )
-    train, found, plan = run.config.train, planned_consumption(run), PhasePlan.of(run.config.train)
+    counted, only the phases. And a warning of each source that is repeated many times."""
+    from drover.pipeline.data.sampling.consumption import many_epochs, plan_lines, repetition, says_consumption
+
+    train, consumption = run.config.train, planned_consumption(run)
     lines = list[str]()
-    if says_consumption(train):
+    if says_consumption(train) and consumption is not None and train.packing == "concatenate":
+        lines += plan_lines(train, consumption)
+    elif says_consumption(train):
         when = "encode is done" if train.packing == "concatenate" else "training has planned the packing"
-        lines += plan_lines(train, found) if found is not None and train.packing == "concatenate" else [
-            *(str(phase) for phase in plan.phases if phase.own is not None),
-            f"tokens and epochs of each source are known once {when}"]
-    if found is not None:
-        lines += starmap(repetition, many_epochs(train, found).items())
-    elif text and plan.tokens / text > MANY and train.max_epochs is None:
-        lines.append(repetition("all sources, at one token a byte", plan.tokens / text))
-    return [f"{'data' if not number else '':<9} {line}" for number, line in enumerate(lines)]
+        lines += [*(str(phase) for phase in PhasePlan.of(train).phases if phase.own is not None),
+                  f"tokens and epochs of each source are known once {when}"]
+    if consumption is not None:
+        lines += starmap(repetition, many_epochs(train, consumption).items())
+    return [f"{'' if number else 'data':<9} {line}" for number, line in enumerate(lines)]
 
 
 def by_hand(job: Job) -> str:

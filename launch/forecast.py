@@ -36,12 +36,11 @@ UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 2}
 @dataclass(frozen=True)
 class Disk:
     """Estimate of the bytes that the planned stages write, by kind in `parts`, and the bytes free there. What is
-    unknown is not counted. text: bytes of text of the sources; 0: unknown."""
+    unknown is not counted."""
 
     needed: int
     free: int
     parts: dict[str, int]
-    text: int
 
 
 def shape_of(config: Config) -> ModelConfig | None:
@@ -99,7 +98,7 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
     written = 0
     with suppress(OSError):  # of a run that is at work, files may be removed meanwhile
         written = sum(path.stat().st_size for stage in running for path in (folder / stage).rglob("*"))
-    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts, text)
+    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts)
 
 
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:

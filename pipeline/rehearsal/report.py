@@ -109,15 +109,3 @@ def _counted(one: Rehearsal, channel: Channel) -> str:
 def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
     """The rank that holds the most."""
     return max(found, key=lambda one: one.peak.bytes)
-
-
-def brief(found: Sequence[Rehearsal]) -> list[str]:
-    """A few lines for a plan: the fullest rank's memory, the traffic, and what makes a step slow."""
-    most = fullest(found)
-    kinds = sorted(((size, kind) for kind, size in most.peak.kinds.items() if size), reverse=True)
-    return [f"{readable(most.peak.bytes)} on rank {most.rank:,} at its peak: "
-            f"{', '.join(f'{kind} {readable(size)}' for size, kind in kinds)}",
-            f"{sum(most.traffic.calls.values()):,} collectives a step, {readable(sum(most.traffic.bytes.values()))}",
-            *(f"note: {text}" for text in most.notes),
-            *(f"warning: the host waits for the GPU at {place}" for one in found[:1] for place in one.waits),
-            *(f"warning: a mask of all pairs of tokens is made at {place}" for one in found[:1] for place in one.masks)]

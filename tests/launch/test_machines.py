@@ -3,12 +3,9 @@
 import os
 import shlex
 import subprocess
-from typing import Literal
 
 import pytest
 import yaml
-from pydantic import BaseModel, ConfigDict
-from pydantic.alias_generators import to_camel
 
 from drover.launch.processes import free_port
 from tests.conftest import write_config
@@ -65,113 +62,6 @@ def test_a_killed_node_changes_nothing(home):
 # ---- files for Kubernetes and SkyPilot
 
 
-class Exact(BaseModel):
-    """Other keys are refused, and values are not converted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Camel(Exact):
-    """With Kubernetes' spelling of names."""
-
-    model_config = ConfigDict(alias_generator=to_camel)
-
-
-class Variable(Camel):
-    name: str
-    value: str
-
-
-class Named(Camel):
-    name: str
-
-
-class FromSecret(Camel):
-    secret_ref: Named
-
-
-class Mount(Camel):
-    name: str
-    mount_path: str
-
-
-class Container(Camel):
-    name: str
-    image: str
-    working_dir: str
-    command: list[str]
-    args: list[str]
-    env: list[Variable]
-    env_from: list[FromSecret]
-    resources: dict[Literal["limits", "requests"], dict[str, int]]
-    volume_mounts: list[Mount]
-
-
-class Volume(Camel):
-    name: str
-    persistent_volume_claim: dict[Literal["claimName"], str] | None = None
-    empty_dir: dict[Literal["medium"], Literal["Memory", ""]] | None = None
-
-
-class Pod(Camel):
-    restart_policy: Literal["Never", "OnFailure"]  # of pods of a Job
-    termination_grace_period_seconds: int
-    containers: list[Container]
-    volumes: list[Volume]
-
-
-class PodTemplate(Camel):
-    spec: Pod
-
-
-class KubernetesJob(Camel):
-    completion_mode: Literal["Indexed", "NonIndexed"]
-    completions: int
-    parallelism: int
-    backoff_limit: int
-    template: PodTemplate
-
-
-class JobTemplate(Camel):
-    spec: KubernetesJob
-
-
-class ReplicatedJob(Camel):
-    name: str
-    template: JobTemplate
-
-
-class JobSetSpec(Camel):
-    failure_policy: dict[Literal["maxRestarts"], int]
-    replicated_jobs: list[ReplicatedJob]
-
-
-class JobSet(Camel):
-    """What the page uses of jobset.x-k8s.io/v1alpha2 and of Kubernetes' Job."""
-
-    api_version: Literal["jobset.x-k8s.io/v1alpha2"]
-    kind: Literal["JobSet"]
-    metadata: Named
-    spec: JobSetSpec
-
-
-class SkyResources(Exact):
-    accelerators: str
-    image_id: str
-    job_recovery: dict[Literal["strategy", "max_restarts_on_errors"], int]
-
-
-class SkyTask(Exact):
-    """What the page uses of a task of SkyPilot 0.14."""
-
-    name: str
-    num_nodes: int
-    resources: SkyResources
-    volumes: dict[str, str]
-    secrets: dict[str, str | None]
-    run: str
-
-
 def started(script, folder, **variables):
     """What such a script gives to torchrun; /shared is a folder."""
     (folder / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -186,18 +76,20 @@ def on_page(address):
     return shlex.split(TRAIN.replace("--node-rank 0", "--node-rank 1").replace("first:", f"{address}:"))[1:]
 
 
-def test_the_jobset_fits_its_schema_and_starts_the_same(tmp_path):
-    jobset = JobSet.model_validate(yaml.safe_load(files("machines")["jobset.yaml"]))
-    [replicated] = jobset.spec.replicated_jobs
-    job = replicated.template.spec
-    [container] = job.template.spec.containers
-    assert job.completions == job.parallelism == 2 and container.command == ["bash", "-c"]
-    assert {mount.name for mount in container.volume_mounts} == {volume.name for volume in job.template.spec.volumes}
-    first = f"{jobset.metadata.name}-{replicated.name}-0-0.{jobset.metadata.name}"
-    assert started(*container.args, tmp_path, JOB_COMPLETION_INDEX="1") == on_page(first)
+def test_the_jobset_starts_the_same(tmp_path):
+    jobset = yaml.safe_load(files("machines")["jobset.yaml"])
+    [replicated] = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    assert job["completions"] == job["parallelism"] == 2 and container["command"] == ["bash", "-c"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    name = jobset["metadata"]["name"]
+    first = f"{name}-{replicated['name']}-0-0.{name}"
+    assert started(*container["args"], tmp_path, JOB_COMPLETION_INDEX="1") == on_page(first)
 
 
-def test_the_task_fits_its_schema_and_starts_the_same(tmp_path):
-    task = SkyTask.model_validate(yaml.safe_load(files("machines")["sky.yaml"]))
-    assert started(task.run, tmp_path, SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8") == on_page(
+def test_the_task_starts_the_same(tmp_path):
+    task = yaml.safe_load(files("machines")["sky.yaml"])
+    assert started(task["run"], tmp_path, SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8") == on_page(
         "10.0.0.7")
