@@ -234,8 +234,8 @@ class Work:
                 since, the next stage finds it, because it hashes its inputs. By default every output is read back now.
             files: records of the files that its units read, for a stage with `unit_files`
                 (`external_inputs.gathered`). None: these files are hashed now.
-            scratch: files and folders to remove once the manifest exists. The records of units are removed, too, unless
-                there is one phase, whose lost outputs can be made again one by one.
+            scratch: files and folders to remove once the manifest exists. The records of units are removed with them,
+                except those of the last phase, with which a lost output is made again.
 
         Raises:
             UserError: an output differs from what was written (failing disk, a second writer), a checked input has
@@ -272,8 +272,8 @@ class Work:
         gone = [self.folder / STARTED, *scratch]
         if self.passes:  # of a finished stage, status shows what the manifest counts
             gone.append(self.folder / PROGRESS)
-            # After a single pass the records stay, so that a lost output is made again alone.
-            gone.append(self.folder / (CLAIMS if len(self.passes) == 1 else UNITS))
+            # With the records of the last pass, a lost output is made again alone.
+            gone += [self.folder / CLAIMS, *(self.folder / UNITS / name for name in self.passes[:-1])]
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # the next call that finds the stage done tries again

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from drover.launch import submit
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.files import read_lines, remove
@@ -214,7 +214,7 @@ def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run, monkey
 def test_what_a_kill_leaves_of_a_finished_stage_is_named_and_goes_with_the_next_command(tmp_path, monkeypatch, capsys,
                                                                                          cleared):
     """It is killed while it clears: before all, within the staging, or behind it."""
-    def clear(manifest, folder):
+    def clear(folder, manifest):
         for path in [*(folder / "staging").iterdir()][:[0, 3, None][cleared]]:
             remove(path)
         if cleared == 2:
@@ -223,7 +223,7 @@ def test_what_a_kill_leaves_of_a_finished_stage_is_named_and_goes_with_the_next_
 
     config = corpus_config(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "remove_scratch", clear)
+        patch.setattr("drover.pipeline.contract.stage_work.clear", clear)
         assert cut_off(lambda: run(config), tmp_path, -1) == -signal.SIGKILL
     folder = folder_of(config)
     scratch = [folder / name for name in read_manifest(folder).scratch]
