@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.plugins import add_run_and_plugins
-from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.contract.external_inputs import HASHES
 from drover.pipeline.contract.locks import LOCKS
 from drover.pipeline.contract.manifest import MANIFEST, Manifest, not_as_used, read_manifest
@@ -49,6 +48,7 @@ from drover.pipeline.core.files import (
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
 from drover.pipeline.storage.mirror import SENT
+from drover.pipeline.storage.object_files import content_hash
 
 UNREAD = "not finished, quarantined, or listed in a damaged record: not read"
 LOGS = "logs and notes: nothing records their content"
@@ -155,7 +155,7 @@ def check_source(path: Path, record: Record, stage: str, hashed: bool = True) ->
                 f"{record['name']})")
     if not hashed:
         return Note(SIZED)
-    new = content_hash(str(path), record["sha256"])
+    new = content_hash(str(path))
     return "" if new == record["sha256"] else (
         f"its content changed after the stage {stage} read it (as {record['name']}): {record['sha256'][:19]} -> "
         f"{new[:19]}")

@@ -39,7 +39,7 @@ A stage without units writes its outputs itself, and commits. docs/extending.md 
     tasks.py          units and their keys; the ledger of finished units is in core/files.py
     claims.py         which process does a unit, if several share a stage
     manifest.py       the record of a finished stage; start_record.py: of a started one; state.py: its final status
-    external_inputs.py  files from outside of the run; content_hash.py: their hashes if units read them in ranges
+    external_inputs.py  files from outside of the run, and their hashes
     input_check.py    hashes the inputs in the background
     locks.py          who may work on a stage
     telling.py        what rank 0 sends to the other ranks; signed.py: proof that rank 0 sent it

@@ -22,7 +22,6 @@ from pydantic import BaseModel
 from drover.pipeline.config.places import OUTSIDE
 from drover.pipeline.config.section import flatten
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
 from drover.pipeline.contract.stages import Stage
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import first as first_names
@@ -30,7 +29,7 @@ from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
 from drover.pipeline.core.files import Record, changed_ns, sha256_json
 from drover.pipeline.core.ordered_map import ordered_map
-from drover.pipeline.storage.object_files import InputFile, ObjectFile
+from drover.pipeline.storage.object_files import InputFile, ObjectFile, content_hash
 
 HASHES = ".hashes"
 """In a run folder: a ledger of hashes of files whose size or time is not what a manifest says."""
@@ -83,8 +82,7 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
 
     Args:
         find: returns them as (name, path).
-        known: records. If size and time are equal, their hashes are taken; otherwise they decide the form of the new
-            hash. One file may have two records, in two forms, under two names.
+        known: records. If size and time are equal, their hashes are taken.
         remember: store hashes in the run's folder, and take them from there.
         strict: all files have to exist.
 
@@ -111,10 +109,9 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
         if all(old.get(key) == record[key] for key in ("path", "bytes", "mtime_ns")):
             record["sha256"] = old["sha256"]
         else:
-            form = OF_BLOCKS if old.get("sha256", "").startswith(OF_BLOCKS) else ""
-            todo.setdefault(form + record["path"], []).append(record)
-    for key, digest in _digests(stage, {key: same[0] for key, same in todo.items()}, run_folder, remember).items():
-        for record in todo[key]:
+            todo.setdefault(record["path"], []).append(record)
+    for path, digest in _digests(stage, {path: same[0] for path, same in todo.items()}, run_folder, remember).items():
+        for record in todo[path]:
             record["sha256"] = digest
     return Outside(records, frozenset(incomplete))
 
@@ -168,11 +165,11 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
     """Records for `Work.commit(files=...)`, from what each unit recorded of the files that it read.
 
     Args:
-        inputs: name, path, bytes, mtime_ns. If the unit read the `whole` file, `digests` has its sha256 only. Otherwise
-            `start` is where its range begins, and `digests` are of the blocks that begin in the range.
+        inputs: name, path, bytes, mtime_ns and sha256; of a file that is read in ranges only the first has a hash,
+            that of the whole file.
 
     Returns:
-        name, path, bytes, mtime_ns and sha256 (`drover.pipeline.contract.content_hash`) of each file, sorted by name.
+        name, path, bytes, mtime_ns and sha256 of each file, sorted by name.
 
     Raises:
         UserError: units read different sizes, times or contents of one file.
@@ -183,26 +180,15 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
     records, changed = [], []
     for name, entries in sorted(of_file.items()):
         first = {key: entries[0][key] for key in ("name", "path", "bytes", "mtime_ns")}
-        hashes = _hashes(entries)
+        hashes = {entry["sha256"] for entry in entries if entry["sha256"] is not None}
         if len(hashes) != 1 or any(entry[key] != first[key] for entry in entries for key in ("bytes", "mtime_ns")):
             changed.append(name)
-        records.append({**first, "sha256": hashes.pop()})
+        records.append({**first, "sha256": min(hashes)})
     if changed:
         raise UserError(f"{len(changed):,} input files changed between two units that read them "
                         f"({first_names(changed)}). Make sure that no program writes to them, and run the stage again: "
                         f"it reads these files again.")
     return records
-
-
-def _hashes(entries: Sequence[Record]) -> set[str]:
-    """The content hashes that the entries of one file result in: one, if all units read the same content."""
-    found = {entry["digests"][0] for entry in entries if entry["whole"]}
-    if ranges := {entry["start"]: entry["digests"] for entry in entries if not entry["whole"]}:
-        digests = [digest for _, own in sorted(ranges.items()) for digest in own]
-        size = entries[0]["bytes"]
-        assert len(digests) == -(-size // BLOCK_BYTES), f"{entries[0]['path']}: units hashed {len(digests)} blocks"
-        found.add(hash_of_blocks(digests))
-    return found
 
 
 def places(stage: Stage, config: Config) -> Record:
@@ -230,9 +216,8 @@ def source_of_place(key: str, config: Config) -> str:
 
 
 def _digests(stage: str, files: Mapping[str, Record], run_folder: Path, remember: bool) -> dict[str, str]:
-    """The hash of each file, by its path. If OF_BLOCKS precedes the path, it is the hash of the file's blocks. With
-    `remember`, hashes of files with equal size and time are taken from the run's ledger, and new ones are added to it
-    immediately."""
+    """The hash of each file, by its path. With `remember`, hashes of files with equal size and time are taken from the
+    run's ledger, and new ones are added to it immediately."""
     keys = {path: f"{record['bytes']} {record['mtime_ns']}" for path, record in files.items()}
     ledger = Ledger(run_folder / HASHES)
     known = dict[str, str]()
@@ -255,11 +240,9 @@ def _source(record: Record) -> str:
     return str(record["name"]).partition("/")[0]
 
 
-def _hashed(key: str) -> str:
-    """The hash of the file that a key of `_digests` names, in the form that the key requires."""
-    path = key.removeprefix(OF_BLOCKS)
+def _hashed(path: str) -> str:
     try:
-        return content_hash(path, key)
+        return content_hash(path)
     except OSError as error:
         raise _unreadable(path, error) from None
 

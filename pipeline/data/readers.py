@@ -39,7 +39,7 @@ from drover.pipeline.data.columnar import (
 )
 from drover.pipeline.data.documents import Limit, Place, PlainText, Records, Unreadable, damage, value_in
 from drover.pipeline.data.file_kinds import HEAD, mistaken
-from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, map_file, reach, separated
+from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, map_file, separated
 from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20
@@ -91,7 +91,7 @@ def divisible(path: PurePath, source: FilesSource) -> bool:
     kind = file_format(path, source.format)
     if path.suffix.lower() in COMPRESSIONS or (source.encoding != UTF8 and kind != "parquet"):
         return False
-    return kind in ("jsonl", "parquet") or (kind == "txt" and source.separator is not None)
+    return kind in ("jsonl", "parquet")
 
 
 def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -177,19 +177,19 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             text = data = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
         yield limit.exceeded(None, file.give_up(0)) if len(text) > limit.bytes else (None, _plain_text(text))
         return
-    number, offset, others = 0, 0, _other_spellings(source.separator)
+    number = end = 0
+    others = _other_spellings(source.separator)
     for number, (offset, data) in enumerate(
             _separated(file, source.separator.encode("utf-8", "surrogatepass"), limit), 1):
-        place = number if file.piece.whole else str(offset)
+        end = offset + (data if isinstance(data, int) else len(data))
         if isinstance(data, int):
-            yield limit.exceeded(place, data)
+            yield limit.exceeded(number, data)
             continue
         if number <= FIRST_RECORDS and (other := next((own for own in others if own.encode() in data), None)):
             others, file.about.other_separator = [], other
-        yield place, _plain_text(data)
+        yield number, _plain_text(data)
     if number:
-        occurs = number > 1 or offset > len(codecs.BOM_UTF8) or (
-            file.piece.whole and offset + file.current()[0] < file.content)
+        occurs = number > 1 or end < file.content
         file.about.separated = occurs
         if occurs and len(file.about.other_separator) == 1:
             file.about.other_separator = ""  # a line end within documents may be meant
@@ -211,7 +211,7 @@ def _plain_text(data: bytes) -> PlainText:
 def _separated(file: Input, separator: bytes, limit: Limit) -> Iterator[tuple[int, bytes | int]]:
     """The records of a file or a part with their offsets; of a record that is too long its length."""
     piece = file.piece
-    with file.open(reach(separator)) as stream:
+    with file.open() as stream:
         yield from separated(stream, separator, limit.bytes, *(() if piece.whole else (piece.start, piece.stop)))
 
 

@@ -74,12 +74,11 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     not be read; on request the documents that filters dropped.
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected`, `lost` (files that break off) and `html`, of
-    documents that begin as a page (PAGE) after the filters; those of
-    `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
-    whether it was read whole, the first byte, and the digests, see `drover.pipeline.contract.content_hash`; but for
-    `kind: hf` what became of it, see `FileRead`), of `kind: hf` its `dataset` (see `hub.files_record`), the files
-    as `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta
-    field is that the source names.
+    documents that begin as a page (PAGE) after the filters; those of `filters` (see `Chain`), its `card` (see
+    `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns and sha256, see `Input.record`; but for
+    `kind: hf` what became of it, see `FileRead`), of `kind: hf` its `dataset` (see `hub.files_record`), the files as
+    `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta field
+    is that the source names.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.

@@ -14,7 +14,6 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
-from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
 from drover.pipeline.core.folders import matches, once
@@ -31,8 +30,8 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 WHOLE_UP_TO = 2
 """A file of up to so many times shard_mb is read in one piece."""
-LEAST_PART = BLOCK_BYTES
-"""Parts of files are not made smaller, however small shards are."""
+LEAST_PART = 1 << 23
+"""Parts of files are not made smaller, however small shards are; larger ones begin at multiples of it."""
 EXAMPLE_UNITS = 1000
 """So many units of a source, from the first on, keep examples: those of a million units would fill the memory."""
 
@@ -230,10 +229,9 @@ def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: fl
 
 
 def _parts(file: Piece, size: float) -> list[Piece]:
-    """A file in parts of about `size` bytes, whose borders are, where that is possible, those of blocks that are
-    hashed."""
+    """A file in parts of about `size` bytes."""
     count = max(2, round(file.bytes / size))
-    step = BLOCK_BYTES if file.bytes // count >= BLOCK_BYTES else 1
+    step = LEAST_PART if file.bytes // count >= LEAST_PART else 1
     borders = [file.bytes * number // count // step * step for number in range(count)] + [file.bytes]
     return [replace(file, start=start, stop=stop)
             for start, stop in pairwise(borders)]

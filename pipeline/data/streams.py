@@ -2,12 +2,10 @@
 
 The bytes that a unit reads are hashed as they pass, so that nothing is read twice for that.
 
-A separator cuts a stream into lines, or into the texts between two of it. A part of a file is a range of bytes [start,
-stop). It has the records that begin after the first free separator that ends beyond `start`, up to the first one that
-ends beyond `stop`. A separator is free if no other one reaches into it from the left, as "--" at offset 0 of "---"
-reaches into the one at offset 1. So the bytes around its two ends alone decide what belongs to a part, and parts that
-cover a file give its records once each, in order. No record longer than `limit` is held: its length comes instead, and
-the next one is looked for.
+A separator cuts a stream into lines, or into the texts between two of it. A part of a file of lines is a range of
+bytes [start, stop). It has the records that begin after the first line end at or behind `start`, up to the first line
+end at or behind `stop`. So parts that cover a file give its records once each, in order. No record longer than `limit`
+is held: its length comes instead, and the next one is looked for.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from io import BufferedIOBase
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
 from drover.pipeline.data.files_read import FileRead
@@ -137,14 +134,11 @@ class Input:
         self.current: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self._raw: Watched | None = None
         piece.refuse_changed()
-        self._hash = _RangeHash(piece, self.raw)
+        self._hash = _FileHash(piece, self.raw)
 
-    def open(self, before: int = 0) -> Any:
-        """A stream of the bytes from the start of the piece on, unpacked by the ending of the name, as UTF-8.
-
-        before: it begins so many bytes earlier, where there are so many.
-        """
-        start = max(0, self.piece.start - before)
+    def open(self) -> Any:
+        """A stream of the bytes from the start of the piece on, unpacked by the ending of the name, as UTF-8."""
+        start = self.piece.start
         raw = self._raw = Watched(self.raw(start, self.piece.stop), start, self._hash.feed)
         stream = unpacked(raw, self.compression) if self.compression else io.BufferedReader(raw, BUFFER)
         return _Counted(stream if self.encoding == UTF8 else
@@ -178,28 +172,32 @@ class Input:
         return own * min(size, self.content) // self.content if self.content else own
 
     def record(self) -> dict[str, Any]:
-        """What the unit's record says of the file: hashes of its content, for which the rest of the piece is read now.
-
-        A whole file has one digest, its sha256; a part has those of the blocks that begin in it.
-        """
-        digests = self._hash.digests()
+        """What the unit's record says of the file: name, size, time and sha256, for which the rest of the file is read
+        now. Of a file in parts only the first has the hash."""
+        sha256 = self._hash.sha256()
         self.piece.refuse_changed()
         piece = self.piece
         path = piece.path if self.reader is not None else str(Path(piece.path).absolute())
         return {"path": path, "name": piece.name, "bytes": piece.bytes,
-                "mtime_ns": piece.mtime_ns, "whole": piece.whole, "start": piece.start, "digests": digests}
+                "mtime_ns": piece.mtime_ns, "sha256": sha256}
 
     def hash(self) -> None:
-        """Read the whole piece, so that it is in memory for whoever looks at it in any order."""
-        self._hash.digests()
+        """Read what is to be hashed, so that it is in memory for whoever looks at it in any order."""
+        self._hash.sha256()
 
     def spool(self) -> io.BufferedReader:
         """An object that can be read at any place: its piece is copied to this disk now, and hashed; other ranges are
         fetched on access. Close it after use."""
         assert self.reader is not None
-        copy, start = tempfile.TemporaryFile(), self._hash.at  # noqa: SIM115 - closed by the spool
-        self._hash.read_to(self.piece.bytes, copy.write)
-        return io.BufferedReader(_Spool(self.reader, copy, start), 1)  # it fetches no more than each read needs
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the spool
+        position = self.piece.start
+        buffer = memoryview(bytearray(BUFFER))
+        with self.raw(position, self.piece.stop) as stream:
+            while count := stream.readinto(buffer[:self.piece.stop - position]):
+                self._hash.feed(position, buffer[:count])
+                copy.write(buffer[:count])
+                position += count
+        return io.BufferedReader(_Spool(self.reader, copy, self.piece.start), 1)  # fetches no more than a read needs
 
     def raw(self, position: int, until: int | None) -> Any:
         """The file's own bytes from `position` on, unhashed; of an object those before `until` are prefetched."""
@@ -210,50 +208,35 @@ class Input:
         return file
 
 
-class _RangeHash:
-    """The hash of a whole file, or those of the blocks that begin in a part, of bytes that come in order.
+class _FileHash:
+    """The sha256 of a file, of bytes that come in order. Of a file that is read in parts, the first one hashes all.
 
     Attributes:
         at: offset of the next byte to hash.
     """
 
     def __init__(self, piece: Piece, opened: Callable[[int, int | None], Any]) -> None:
-        self._opened, self._digests = opened, list[str]()
-        self._block = piece.bytes if piece.whole else BLOCK_BYTES
-        self.at, self._stop = (0, piece.bytes) if piece.whole else (
-            min(piece.bytes, -(-border // BLOCK_BYTES) * BLOCK_BYTES) for border in (piece.start, piece.stop))
-        self._left, self._current = self._block, hashlib.sha256()
+        self._opened, self._size = opened, piece.bytes
+        self._is_first = piece.start == 0
+        self._digest = hashlib.sha256()
+        self.at = 0
 
     def feed(self, position: int, data: memoryview) -> None:
         """Take in the bytes read at `position`, as far as they continue those taken in before."""
-        if not position <= self.at < min(position + len(data), self._stop):
-            return
-        data = data[self.at - position:self._stop - position]
-        while data:
-            taken = data[:self._left]
-            self._current.update(taken)
-            self.at += len(taken)
-            self._left -= len(taken)
-            data = data[len(taken):]
-            if not self._left:
-                self._digests.append(self._current.hexdigest())
-                self._left, self._current = self._block, hashlib.sha256()
+        if self._is_first and position <= self.at < position + len(data):
+            self._digest.update(data[self.at - position:])
+            self.at = position + len(data)
 
-    def digests(self) -> list[str]:
-        """All of them; what was not fed is read."""
-        self.read_to(self._stop)
-        is_begun = self._left < self._block or not self._block  # an empty file has a digest too
-        return [*self._digests, self._current.hexdigest()] if is_begun else list(self._digests)
-
-    def read_to(self, offset: int, take: Callable[[memoryview], object] = len) -> None:
-        """Read what was not fed up to there; `take` is given it too."""
-        stop = min(offset, self._stop)
-        if self.at < stop:
-            with self._opened(self.at, stop) as file:
+    def sha256(self) -> str | None:
+        """The hash, for which the rest of the file is read; None for a later part."""
+        if not self._is_first:
+            return None
+        if self.at < self._size:
+            with self._opened(self.at, self._size) as file:
                 buffer = memoryview(bytearray(BUFFER))
-                while self.at < stop and (count := file.readinto(buffer[:stop - self.at])):
-                    take(buffer[:count])
+                while count := file.readinto(buffer):
                     self.feed(self.at, buffer[:count])
+        return self._digest.hexdigest()
 
 
 class _Counted(io.BufferedIOBase):
@@ -465,19 +448,15 @@ CHUNK = 1 << 16
 Records = Iterator[tuple[int, bytes | int]]
 
 
-def reach(separator: bytes) -> int:
-    """How many bytes before a part decide which separator is its first free one."""
-    return 2 * len(separator) - 2
-
-
 def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int = 0, stop: int = sys.maxsize) -> Records:
     """The records of the part [start, stop), each with the offset of its first byte; none after a separator that ends
     the file. A byte order mark at the beginning of the file is left out.
 
-    stream: stands `reach(separator)` bytes before `start`, or at the beginning of the file.
+    stream: stands at `start`. separator: one byte, unless the part is the whole file.
     """
-    size, before, own = len(separator), b"", start == 0
-    at = begin = max(0, start - reach(separator))  # offsets of `rest` and of the record that it belongs to
+    size = len(separator)
+    own = start == 0  # whether the present record is of this part
+    at = begin = start  # offsets of `rest` and of the record that it belongs to
     rest, data = b"", _read(stream, len(codecs.BOM_UTF8) + 1)
     if own and data.startswith(codecs.BOM_UTF8):
         at, begin, data = at + 3, begin + 3, data[3:]
@@ -487,24 +466,18 @@ def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int =
             end = at + len(text) + size
             if own:
                 yield begin, end - size - begin if at > begin or len(text) > limit else text
-            if end > (stop if own else start) and _is_free(before + text, separator):
-                if own or end > stop:
-                    return
-                own = True
-            at, begin, before = end, end, separator
+            if end > stop:
+                return
+            own = True
+            at = begin = end
         if len(rest) > size + (limit if own else 0):
             dropped = len(rest) - size + 1
-            at, rest, before = at + dropped, rest[dropped:], b""
-            if not own and at > stop + 2 * size:  # the next separator is a free one, and a later part begins there
-                break
+            at, rest = at + dropped, rest[dropped:]
+            if not own and at > stop:
+                return
         data = _read(stream, max(1, len(rest)))  # doubling: a long record is copied a few times only
     if own and (rest or at > begin):
         yield begin, at + len(rest) - begin if at > begin or len(rest) > limit else rest
-
-
-def _is_free(before: bytes, separator: bytes) -> bool:
-    """Whether no other separator reaches into the one that follows these bytes."""
-    return (before + separator).find(separator, max(0, len(before) - len(separator) + 1)) == len(before)
 
 
 def _read(stream: BufferedIOBase, least: int) -> bytes:

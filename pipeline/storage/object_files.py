@@ -108,6 +108,12 @@ def open_input(path: str) -> BufferedReader:
     return opened(path)
 
 
+def content_hash(path: str) -> str:
+    """The sha256 of a file, or of an object by its URL."""
+    with open_input(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def find(pattern: str) -> list[ObjectFile]:
     """The objects that a URL names: one object, all under a prefix, or those that match wildcards. As for files, * and
     ? stay within a folder, ** crosses folders, and hidden names need a pattern that begins with a dot.

@@ -1,6 +1,5 @@
 """Stages whose units hash what they read: nothing is hashed before, and a manifest says the same as of any other."""
 
-import hashlib
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -8,18 +7,19 @@ from pathlib import Path
 import pytest
 
 import drover.pipeline.contract.external_inputs
-from drover.pipeline.contract.content_hash import BLOCK_BYTES, content_hash
-from drover.pipeline.contract.external_inputs import HASHES, gathered
+from drover.pipeline.contract.external_inputs import gathered
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.tasks import Ledger, Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
 from drover.pipeline.data.streams import Input, Piece
+from drover.pipeline.storage.object_files import content_hash
 from tests.contract.conftest import OwnStage
 from tests.refusal import refused
 from tests.stand_ins import never, run_of
 
-LARGE = BLOCK_BYTES + 100
+BORDER = 1 << 22
+LARGE = BORDER + 100
 """Bytes of the file that two units read."""
 CHANGED = "some of its input files are new, missing or changed since it was started"
 
@@ -32,7 +32,7 @@ class Upper(OwnStage):
     def body(self, work):
         units = []
         for file in work.listing():
-            borders = sorted({0, min(BLOCK_BYTES, file["bytes"]), file["bytes"]})
+            borders = sorted({0, min(BORDER, file["bytes"]), file["bytes"]})
             units += [Unit(f"{Path(file['path']).stem}-{start}", {**file, "start": start, "stop": stop})
                       for start, stop in pairwise(borders)]
         records = work.do_units("read", units, self.read)
@@ -66,7 +66,7 @@ def upper(place, monkeypatch):
                  functions={"unit_files": "drover.pipeline.data.sources:input_files"})
     made.hashed, hashing = [], drover.pipeline.contract.external_inputs.content_hash
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
-                        lambda path, like: made.hashed.append(Path(path).name) or hashing(path, like))
+                        lambda path: made.hashed.append(Path(path).name) or hashing(path))
     return made
 
 
@@ -80,25 +80,22 @@ def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
     assert upper.state.kind == "done" and upper() == 0
     assert upper.hashed == [] and set(upper.made.values()) == {1}
     manifest = read_manifest(upper.folder())
-    hashes = {f"t/{name}.txt": content_hash(str(upper.place / "in" / f"{name}.txt"), "blocks:" * (name == "large"))
+    hashes = {f"t/{name}.txt": content_hash(str(upper.place / "in" / f"{name}.txt"))
               for name in ("large", "one", "three", "two")}
     assert {record["name"]: record["sha256"] for record in manifest.files} == manifest.fingerprint["files"] == hashes
-    assert hashes["t/large.txt"].startswith("blocks:")
     assert set(manifest.fingerprint) == {"config", "inputs", "files"}
 
 
-def test_a_finished_stage_compares_files_in_the_form_they_were_hashed_in(upper, capsys):
+def test_a_finished_stage_hashes_touched_files_once(upper, capsys):
     assert upper() == 0
     for path in (upper.place / "in").iterdir():
         os.utime(path, (1, 1))
     large = upper.place / "in/large.txt"
-    plain = hashlib.sha256(large.read_bytes()).hexdigest()  # of another form: it is not taken
-    Ledger(upper.place / "runs/a" / HASHES).add(str(large), f"{LARGE} {large.stat().st_ctime_ns}", plain)
     for _ in range(3):
         assert upper.state.kind == "done"
     assert sorted(upper.hashed) == ["large.txt", "one.txt", "three.txt", "two.txt"], "once, and remembered"
     with open(large, "r+b") as file:
-        file.seek(BLOCK_BYTES + 5)
+        file.seek(BORDER + 5)
         file.write(b"!")
     assert [found.key for found in upper.state.differences] == ["files.t/large.txt"]
     assert upper() == 2 and "t/large.txt has other content" in capsys.readouterr().err
@@ -120,7 +117,7 @@ def test_files_that_change_after_the_start_are_read_again_and_no_others(upper, c
     again = ["one-0", "two-0", "zero-0"]
     assert sorted(upper.made) == again and upper.state.kind == "done"
     assert [record["path"] for record in read_manifest(upper.folder()).outputs] == [
-        f"{name}.txt" for name in ("large-0", f"large-{BLOCK_BYTES}", *again)]
+        f"{name}.txt" for name in ("large-0", f"large-{BORDER}", *again)]
     assert (upper.folder() / "one-0.txt").read_text() == "ANOTHER TEXT\n"
 
 
@@ -144,11 +141,10 @@ def test_a_file_that_changes_while_the_stage_runs_is_not_committed(upper, capsys
 
 
 def entry(name="s/a", **more):
-    return {"name": name, "path": "/in", "bytes": 20, "mtime_ns": 5, "whole": True, "start": 0, "digests": ["aa"],
-            **more}
+    return {"name": name, "path": "/in", "bytes": 20, "mtime_ns": 5, "sha256": "aa", **more}
 
 
-@pytest.mark.parametrize("other", [{"bytes": 21}, {"mtime_ns": 6}, {"digests": ["ab"]}])
+@pytest.mark.parametrize("other", [{"bytes": 21}, {"mtime_ns": 6}, {"sha256": "ab"}])
 def test_units_that_saw_other_files_are_not_brought_together(other):
     assert [record["name"] for record in gathered([entry("s/b"), entry(), entry()])] == ["s/a", "s/b"]
     refused(UserError, r"1 input files changed between two units that read them \(s/a\)", gathered,

@@ -2,6 +2,7 @@
 
 import codecs
 import hashlib
+import io
 import json
 import os
 from itertools import chain, pairwise
@@ -12,13 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.config.data import ShardConfig
-from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.contract.external_inputs import gathered, listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data import sources, streams
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import reading_units
+from drover.pipeline.storage.object_files import content_hash
 from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
 from tests.refusal import refused
 
@@ -70,25 +71,37 @@ def test_lines(tmp_path, rows, joint, inner):
 @given(separator=st.sampled_from(["\n\n", "\n", "--", "aba", "abaaba", "aabaa", "abab", "<|end|>", "\u20ac", "aXa"]),
        pieces=st.lists(st.sampled_from(["a", "b", "ab", "aba", "\n", "\n\n\n", "-", "X", "<|end|>", "\u20ac", "<",
                                         "abaaba", "aabaa", "x" * 30]), min_size=1, max_size=24),
-       bom=st.booleans(), inner=INNER, megabytes=LIMITS)
-@example(separator="\n\n", pieces=["\n\n\n"] * 8, bom=False, inner=range(24), megabytes=1.0)
-@example(separator="abaaba", pieces=["abaaba", "aba", "abaaba", "b"] * 3, bom=False, inner=range(48), megabytes=1.0)
-def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, megabytes):
+       bom=st.booleans(), megabytes=LIMITS)
+@example(separator="\n\n", pieces=["\n\n\n"] * 8, bom=False, megabytes=1.0)
+@example(separator="abaaba", pieces=["abaaba", "aba", "abaaba", "b"] * 3, bom=False, megabytes=1.0)
+def test_texts_between_separators(tmp_path, separator, pieces, bom, megabytes):
     path, text = tmp_path / "f.txt", "".join(pieces)
-    data = codecs.BOM_UTF8 * bom + text.encode()
-    path.write_bytes(data)
+    path.write_bytes(codecs.BOM_UTF8 * bom + text.encode())
     *every, last = (own.encode() for own in text.split(separator))
     limit = max(len(separator.encode()), round(megabytes * 1e6))
     every += [last] if last else []
-    short, long = [own for own in every if len(own) <= limit], tuple(own for own in every if len(own) > limit)
-    for borders in (all_borders(len(data), inner), [0, len(data)]):
-        found, ids, rejections, _ = in_parts(path, borders, separator=separator, megabytes=limit / 1e6)
-        assert [own.encode() for own in found] == short and len(rejections) == len(long)
-        if len(borders) > 2:  # in parts, a document's id has the offset of its first byte
-            assert all(data[int(name.partition("@")[2]):].startswith(own) for name, own in zip(ids, short, strict=True))
-        for own in rejections:
-            assert "longer than shard.max_document_mb" in own.reason
-            assert not isinstance(own.record, str) or data[int(own.record):].startswith(long)
+    texts, _, rejections, _ = read(payload_of(path, separator=separator, megabytes=limit / 1e6))
+    assert [own.encode() for own in texts] == [own for own in every if len(own) <= limit]
+    assert len(rejections) == sum(len(own) > limit for own in every)
+    assert all("longer than shard.max_document_mb" in own.reason for own in rejections)
+
+
+@settings(max_examples=150)
+@given(pieces=st.lists(st.sampled_from([b"\n", b"\n\n", b"7", b"x" * 30, b"\xef\xbb\xbf"]), min_size=1, max_size=24),
+       inner=INNER, limit=st.integers(1, 40))
+def test_lines_in_parts_begin_where_they_do_in_the_file(pieces, inner, limit):
+    data = b"".join(pieces)
+    whole = list(streams.separated(io.BufferedReader(io.BytesIO(data)), b"\n", limit))
+    parts = []
+    for start, stop in pairwise(all_borders(len(data), inner)):
+        stream = io.BufferedReader(io.BytesIO(data))
+        stream.seek(start)
+        parts += streams.separated(stream, b"\n", limit, start, stop)
+    assert parts == whole
+    beginning = len(codecs.BOM_UTF8) * data.startswith(codecs.BOM_UTF8)
+    *lines, last = data[beginning:].split(b"\n")
+    assert [line if isinstance(line, int) else len(line) for _, line in whole] == [
+        *map(len, lines), *([len(last)] if last else [])]
 
 
 @settings(max_examples=60)
@@ -109,29 +122,20 @@ def test_what_is_wrong_with_the_file_as_a_whole_is_said_once(tmp_path, ending):
     assert [own.lost for own in rejections] == [True] and len(seen) == 3
 
 
-def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
-    """A part has the hashes of the blocks that begin in it."""
-    def digests(start, stop):
-        return [hashlib.sha256(content[at:at + 1000]).hexdigest()
-                for at in range(-(-start // 1000) * 1000, min(stop, size), 1000)]
+def test_the_first_part_has_the_hash_of_the_file(tmp_path, monkeypatch):
     path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"text": f"{number} " * (number % 50)} for number in range(3000)))
-    content, size = path.read_bytes(), path.stat().st_size
-    for module in ("contract.content_hash", "contract.external_inputs", "data.streams"):
-        monkeypatch.setattr(f"drover.pipeline.{module}.BLOCK_BYTES", 1000)
+    size = path.stat().st_size
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     monkeypatch.setattr(streams, "BUFFER", 4096)
     about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
     of_source = {"source": "s", "file": "f.jsonl"}
-    assert read(payload_of(path))[3] == [
-        {**about, **of_source, "whole": True, "start": 0, "digests": [hashlib.sha256(content).hexdigest()],
-         "documents": 3000}]
+    assert read(payload_of(path))[3] == [{**about, **of_source, "sha256": sha256, "documents": 3000}]
     borders = [0, 1, 999, 1000, 1001, 70_500, 70_999, size - 1, size]
     seen = in_parts(path, borders)[3]
     assert sum(part.pop("documents", 0) for part in seen) == 3000
-    assert seen == [{**about, **of_source, "whole": False, "start": start, "digests": digests(start, stop)}
-                    for start, stop in pairwise(borders)]
-    whole = f"blocks:{hashlib.sha256(b''.join(map(bytes.fromhex, digests(0, size)))).hexdigest()}"
-    assert content_hash(str(path), whole) == whole and gathered(seen[::-1]) == [{**about, "sha256": whole}]
+    assert seen == [{**about, **of_source, "sha256": None if start else sha256} for start in borders[:-1]]
+    assert content_hash(str(path)) == sha256 and gathered(seen[::-1]) == [{**about, "sha256": sha256}]
 
 
 def bytes_read():
@@ -139,16 +143,16 @@ def bytes_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_nothing_is_read_twice(tmp_path, monkeypatch):
-    """Hashing included: a part reads its own bytes and what its last record needs beyond them. Of whole files,
-    tests/storage/test_object_sources.py has it."""
+def test_a_part_reads_its_own_bytes_and_the_first_one_the_file_once(tmp_path, monkeypatch):
+    """And what the last record needs beyond them. Of whole files, tests/storage/test_object_sources.py has it."""
     path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"text": f"{number} " * 20} for number in range(5000)))
-    monkeypatch.setattr(streams, "BLOCK_BYTES", 10_000)
+    size = path.stat().st_size
     monkeypatch.setattr(streams, "BUFFER", 1000)
-    before = bytes_read()
-    read(payload_of(path, 10**5, 2 * 10**5))
-    assert 10**5 <= bytes_read() - before < 10**5 + 9000
+    for start, stop, least in ((10**5, 2 * 10**5, 10**5), (0, 10**5, size)):
+        before = bytes_read()
+        read(payload_of(path, start, stop))
+        assert least <= bytes_read() - before < least + 9000
 
 
 @pytest.mark.parametrize("change", ["size", "content", "while it is read"])
@@ -197,8 +201,8 @@ def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monk
         "b.jsonl[0:1000]", "b.jsonl[1000:2000]", "b.jsonl[2000:3000]",
         "c.jsonl[0:10] d.jsonl[0:20] e.jsonl.gz[0:9000]", "f.parquet[0:1000]", "f.parquet[1000:2001]",
         "g.jsonl[0:2000]", "h.csv[0:9000]", "i.txt[0:9000]"]
-    for asked in ({"separator": "||", "format": "txt"}, {"format": "jsonl"}):
-        assert [len(cut(tmp_path, {name: 9000}, **asked)) for name in ("i.txt", "j.zst")] == [9, 1]
+    for fields, units in (({"separator": "||", "format": "txt"}, [1, 1]), ({"format": "jsonl"}, [9, 1])):
+        assert [len(cut(tmp_path, {name: 9000}, **fields)) for name in ("i.txt", "j.zst")] == units
     monkeypatch.undo()
     pieces = [piece for [piece] in cut(tmp_path, {"a.jsonl": 50 * 10**9}, ShardConfig().shard_mb)]
-    assert all(start % (1 << 23) == 0 and stop - start < 1.2 * 64e6 for _, start, stop in pieces)  # of whole blocks
+    assert all(start % (1 << 23) == 0 and stop - start < 1.2 * 64e6 for _, start, stop in pieces)
