@@ -8,7 +8,7 @@ import pytest
 
 from drover.__main__ import main
 from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.tools.model_options import add_sampling_options
+from drover.tools.chat import add_sampling_options
 from tests.conftest import REPOSITORY
 from tests.pages import commands, run_program
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run

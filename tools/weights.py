@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.core.command_line import Parser, Program, find_model
+from drover.pipeline.core.command_line import Parser, Program, find_model, refuse_low
 from drover.pipeline.core.console import ProgressBar, say
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.record import FORMAT, RECORD
 from drover.pipeline.records.weight_files import weights_folder
 from drover.tools.draft import Draft
@@ -45,20 +44,20 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's, or Drover's: weights alone, "
                         "to start a training from")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the source")
-    parser.add_argument("--shard-gb", type=float, metavar="GB", help=f"largest file, but for a tensor that is larger "
+    parser.add_argument("--shard-gb", type=float, default=SHARD_GB, metavar="GB",
+                        help=f"largest file, but for a tensor that is larger "
                         f"(default {SHARD_GB:g})")
 
 
 def work(options: argparse.Namespace) -> None:
     """Convert."""
-    if options.shard_gb is not None and not 1e-9 <= options.shard_gb < float("inf"):
-        raise UserError(f"--shard-gb must be above 0, not {options.shard_gb}.")
+    refuse_low(options, "shard_gb")
     weights_folder(options.source)  # refuses a missing model before torch is imported
     import torch
 
     convert(options.source, options.target, options.format,
             getattr(torch, DTYPES[options.dtype]) if options.dtype else None,
-            int((options.shard_gb or SHARD_GB) * 1e9))
+            int(options.shard_gb * 1e9))
 
 
 def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, shard_bytes: int) -> None:
@@ -76,21 +75,21 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     from drover.tools.weights_companions import carried_files, companions_of
 
     with open_weights(source) as weights:
-        config, found = weights.config, companions_of(weights)
+        config, companions = weights.config, companions_of(weights)
         if form == "hf":
-            refuse_unexportable(config, qwens=found.qwens)
-        kept = reduce(torch.promote_types, {weights.dtype(name) for name in weights.shapes})
-        dtype = dtype or kept
-        say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_spelled(kept)}")
-        progress = ProgressBar("weights", f"to {form} in {_spelled(dtype)}", 0, "pieces")
+            refuse_unexportable(config, qwens=companions.qwens)
+        source_dtype = reduce(torch.promote_types, {weights.dtype(name) for name in weights.shapes})
+        dtype = dtype or source_dtype
+        say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_short_name(source_dtype)}")
+        progress = ProgressBar("weights", f"to {form} in {_short_name(dtype)}", 0, "pieces")
         made = Source(config, dtype, reader(weights, dtype, progress.advance))
         files = drover_files(made, shard_bytes) if form == "drover" \
-            else huggingface_files(made, shard_bytes, found.token_ids, qwens=found.qwens)
-        others, sentences = carried_files(found, form)
+            else huggingface_files(made, shard_bytes, companions.token_ids, qwens=companions.qwens)
+        others, sentences = carried_files(companions, form)
         files = [*{file.name: file for file in (*files, *others)}.values()]
         progress.total = sum(file.rectangles for file in files)
-        made_of = {"from": str(weights.path.resolve()), "format": form, "dtype": _spelled(dtype),
-                   "shard_bytes": shard_bytes, "source": _stamped(weights.path, found)}
+        made_of = {"from": str(weights.path.resolve()), "format": form, "dtype": _short_name(dtype),
+                   "shard_bytes": shard_bytes, "source": _file_times(weights.path, companions)}
         with Draft(target, RECORD, made_of) as draft:
             if draft.complete:
                 say("weights", f"{target} exists already, with these weights")
@@ -100,14 +99,14 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
                     if not draft.make(file.name, file.write):
                         progress.already(progress.done + file.rectangles)
                         say("weights", f"{file.name} was finished before, and its hash matches")
-            draft.describe({"format": FORMAT, "model": config.model_dump(mode="json"), "token_ids": found.token_ids,
-                            "files": list(draft.done.values())})
+            draft.describe({"format": FORMAT, "model": config.model_dump(mode="json"),
+                            "token_ids": companions.token_ids, "files": list(draft.done.values())})
             _prove(draft.folder, reader(weights, dtype))
             draft.publish()
     count = f"{sum(bool(file.rectangles) for file in files)} files"
     size = sum(record["bytes"] for record in draft.done.values())
-    say("weights", f"{target} ({form}): {_counted(weights)} in {_spelled(dtype)}, {count}, {size / 1e6:,.1f} MB, read "
-        f"back and equal to the bit. {' '.join(sentences)}")
+    say("weights", f"{target} ({form}): {_counted(weights)} in {_short_name(dtype)}, {count}, {size / 1e6:,.1f} MB, "
+        f"read back and equal to the bit. {' '.join(sentences)}")
 
 
 def _prove(folder: Path, read: Read) -> None:
@@ -123,14 +122,14 @@ def _counted(weights: Weights) -> str:
     return f"{len(weights.shapes)} tensors, {weights.config.parameter_count:,} parameters"
 
 
-def _spelled(dtype: torch.dtype) -> str:
+def _short_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     return next((short for short, known in DTYPES.items() if known == name), name)
 
 
-def _stamped(folder: Path, found: Companions) -> dict[str, list[int]]:
+def _file_times(folder: Path, companions: Companions) -> dict[str, list[int]]:
     """The source's files with size and modification time: they must not change before a conversion continues."""
-    others = [path for path in (*found.files.values(), found.vocabulary) if path is not None]
+    others = [path for path in (*companions.files.values(), companions.vocabulary) if path is not None]
     paths = {path.resolve() for path in (*(path for path in folder.iterdir() if path.is_file()), *others)}
     return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)}
 

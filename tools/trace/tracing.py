@@ -25,7 +25,7 @@ from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.tools.ledger import Ledger, trained_on
 
 SHORTEST_KEY = 4
-Found = tuple[int, int]
+DocumentId = tuple[int, int]
 """A document: the row of its shard in the table of token shards, and its number in the shard."""
 
 
@@ -132,11 +132,11 @@ def show_documents(steps: Steps, options: argparse.Namespace) -> None:
     """
     search = Search(steps)
     keys = search.keys_of_id(options.id) if options.document is None else [_prefix(options.document)]
-    found = [document for key in keys for document in search.with_key(key)]
-    if not found:
+    documents = [document for key in keys for document in search.with_key(key)]
+    if not documents:
         raise UserError(f"No document whose key begins with {', '.join(keys)} is in the token shards of "
                         f"{search.folder}.")
-    records = search.records(found, text=options.text)
+    records = search.records(documents, text=options.text)
     if options.json:
         print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned, "documents": records},
                          ensure_ascii=False))
@@ -176,30 +176,30 @@ class Search:
                             f"shard.keep_dropped.")
         return [*keys]
 
-    def with_key(self, prefix: str) -> list[Found]:
+    def with_key(self, prefix: str) -> list[DocumentId]:
         """The documents whose key begins with these digits, in the order of the table.
 
         Raises:
             UserError: several different keys begin with them.
         """
         low, high = (np.bytes_(bytes.fromhex(prefix.ljust(2 * KEY_BYTES, end))) for end in "0f")
-        found = dict[Found, str]()
+        matching = dict[DocumentId, str]()
         for row in range(len(self.table)):
             shard = self._shard(row)
             keys = shard.keys(0, shard.documents).view(f"S{KEY_BYTES}").reshape(-1)
             for number in np.flatnonzero((keys >= low) & (keys <= high)).tolist():
-                found[row, number] = shard.document_key(number)
-        if len(different := [*dict.fromkeys(found.values())]) > 1:
+                matching[row, number] = shard.document_key(number)
+        if len(different := [*dict.fromkeys(matching.values())]) > 1:
             raise UserError(f"{len(different):,} documents have keys that begin with {prefix}: {first(different, 4)}. "
                             f"Give more digits.")
-        return [*found]
+        return [*matching]
 
-    def records(self, found: list[Found], *, text: bool) -> list[Record]:
+    def records(self, documents: list[DocumentId], *, text: bool) -> list[Record]:
         """What there is to print of documents, with all their readings."""
         end, data = self.steps.end, self.steps.ledger.data
-        records = {(self.table.paths[row], number): self._record(row, number, text=text) for row, number in found}
+        records = {(self.table.paths[row], number): self._record(row, number, text=text) for row, number in documents}
         with ProgressBar("trace", "order", end, "samples", sys.stderr) as progress:
-            for piece in pieces_of(data, found, end, progress.advance):
+            for piece in pieces_of(data, documents, end, progress.advance):
                 phase, epoch = divmod(int(data.order.locate(np.array([piece.sample])).epoch[0]), PHASE_EPOCHS)
                 records[piece.shard.record["path"], piece.document]["readings"].append({
                     **self.steps.use_of(piece.sample), "sample": piece.sample, "epoch": epoch,
