@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from drover.pipeline.data.file_kinds import mistaken, utf16_order
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
 from drover.pipeline.data.sources import input_files
-from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, name_as_text
+from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, name_as_text
 
 PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
@@ -68,8 +67,7 @@ class FileKind:
 
     def settings(self) -> dict[str, str]:
         """Those that a configuration has to name."""
-        default = FilesSource(kind="files", name="a", paths=["a"]).model_dump()
-        return {name: value for name, value in asdict(self).items() if value and value != default[name]}
+        return {name: value for name, value in asdict(self).items() if value not in ("", "text", UTF8, None)}
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,12 @@ class NoTextError(Exception):
 
 @dataclass
 class _Files:
-    """Of one kind: its paths, the digests of texts in them, and the beginnings of some."""
+    """What is in the files: those of each kind, those without text by the reason, the number of files that were opened,
+    and the beginnings of some."""
 
-    paths: list[Path] = field(default_factory=list)
-    digests: set[bytes] = field(default_factory=set)
+    kinds: dict[FileKind, list[Path]] = field(default_factory=lambda: defaultdict(list))
+    left_out: dict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
+    opened: int = 0
     beginnings: list[tuple[Path, str]] = field(default_factory=list)
 
 
@@ -119,29 +119,28 @@ def look(folder: Path) -> Corpus:
     closed = list[OSError]()
     paths = sorted(files_below(folder, closed.append))
     tests = _test_split(paths, folder)
-    by_kind, left_out, opened = _by_kind([path for path in paths if path not in tests])
+    files = _by_kind([path for path in paths if path not in tests])
+    left_out = files.left_out
     if tests:
         left_out["a test split, by its name: what a model is tested on, it should not learn"] = sorted(tests)
     for error in closed:
         left_out[f"it cannot be read: {error.strerror}"].append(Path(error.filename))
-    sources = _distinct(by_kind, left_out)
     remarks = list(_reasons(left_out, folder))
-    if not sources:
+    if not files.kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads .txt, .md, .rst, .tex, .py, "
                                      f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.",
                                      *remarks]))
-    remarks += [f"read as {kind.encoding}, which is a guess: {_shown(own.paths, folder)}"
-                for kind, own in sources.items() if not kind.encoding.startswith("utf")]
-    if opened < len(paths) - len(tests):
-        remarks.append(f"{opened:,} of {len(paths) - len(tests):,} files were opened")
-    beginnings = sorted(beginning for own in sources.values() for beginning in own.beginnings)
-    prompts = [prompt for _, text in beginnings for prompt in _prompt(text)][:3]
+    kinds = dict(sorted(files.kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
+    remarks += [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
+                for kind, own in kinds.items() if not kind.encoding.startswith("utf")]
+    if files.opened < len(paths) - len(tests):
+        remarks.append(f"{files.opened:,} of {len(paths) - len(tests):,} files were opened")
+    prompts = [prompt for _, text in sorted(files.beginnings) for prompt in _prompt(text)][:3]
     empty = set(left_out.get(EMPTY, ()))  # patterns may match them: nothing is read of them
     matchable = [path for path in paths if path not in empty]
     matchable += [Path(error.filename, f"a{ending}") for error in closed for ending in {*map(_ending, paths)}]
-    files = {kind: own.paths for kind, own in sources.items()}
-    size = sum(_text_bytes(path) for own in files.values() for path in own)
-    return Corpus(folder, _patterns(folder, matchable, files), sum(map(len, files.values())), int(size), prompts,
+    size = sum(_text_bytes(path) for own in kinds.values() for path in own)
+    return Corpus(folder, _patterns(folder, matchable, kinds), sum(map(len, kinds.values())), int(size), prompts,
                   remarks)
 
 
@@ -152,19 +151,6 @@ def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
         if any("train" in own for own in words.values()) else set()
 
 
-def _distinct(by_kind: Mapping[FileKind, _Files], left_out: dict[str, list[Path]]) -> dict[FileKind, _Files]:
-    """The kinds with text that those with more files do not have. The files of the others are left out."""
-    distinct = dict[FileKind, _Files]()
-    digests = set[bytes]()
-    for kind, own in sorted(by_kind.items(), key=lambda item: (-len(item[1].paths), str(item[0]))):
-        if own.digests <= digests:
-            left_out["all its text is in other files too"] += own.paths
-        else:
-            distinct[kind] = own
-            digests |= own.digests
-    return distinct
-
-
 def _reasons(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator[str]:
     """Lines on the files that are left out, by reason, the commonest first."""
     reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
@@ -173,30 +159,28 @@ def _reasons(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator[s
         yield f"left out for other reasons: {_shown(more, folder)}"
 
 
-def _by_kind(paths: Sequence[Path]) -> tuple[dict[FileKind, _Files], dict[str, list[Path]], int]:
-    """The files of each kind, those without text by the reason, and how many were opened."""
-    kinds, left_out, opened = defaultdict[FileKind, _Files](_Files), defaultdict[str, list[Path]](list), 0
-    of_ending = defaultdict[str, list[Path]](list)
+def _by_kind(paths: Sequence[Path]) -> _Files:
+    """What is in the files."""
+    files, of_ending = _Files(), defaultdict[str, list[Path]](list)
     for path in paths:
         of_ending[_ending(path)].append(path)
     for own in of_ending.values():
         guesses, step = _Guesses(), -(-len(own) // OPENED)
         for at in range(0, len(own), step):
-            opened += 1
+            files.opened += 1
             try:
-                kind, texts = _kind(own[at], guesses)
+                kind, text = _kind(own[at], guesses)
             except NoTextError as reason:
-                left_out[str(reason)] += own[at:at + step]
+                files.left_out[str(reason)] += own[at:at + step]
                 continue
-            kinds[kind].paths += own[at:at + step]
-            kinds[kind].digests |= {sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts}
+            files.kinds[kind] += own[at:at + step]
             if at < 3 * step:
-                kinds[kind].beginnings.append((own[at], texts[0][:200]))
-    return kinds, left_out, opened
+                files.beginnings.append((own[at], text[:200]))
+    return files
 
 
-def _kind(path: Path, guesses: _Guesses) -> tuple[FileKind, list[str]]:
-    """What a file is read as, and some of its texts; NoTextError if it holds none."""
+def _kind(path: Path, guesses: _Guesses) -> tuple[FileKind, str]:
+    """What a file is read as, and its first text; NoTextError if it holds none."""
     form = file_format(path)
     if not path.is_file():
         raise NoTextError("it is a link that leads nowhere, a pipe or a device")
@@ -210,20 +194,21 @@ def _kind(path: Path, guesses: _Guesses) -> tuple[FileKind, list[str]]:
         if not path.stat().st_size:
             raise NoTextError(EMPTY)
         if form in COLUMNAR and form != "csv":
-            return _records_kind(path, form, "utf-8")
+            return _records_kind(path, form, UTF8)
         with Input(Piece.of(path)).open() as stream:
             data = stream.read(READ)
         if not data.strip():
             raise NoTextError(EMPTY)
         encoding = _encoding(data, form, guesses)
+        text = codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
         if form != "txt":
-            header = next(iter(_decoded(data, encoding).splitlines()), "")
+            header = next(iter(text.splitlines()), "")
             return _records_kind(path, form, encoding, _delimiter(path, header) if form == "csv" else None)
         _refuse_mistaken(Input(Piece.of(path), encoding), form)
         separator = None
         if _text_bytes(path) > LONG_BYTES:
             separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
-        return FileKind("", encoding, None, separator), [_decoded(data, encoding)]
+        return FileKind("", encoding, None, separator), text
     except damage() as error:
         raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -235,12 +220,12 @@ def _refuse_mistaken(file: Input, form: str) -> None:
 
 def _delimiter(path: Path, header: str) -> str | None:
     """The delimiter of a CSV file, where it is not the usual one."""
-    found = max(",;\t|", key=header.count)
-    return None if found not in header or found == ("\t" if ".tsv" in path.name.lower() else ",") else found
+    best = max(",;\t|", key=header.count)
+    return None if best not in header or best == ("\t" if ".tsv" in path.name.lower() else ",") else best
 
 
-def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, list[str]]:
-    """The kind of a file of records, and the texts of the first ones."""
+def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, str]:
+    """The kind of a file of records, and the text of the first one."""
     _refuse_mistaken(Input(Piece.of(path), encoding), form)
     records = _records(path, encoding, delimiter)
     lists = list(_lists(records[0])) if len(records) == 1 else []
@@ -252,8 +237,7 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
         if len(lists) > 1:
             raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
         name = _text_field(lists[0])
-    texts = [value_in(record, name) for record in _records(path, encoding, delimiter, name)]
-    return FileKind(name, encoding, delimiter), texts
+    return FileKind(name, encoding, delimiter), str(value_in(_records(path, encoding, delimiter, name)[0], name))
 
 
 def _records(path: Path, encoding: str, delimiter: str | None, text_field: str = "") -> list[Any]:
@@ -363,10 +347,6 @@ def _fits(data: bytes, encoding: str) -> bool:
     return True
 
 
-def _decoded(data: bytes, encoding: str) -> str:
-    return codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
-
-
 def _prompt(text: str) -> list[str]:
     """The first words of a text; [] where it begins with none."""
     words = next(iter(text.lstrip().splitlines()), "").split()[:4]
@@ -382,22 +362,22 @@ def _ending(path: Path) -> str:
 
 
 def _patterns(folder: Path, paths: Sequence[Path],
-              files: Mapping[FileKind, Sequence[Path]]) -> dict[FileKind, list[str]]:
+              kinds: Mapping[FileKind, Sequence[Path]]) -> dict[FileKind, list[str]]:
     """The paths of each kind's files: globs, or the files where a glob would match others too."""
-    kind_of = {path: kind for kind, own in files.items() for path in own}
+    kind_of = {path: kind for kind, own in kinds.items() for path in own}
     of_ending = defaultdict[str, list[Path]](list)
     for path in paths:
         of_ending[_ending(path)].append(path)
-    found = {kind: list[str]() for kind in files}
+    patterns = {kind: list[str]() for kind in kinds}
     for ending, own in sorted(of_ending.items()):
         for kind, pattern in _covering(folder, own, ending, kind_of):
-            found[kind].append(pattern)
-    for kind, alone in files.items():
-        source = FilesSource(kind="files", name="a", paths=found[kind])
+            patterns[kind].append(pattern)
+    for kind, alone in kinds.items():
+        source = FilesSource(kind="files", name="a", paths=patterns[kind])
         matched = {path for _, path in input_files(Config.model_validate({"shard": {"sources": [source]}}))}
         if matched.intersection(paths) != set(alone):  # a link leads to a folder of others
-            found[kind] = [_literal(path) for path in alone]
-    return found
+            patterns[kind] = [_literal(path) for path in alone]
+    return patterns
 
 
 def _covering(folder: Path, paths: Sequence[Path], ending: str,
