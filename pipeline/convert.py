@@ -34,7 +34,7 @@ def problems(config: Config) -> list[str]:
     """
     from drover.pipeline.config.shapes import is_plain
     from drover.pipeline.tokenization.export import names_qwen2
-    from drover.pipeline.tokenization.ready import SETTINGS, ready_file
+    from drover.pipeline.tokenization.files import SETTINGS, ready_file
 
     if is_plain(config.model):
         return []
@@ -76,8 +76,7 @@ def _convert(work: Work) -> None:
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.generation_settings import FILE, read_settings
     from drover.pipeline.tokenization.export import names_qwen2, settings_text
-    from drover.pipeline.tokenization.ready import SETTINGS
-    from drover.pipeline.tokenization.tokenizer import MODEL_FILE
+    from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS
 
     train_folder, trained = work.input("train")
     tokenizer_folder, tokenizer = work.input("tokenizer")

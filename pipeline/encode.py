@@ -22,15 +22,9 @@ from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, admitted, one_thread
+from drover.pipeline.tokenization.files import place, placed, vocabulary_record
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
-from drover.pipeline.tokenization.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-    place,
-    placed,
-    reads_back,
-    vocabulary_record,
-)
+from drover.pipeline.tokenization.tokenizer import Tokenizer, load_tokenizer, reads_back
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import EncodeConfig

@@ -21,23 +21,10 @@ from drover.pipeline.tokenization.choosing import beginnings, beginnings_by_sour
 from drover.pipeline.tokenization.conversion import refuse_inexact, write_characters
 from drover.pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
 from drover.pipeline.tokenization.fast import COUNT, compared
-from drover.pipeline.tokenization.ready import (
-    bos_contradiction,
-    files_beside,
-    open_tokenizer,
-    ready_file,
-    surrounding_problems,
-)
+from drover.pipeline.tokenization.files import FILES, files_beside, place, placed, ready_file, write_record
+from drover.pipeline.tokenization.ready import bos_contradiction, open_tokenizer, surrounding_problems
 from drover.pipeline.tokenization.reporting import described
-from drover.pipeline.tokenization.tokenizer import (
-    FILES,
-    Tokenizer,
-    load_tokenizer,
-    loses_marks,
-    place,
-    placed,
-    write_record,
-)
+from drover.pipeline.tokenization.tokenizer import Tokenizer, load_tokenizer, loses_marks
 from drover.pipeline.tokenization.training import Sample, sampled, train_bpe, train_sentencepiece
 
 if TYPE_CHECKING:

@@ -41,8 +41,9 @@ from drover.pipeline.records.hangs import judge_hang, write_places
 from drover.pipeline.records.metrics import plan_changes, read_metrics
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
 from drover.pipeline.tokenization.export import names_code, settings_text, write_hugging_face
+from drover.pipeline.tokenization.files import vocabulary_record, write_record
 from drover.pipeline.tokenization.ready import open_tokenizer
-from drover.pipeline.tokenization.tokenizer import load_tokenizer, vocabulary_record, write_record
+from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.tools.audit import main as audit
 from drover.tools.trace.__main__ import main as trace
 from drover.tools.verify import main as verify

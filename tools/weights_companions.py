@@ -17,8 +17,9 @@ from drover.pipeline.formats.record import weights_record
 from drover.pipeline.records.generation_settings import IDS, read_settings, settings_file
 from drover.pipeline.tokenization.conversion import refuse_inexact
 from drover.pipeline.tokenization.export import CODE, names_code, names_qwen2, settings_text, write_hugging_face
-from drover.pipeline.tokenization.ready import SETTINGS, kind_of_model, open_tokenizer
-from drover.pipeline.tokenization.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer, vocabulary_record
+from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS, kind_of_model, vocabulary_record
+from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")

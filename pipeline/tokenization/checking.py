@@ -19,7 +19,8 @@ from drover.pipeline.data.documents import Document
 from drover.pipeline.data.text_shards import refuse_changed_shard
 from drover.pipeline.tokenization.choosing import documents_of
 from drover.pipeline.tokenization.conversion import agreement
-from drover.pipeline.tokenization.tokenizer import FILES, WORD_MARK, Tokenizer, load_tokenizer, placed, reads_back
+from drover.pipeline.tokenization.files import FILES, placed
+from drover.pipeline.tokenization.tokenizer import WORD_MARK, Tokenizer, load_tokenizer, reads_back
 
 PIECE = 4_000_000
 """Characters of a document that are checked: each takes up to 250 bytes of memory."""

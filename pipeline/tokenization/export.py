@@ -9,7 +9,8 @@ from typing import Any
 
 from drover.pipeline.core.files import copy_file, write_json, write_text
 from drover.pipeline.tokenization.conversion import complete
-from drover.pipeline.tokenization.ready import SETTINGS, settings_beside
+from drover.pipeline.tokenization.files import SETTINGS
+from drover.pipeline.tokenization.ready import settings_beside
 from drover.pipeline.tokenization.tokenizer import PAD, Tokenizer
 
 CODE = "auto_map"

@@ -19,8 +19,9 @@ import numpy as np
 from drover.pipeline.core.errors import UserError, install, installed_version
 from drover.pipeline.core.files import Record, read_json
 from drover.pipeline.tokenization.choosing import beginnings, documents_of
+from drover.pipeline.tokenization.files import EXPORT
 from drover.pipeline.tokenization.odd_strings import odd_strings
-from drover.pipeline.tokenization.tokenizer import EXPORT, Flat, Tokenizer, joined, load_tokenizer
+from drover.pipeline.tokenization.tokenizer import Flat, Tokenizer, joined, load_tokenizer
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Manifest

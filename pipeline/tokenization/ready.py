@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,57 +10,17 @@ from typing import TYPE_CHECKING, Any
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import parsed_json, read_bytes, read_record, sha256_file
 from drover.pipeline.tokenization.conversion import byte_tokenizer, converted
-from drover.pipeline.tokenization.tokenizer import BOS, EOS, FILES, Tokenizer, padded
+from drover.pipeline.tokenization.files import SETTINGS, ready_file
+from drover.pipeline.tokenization.tokenizer import BOS, EOS, Tokenizer, padded
 
 if TYPE_CHECKING:
-    from drover.pipeline.config.data import TokenizerConfig
     from drover.pipeline.config.tree import Config
 
-SETTINGS = "tokenizer_config.json"
-COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
 TAKE_AGAIN = "Take it from the tokenizer's source again."
 BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
 EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
 MOST_HOLES = 4
 """Ids for each token, at most: those of published tokenizers have hardly any hole."""
-HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-
-
-def input_files(config: Config) -> list[tuple[str, Path]]:
-    """The ready tokenizer that `tokenizer.path` names, and the files that belong to a Hugging Face tokenizer."""
-    if config.tokenizer.path is None:
-        return []
-    path = ready_file(config.tokenizer)
-    beside = files_beside(path) if config.tokenizer.kind == "huggingface" else []
-    return [("tokenizer", path), *((file.stem, file) for file in beside)]
-
-
-def ready_file(settings: TokenizerConfig) -> Path:
-    """The file of a ready tokenizer: `tokenizer.path` itself, or in the folder or on the Hub that it names.
-
-    Raises:
-        UserError: it is a name on the Hub, and cannot be downloaded.
-    """
-    assert settings.path is not None
-    path, name = Path(settings.path), FILES[settings.kind]
-    if settings.kind == "huggingface" and names_the_hub(settings.path):
-        path = fetched(settings.path, ["tokenizer.json", *COMPANIONS])
-    return path / name if name is not None and path.is_dir() else path
-
-
-def files_beside(path: Path) -> list[Path]:
-    """The files of COMPANIONS next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
-    found = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]
-    return found if found and found[0].name == SETTINGS else []
-
-
-def kind_of_model(path: Path) -> str:
-    """The kind of a `tokenizer.model`: sentencepiece (Llama 2), or tiktoken, lines of base64 and ranks (Llama 3)."""
-    with open(path, "rb") as file:
-        return "sentencepiece" if file.read(1) == b"\n" else "tiktoken"
-
-
 def open_tokenizer(kind: str, path: Path | None) -> Tokenizer:
     """The tokenizer in a file of that kind (`byte` has none); UserError if it is not one.
 
@@ -174,33 +133,3 @@ def named_bounds(path: Path) -> dict[str, str | None]:
     values = {role: settings.get(role) for role in ("bos_token", "eos_token")}
     names = {role: value.get("content") if isinstance(value, dict) else value for role, value in values.items()}
     return {role: name if isinstance(name, str) else None for role, name in names.items()}
-
-
-def names_the_hub(path: str) -> bool:
-    """Whether a `tokenizer.path` can only mean the Hub: no such path exists, and it has the form owner/name."""
-    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
-
-
-def fetched(name: str, files: list[str]) -> Path:
-    """The folder with those of `files` that the Hub's repository `name` has.
-
-    A cached version is used as it is: the Hub is contacted only if the cache has none. So nodes without a network find
-    what the launcher downloaded, and a run does not change with the Hub.
-
-    Raises:
-        UserError: it cannot be downloaded, with what to do.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-    try:
-        return Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
-        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"tokenizer.path: there is no {name} here, and the download from the Hugging Face Hub failed "
-                        f"({reason}). Without a network, download it elsewhere (hf download {name} "
-                        f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder. If the repository asks for "
-                        f"consent, log in first (hf auth login).") from None

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, Inside, parsed_json, read_bytes, read_record, sha256_file, write_json
+from drover.pipeline.core.files import parsed_json, read_bytes, sha256_file
+from drover.pipeline.tokenization.files import EXPORT, RECORD, vocabulary_record
 
-RECORD = "vocabulary.json"
-FORMAT = 1
-MODEL_FILE = "tokenizer.model"
-FILES = {"sentencepiece": MODEL_FILE, "tiktoken": MODEL_FILE, "huggingface": "tokenizer.json", "bpe": MODEL_FILE,
-         "char": "characters.json", "byte": None}
-"""The file that a tokenizer of each kind is made from, in the tokenizer stage's folder. `bpe` trains a tiktoken file,
-which has the kind tiktoken from then on."""
-EXPORT = "hf/tokenizer.json"
-"""The tokenizer in the tokenizer stage's folder, as it is exported and run."""
 SIZE_MULTIPLE = 128
 WORD_MARK = "\u2581"
 """sentencepiece's sign for a space inside a token. A document's own U+2581 is therefore decoded as a space."""
@@ -202,40 +193,6 @@ def reads_back(text: str, decoded: str) -> bool:
     return decoded == text or (WORD_MARK in text and decoded == text.replace(WORD_MARK, " "))
 
 
-class Vocabulary(TypedDict):
-    """The content of `vocabulary.json`: a tokenizer's size and ids, known without its library."""
-
-    format: int
-    kind: Literal["sentencepiece", "tiktoken", "huggingface", "char", "byte"]
-    size: Count
-    used: Count
-    bos_id: Count
-    eos_id: Count
-    unk_id: Count | None
-    file: Inside | None
-    sha256: str
-    special_tokens: dict[str, Count]
-
-
-def write_record(folder: Path, tokenizer: Tokenizer) -> Path:
-    """Describe the tokenizer that is exported in `folder` in its `vocabulary.json`."""
-    path = folder / RECORD
-    write_json(path, {
-        "format": FORMAT, "kind": tokenizer.kind, "size": tokenizer.size, "used": tokenizer.used,
-        "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "unk_id": tokenizer.unk_id,
-        "file": FILES[tokenizer.kind], "sha256": tokenizer.sha256, "special_tokens": tokenizer.special_tokens,
-        "export_sha256": sha256_file(folder / EXPORT)})
-    return path
-
-
-def vocabulary_record(folder: Path) -> dict[str, Any]:
-    """The `vocabulary.json` of a finished tokenizer stage. UserError if it cannot be read."""
-    record = read_record(folder / RECORD, Vocabulary, "Run --stage tokenizer with --force.", FORMAT)
-    if record is None:
-        raise UserError(f"{folder / RECORD} is missing. Run --stage tokenizer to make it again.")
-    return dict(record)
-
-
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a finished tokenizer stage.
 
@@ -252,13 +209,3 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{folder / RECORD} is damaged: it names no BOS or EOS. Run --stage tokenizer --force.")
     bounds = names[record["bos_id"]], names[record["eos_id"]]
     return Tokenizer(read_bytes(path), record["kind"], bounds, record["sha256"])
-
-
-def place(folder: Path, seen_from: Path) -> str:
-    """Another stage's folder in a unit of work: a relative path, so that the unit stays done if the run is moved."""
-    return os.path.relpath(folder, seen_from)
-
-
-def placed(seen_from: Path, place: str) -> Path:
-    """The folder of a `place`."""
-    return Path(os.path.normpath(seen_from / place))

@@ -24,8 +24,8 @@ from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.generation_settings import keep_settings
-from drover.pipeline.tokenization.ready import kind_of_model, open_tokenizer
-from drover.pipeline.tokenization.tokenizer import MODEL_FILE, RECORD, vocabulary_record
+from drover.pipeline.tokenization.files import MODEL_FILE, RECORD, kind_of_model, vocabulary_record
+from drover.pipeline.tokenization.ready import open_tokenizer
 
 FREE = (*POSITIONS, "vocab_size")
 """The parts of a shape that may differ from the weights' own model. All others must be equal."""

@@ -9,9 +9,10 @@ from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer, write_characters
 from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.files import write_record
 from drover.pipeline.tokenization.odd_strings import ODD
 from drover.pipeline.tokenization.ready import open_tokenizer
-from drover.pipeline.tokenization.tokenizer import byte_of_character, write_record
+from drover.pipeline.tokenization.tokenizer import byte_of_character
 from drover.pipeline.tokenization.training import chunked, train_sentencepiece
 from tests.refusal import refused
 

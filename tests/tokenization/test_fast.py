@@ -9,9 +9,10 @@ import pytest
 from drover.pipeline.tokenization import fast
 from drover.pipeline.tokenization.export import copy_hugging_face
 from drover.pipeline.tokenization.fast import FastEncoder, compared
+from drover.pipeline.tokenization.files import write_record
 from drover.pipeline.tokenization.odd_strings import odd_strings
 from drover.pipeline.tokenization.ready import open_tokenizer
-from drover.pipeline.tokenization.tokenizer import MAX_PART, byte_of_character, joined, write_record
+from drover.pipeline.tokenization.tokenizer import MAX_PART, byte_of_character, joined
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, with_special
 
 pytest.importorskip("fastokens")

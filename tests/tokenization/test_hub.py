@@ -5,7 +5,7 @@ import huggingface_hub
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.tokenization.ready import fetched, names_the_hub
+from drover.pipeline.tokenization.files import fetched, names_the_hub
 from tests.refusal import refused
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]

@@ -8,8 +8,9 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
-from drover.pipeline.tokenization.ready import input_files, open_tokenizer
-from drover.pipeline.tokenization.tokenizer import load_tokenizer, vocabulary_record
+from drover.pipeline.tokenization.files import input_files, vocabulary_record
+from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from tests.refusal import refused, table
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines, with_special
 

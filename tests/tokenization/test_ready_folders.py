@@ -11,8 +11,9 @@ from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization import checking
-from drover.pipeline.tokenization.ready import ready_file, ready_problems
-from drover.pipeline.tokenization.tokenizer import load_tokenizer, vocabulary_record
+from drover.pipeline.tokenization.files import ready_file, vocabulary_record
+from drover.pipeline.tokenization.ready import ready_problems
+from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.pipeline.tokenizer import make
 from tests.refusal import refused
 from tests.tokenization.conftest import ODD_TEXTS, with_special

@@ -19,7 +19,7 @@ from drover.pipeline.core.console import ProgressBar, echo
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.core.files import Record, sha256_json
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.tokenization.tokenizer import vocabulary_record
+from drover.pipeline.tokenization.files import vocabulary_record
 from drover.tools.draft import Draft
 
 MANIFEST = "export.json"

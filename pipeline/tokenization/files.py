@@ -1,0 +1,138 @@
+"""The files of a tokenizer: those of a finished tokenizer stage, and the ready ones that `tokenizer.path` names."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Count, Inside, read_record, sha256_file, write_json
+
+if TYPE_CHECKING:
+    from drover.pipeline.config.data import TokenizerConfig
+    from drover.pipeline.config.tree import Config
+    from drover.pipeline.tokenization.tokenizer import Tokenizer
+
+RECORD = "vocabulary.json"
+FORMAT = 1
+MODEL_FILE = "tokenizer.model"
+FILES = {"sentencepiece": MODEL_FILE, "tiktoken": MODEL_FILE, "huggingface": "tokenizer.json", "bpe": MODEL_FILE,
+         "char": "characters.json", "byte": None}
+"""The file that a tokenizer of each kind is made from, in the tokenizer stage's folder. `bpe` trains a tiktoken file,
+which has the kind tiktoken from then on."""
+EXPORT = "hf/tokenizer.json"
+"""The tokenizer in the tokenizer stage's folder, as it is exported and run."""
+SETTINGS = "tokenizer_config.json"
+COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
+HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+class Vocabulary(TypedDict):
+    """The content of `vocabulary.json`: a tokenizer's size and ids, known without its library."""
+
+    format: int
+    kind: Literal["sentencepiece", "tiktoken", "huggingface", "char", "byte"]
+    size: Count
+    used: Count
+    bos_id: Count
+    eos_id: Count
+    unk_id: Count | None
+    file: Inside | None
+    sha256: str
+    special_tokens: dict[str, Count]
+
+
+def write_record(folder: Path, tokenizer: Tokenizer) -> Path:
+    """Describe the tokenizer that is exported in `folder` in its `vocabulary.json`."""
+    path = folder / RECORD
+    write_json(path, {
+        "format": FORMAT, "kind": tokenizer.kind, "size": tokenizer.size, "used": tokenizer.used,
+        "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "unk_id": tokenizer.unk_id,
+        "file": FILES[tokenizer.kind], "sha256": tokenizer.sha256, "special_tokens": tokenizer.special_tokens,
+        "export_sha256": sha256_file(folder / EXPORT)})
+    return path
+
+
+def vocabulary_record(folder: Path) -> dict[str, Any]:
+    """The `vocabulary.json` of a finished tokenizer stage. UserError if it cannot be read."""
+    record = read_record(folder / RECORD, Vocabulary, "Run --stage tokenizer with --force.", FORMAT)
+    if record is None:
+        raise UserError(f"{folder / RECORD} is missing. Run --stage tokenizer to make it again.")
+    return dict(record)
+
+
+def place(folder: Path, seen_from: Path) -> str:
+    """Another stage's folder in a unit of work: a relative path, so that the unit stays done if the run is moved."""
+    return os.path.relpath(folder, seen_from)
+
+
+def placed(seen_from: Path, place: str) -> Path:
+    """The folder of a `place`."""
+    return Path(os.path.normpath(seen_from / place))
+
+
+def input_files(config: Config) -> list[tuple[str, Path]]:
+    """The ready tokenizer that `tokenizer.path` names, and the files that belong to a Hugging Face tokenizer."""
+    if config.tokenizer.path is None:
+        return []
+    path = ready_file(config.tokenizer)
+    beside = files_beside(path) if config.tokenizer.kind == "huggingface" else []
+    return [("tokenizer", path), *((file.stem, file) for file in beside)]
+
+
+def ready_file(settings: TokenizerConfig) -> Path:
+    """The file of a ready tokenizer: `tokenizer.path` itself, or in the folder or on the Hub that it names.
+
+    Raises:
+        UserError: it is a name on the Hub, and cannot be downloaded.
+    """
+    assert settings.path is not None
+    path, name = Path(settings.path), FILES[settings.kind]
+    if settings.kind == "huggingface" and names_the_hub(settings.path):
+        path = fetched(settings.path, ["tokenizer.json", *COMPANIONS])
+    return path / name if name is not None and path.is_dir() else path
+
+
+def files_beside(path: Path) -> list[Path]:
+    """The files of COMPANIONS next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
+    found = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]
+    return found if found and found[0].name == SETTINGS else []
+
+
+def kind_of_model(path: Path) -> str:
+    """The kind of a `tokenizer.model`: sentencepiece (Llama 2), or tiktoken, lines of base64 and ranks (Llama 3)."""
+    with open(path, "rb") as file:
+        return "sentencepiece" if file.read(1) == b"\n" else "tiktoken"
+
+
+def names_the_hub(path: str) -> bool:
+    """Whether a `tokenizer.path` can only mean the Hub: no such path exists, and it has the form owner/name."""
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
+
+
+def fetched(name: str, files: list[str]) -> Path:
+    """The folder with those of `files` that the Hub's repository `name` has.
+
+    A cached version is used as it is: the Hub is contacted only if the cache has none. So nodes without a network find
+    what the launcher downloaded, and a run does not change with the Hub.
+
+    Raises:
+        UserError: it cannot be downloaded, with what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    try:
+        return Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"tokenizer.path: there is no {name} here, and the download from the Hugging Face Hub failed "
+                        f"({reason}). Without a network, download it elsewhere (hf download {name} "
+                        f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder. If the repository asks for "
+                        f"consent, log in first (hf auth login).") from None
