@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 1_000_000
 """Bytes of text that are read at once for the sample."""
-SEED = 0
-"""Seed of the sample of documents, if the corpus is larger than `tokenizer.train_mb`."""
 LOOK_BYTES = 3_000_000
 """Bytes of training text (beginnings of shards) that are checked in addition to the validation text. They also show
 which pieces occur."""
@@ -80,7 +78,7 @@ def make_tokenizer(work: Work) -> None:
 def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, Any]:
     settings = work.config.tokenizer
     records, shares = (train, {}) if settings.kind == "char" else training_shards(
-        train, settings.train_mb * 1e6, SEED)
+        train, settings.train_mb * 1e6)
     size, whole = (sum(record["text_bytes"] for record in some) / 1e6 for some in (records, train))
     if settings.path is not None:
         work.say(f"taking {settings.path}")
@@ -142,7 +140,7 @@ def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]
         write_characters(path, (text for record in records for _, text in documents(record)))
         return
     chunks = (chunk for record in records for chunk in sampled(
-        documents(record), shares[record["source"]], SEED, sample, settings.document_characters))
+        documents(record), shares[record["source"]], sample, settings.document_characters))
     if settings.kind == "bpe":
         train_bpe(chunks, settings, path)
     else:

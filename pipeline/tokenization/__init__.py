@@ -1,1 +1,1 @@
-"""One interface over sentencepiece, tiktoken, Hugging Face and byte or character tokenizers."""
+"""Tokenizers: trained or taken over, converted once to the one that is exported, which every stage runs."""

@@ -18,13 +18,13 @@ MOST_LOOKED_AT = 256
 """Most shards of a source of which the beginnings are read, if not all are read."""
 
 
-def by_hash(records: Iterable[Record], seed: int = 0) -> list[Record]:
-    """The shards in an order that depends only on their contents and the seed."""
+def by_hash(records: Iterable[Record]) -> list[Record]:
+    """The shards in an order that depends only on their contents."""
     return sorted(records, key=lambda record: (
-        hashlib.sha256(f"{seed}/{record['sha256']}".encode()).digest(), record["path"]))
+        hashlib.sha256(f"0/{record['sha256']}".encode()).digest(), record["path"]))
 
 
-def training_shards(records: Sequence[Record], train_bytes: float, seed: int) -> tuple[list[Record], dict[str, float]]:
+def training_shards(records: Sequence[Record], train_bytes: float) -> tuple[list[Record], dict[str, float]]:
     """The shards from which `train_bytes` of training text are sampled, in the order of `records`, and by source the
     share of their text to take.
 
@@ -36,7 +36,7 @@ def training_shards(records: Sequence[Record], train_bytes: float, seed: int) ->
     for source, own in by_source(records).items():
         share, some = train_bytes / total, own
         if total > COVER * train_bytes:
-            order, wanted = by_hash(own, seed), train_bytes * _size(own) / total
+            order, wanted = by_hash(own), train_bytes * _size(own) / total
             covered = np.cumsum([record["text_bytes"] for record in order])
             some = order[:int(np.searchsorted(covered, COVER * wanted)) + 1]
             share = wanted / max(1, _size(some))

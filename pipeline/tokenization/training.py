@@ -53,9 +53,9 @@ def chunked(text: str) -> Iterator[str]:
         yield text[start:]
 
 
-def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, counts: Sample,
+def sampled(documents: Iterable[tuple[str, str]], share: float, counts: Sample,
             most_characters: int | None = None) -> Iterator[str]:
-    """Chunks of (key, text) documents, each kept with probability `share`, decided by a hash of seed, key and position.
+    """Chunks of (key, text) documents, each kept with probability `share`, decided by a hash of key and position.
 
     So the sample is spread evenly, whatever the order of shards and the other documents. NUL characters, at which
     sentencepiece would drop the whole chunk, are removed and counted. Only the first `most_characters` of each document
@@ -65,7 +65,7 @@ def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, count
     for key, text in documents:
         for index, chunk in enumerate(chunked(text[:most_characters])):
             if share < 1:
-                name = f"{seed}/{key}/{index}".encode()
+                name = f"0/{key}/{index}".encode()
                 if int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >= limit:
                     continue
             counts.nul_characters += chunk.count("\0")

@@ -1,4 +1,4 @@
-"""How much is read does not grow with the corpus, and what is read is chosen evenly, by contents and seed alone."""
+"""How much is read does not grow with the corpus, and what is read is chosen evenly, by contents alone."""
 
 import hashlib
 
@@ -28,7 +28,7 @@ def size(records):
 
 def test_what_is_read_does_not_grow_with_the_corpus():
     records = shards(web=18_000, code=2000)
-    chosen, shares = training_shards(records, 2000 * MB, 0)
+    chosen, shares = training_shards(records, 2000 * MB)
     assert COVER * 2000 * MB <= size(chosen) < COVER * 2000 * MB + 2 * 64 * MB
     for source, wanted in (("web", 1800 * MB), ("code", 200 * MB)):
         of_source = [record for record in chosen if record["source"] == source]
@@ -39,7 +39,7 @@ def test_what_is_read_does_not_grow_with_the_corpus():
 
 
 def test_a_small_source_has_one_shard_at_least():
-    chosen, shares = training_shards(shards(web=1000, poems=1), 100 * MB, 0)
+    chosen, shares = training_shards(shards(web=1000, poems=1), 100 * MB)
     assert sum(record["source"] == "poems" for record in chosen) == 1
     assert shares["poems"] == pytest.approx(100 / 1001 / 64)
 
