@@ -30,6 +30,8 @@ SPECIAL_TOKENS = (*_NAMED, *(f"<|reserved_special_token_{number}|>" for number i
 
 MAX_PART = 400_000
 MAX_RUN = 25_000
+AT_ONCE = 8
+"""Parts whose tokens are in memory as objects of the library, which take 150 times the bytes of the text."""
 _RUNS = re.compile(r"\s+|\S+")
 
 Flat = tuple[NDArray[np.uint32], NDArray[np.int64]]
@@ -124,16 +126,18 @@ class Tokenizer:
 
         Meta's tokenizer of Llama 3 cuts a text every 400,000 characters, and every 25,000 characters of a run with or
         without white space. At such a cut, and only there, tokens may differ from those of a tokenizer that does not
-        cut.
+        cut. Bytes and characters may be cut anywhere, which takes less memory.
         """
-        if self.kind != "tiktoken" or len(text) <= MAX_RUN:
+        if self.kind not in ("tiktoken", "byte", "char") or len(text) <= MAX_RUN:
             return [text]
-        return [part for start in range(0, len(text), MAX_PART) for part in _cut_runs(text[start:start + MAX_PART])]
+        parts = [text[start:start + MAX_PART] for start in range(0, len(text), MAX_PART)]
+        return [run for part in parts for run in _cut_runs(part)] if self.kind == "tiktoken" else parts
 
     def _encode(self, texts: list[str]) -> Flat:
         # "fast" leaves out where in the text each token lies.
-        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return joined([np.array(one.ids, np.uint32) for one in encoded])
+        batches = (self.backend.encode_batch_fast(texts[start:start + AT_ONCE], add_special_tokens=False)
+                   for start in range(0, len(texts), AT_ONCE))
+        return joined([np.array(one.ids, np.uint32) for encoded in batches for one in encoded])
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD."""
