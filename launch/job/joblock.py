@@ -1,8 +1,8 @@
 """One job at a time for a stage: `launch/<stage>.lock` names the job that has it, with a heartbeat.
 
 Slurm's singleton separates jobs of one name, and the stage locks its folder. This lock also works where file locks do
-not reach (other nodes), and where a node that Slurm has given up still runs. If Slurm does not answer, the heartbeat is
-watched; clocks of different nodes are never compared.
+not reach (other nodes), and where a node that Slurm has given up still runs. If Slurm does not answer, a job counts as
+dead once its heartbeat has not changed for SILENT_S.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from pathlib import Path
 
 from drover.launch.processes import Say
 from drover.launch.slurm.scheduler import WITH_NODES, Scheduler
+from drover.pipeline.contract.claims import BEAT_S, SILENT_S, Heartbeats
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import lock_file, read_record, write_json
 
-BEAT_S = 30.0
-SILENT_S = 180.0
-"""If Slurm does not answer, a job whose heartbeat has not changed for so long (in seconds) counts as dead."""
 HOLDING = (*WITH_NODES, "COMPLETING", "STAGE_OUT")
 """States of jobs that may have processes."""
 CHAIN_S = 180.0
@@ -59,25 +57,25 @@ class JobLock:
             UserError: another job is alive and is not about to end as one of the same chain; or this one received a
                 request to end.
         """
-        began = since = time.monotonic()
-        seen = None
+        began, first, others = time.monotonic(), True, Heartbeats()
         while True:
             with self._guarded():
-                held, now = self.holder(), time.monotonic()
+                held = self.holder()
                 if held is None or held.job == self.own.job:
                     return self._write()
                 known = self.scheduler.jobs([held.job])
-                alive = known[held.job].state in HOLDING if known else seen not in (None, held)
-                if not alive and (known or (held == seen and now - since >= SILENT_S)):
+                silent_s = others.silent_s(held.job, held)
+                alive = known[held.job].state in HOLDING if known else not first and silent_s == 0
+                if not alive and (known or silent_s >= SILENT_S):
                     return self._write()
-            ending = held.chain == self.own.chain != "" and now - began < CHAIN_S
+            ending = held.chain == self.own.chain != "" and time.monotonic() - began < CHAIN_S
             if asked or (alive and not ending):
                 run = self.path.parent.parent
                 raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {run}, so this one does "
                                 f"nothing. Wait for it, or `scancel {held.job}`.")
-            if seen is None:
+            if first:
                 say(f"waits for the end of the job {held.job} on {held.host}, which works on {self.stage}")
-            seen, since = held, since if held == seen else now
+            first = False
             time.sleep(LOOK_S)
 
     def beat(self, *, at_once: bool = False) -> bool:

@@ -2,8 +2,8 @@
 
 A claim is a file that names the process that does a task. Each process changes the content of a file of its own every
 BEAT_S seconds. If it has not changed for SILENT_S by the clock of a process that waits, its claims are void. The same
-holds if the process was on the same machine and no longer exists. Clocks of different machines are never compared. A
-process that was only slow may do its task nevertheless; this makes the same bytes again.
+holds if the process was on the same machine and no longer exists. A process that was only slow may do its task
+nevertheless; this makes the same bytes again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,25 @@ from pathlib import Path
 
 from drover.pipeline.contract.locks import has_ended
 
-BEAT_S = 15.0
-SILENT_S = 90.0
-"""Longer than network file systems remember by default what a file's content was."""
+BEAT_S = 30.0
+SILENT_S = 180.0
+"""A process whose heartbeat has not changed for so long counts as dead. Network file systems remember for a shorter
+time what a file's content was."""
+
+
+class Heartbeats:
+    """For how long the heartbeats of other processes have not changed, by the clock of this one: clocks of different
+    machines are never compared."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[object, float]] = {}
+
+    def silent_s(self, owner: str, beat: object) -> float:
+        """Seconds since this process first saw this heartbeat of an owner; 0 for a new one."""
+        now = time.monotonic()
+        if owner not in self._seen or self._seen[owner][0] != beat:
+            self._seen[owner] = beat, now
+        return now - self._seen[owner][1]
 
 
 class Claims:
@@ -34,7 +50,7 @@ class Claims:
     def __init__(self, folder: Path) -> None:
         self.folder, self.owner = folder, f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.held = set[str]()
-        self._seen: dict[str, tuple[str, float]] = {}
+        self._others = Heartbeats()
         self._ended = threading.Event()
 
     def __enter__(self) -> Claims:
@@ -75,10 +91,7 @@ class Claims:
         host, _, process = owner.rpartition("-")[0].rpartition("-")
         if host == platform.node() and has_ended(int(process)):
             return True
-        beat, now = _content(self._path(owner)), time.monotonic()
-        if owner not in self._seen or self._seen[owner][0] != beat:
-            self._seen[owner] = beat, now
-        return now - self._seen[owner][1] >= SILENT_S
+        return self._others.silent_s(owner, _content(self._path(owner))) >= SILENT_S
 
     def _path(self, owner: str) -> Path:
         return self.folder / f"{owner}.beat"

@@ -1,8 +1,8 @@
 """Elements that share the data stages and are killed at random moments make the bytes of one process.
 
-    python -m tests.stages.test_random_kills FOLDER 100
+    python -m tests.stages.test_random_kills FOLDER 12
 
-kills so many processes and prints what came of it.
+kills so many in each stage of each run.
 """
 
 import random
@@ -21,6 +21,7 @@ from tests.waiting import HANG_S
 
 STAGES = ("shard", "tokenizer", "encode")
 ELEMENTS = ("a", "b", "c")
+RUNS = 3
 
 
 def start(folder, stage, *arguments):
@@ -34,39 +35,39 @@ def outputs(folder, name):
 
 
 def with_kills(folder, kills, seed):
-    """Kill so many processes, run after run, until all are spent. The number of runs, and of kills by stage."""
+    """Run the data stages RUNS times, in each of which so many processes are killed in each stage."""
     write_dirty(folder)
     (folder / "config.yaml").write_text(yaml.safe_dump({
         "name": "one", "runs_dir": str(folder / "runs"), "shard": every_pass(folder),
         "tokenizer": {"vocab_size": 1024}, "launch": {"processes": 1}}))
-    chance, spent, runs = random.Random(seed), dict.fromkeys(STAGES, 0), 0
+    chance, took = random.Random(seed), {}
     for stage in STAGES:
+        began = time.monotonic()
         assert start(folder, stage).wait(HANG_S) == 0
-    while sum(spent.values()) < kills:
-        runs += 1
+        took[stage] = time.monotonic() - began
+    for run in (f"run{number}" for number in range(RUNS)):
         for stage in STAGES:
-            elements = {element: start(folder, stage, "--element", element, f"name=run{runs}") for element in ELEMENTS}
+            elements, left = {each: start(folder, stage, "--element", each, f"name={run}") for each in ELEMENTS}, kills
             while elements:
-                time.sleep(chance.random())
-                element = chance.choice([*elements])
-                if elements[element].poll() is None and sum(spent.values()) < kills:
-                    elements[element].kill()
-                    spent[stage] += 1
+                time.sleep(chance.random() * took[stage] if left else 0.1)
                 for each, process in [*elements.items()]:
-                    if (status := process.poll()) == -signal.SIGKILL:
-                        elements[each] = start(folder, stage, "--element", each, f"name=run{runs}")
-                    elif status is not None:
+                    if (status := process.poll()) is not None:
                         said = "".join(elements.pop(each).communicate(HANG_S))
                         assert status == 0, said
-        assert outputs(folder, f"run{runs}") == outputs(folder, "one")
-        assert not [*(folder / "runs" / f"run{runs}").rglob("*.tmp"), *(folder / "runs").rglob("claims")]
-    return runs, spent
+                if elements and left:
+                    each, left = chance.choice([*elements]), left - 1
+                    elements[each].kill()
+                    assert elements[each].wait(HANG_S) in (0, -signal.SIGKILL)
+                    elements[each] = start(folder, stage, "--element", each, f"name={run}")
+            print(f"{run}, {stage}: {kills - left} processes killed", flush=True)
+        assert outputs(folder, run) == outputs(folder, "one")
+        assert not [*(folder / "runs" / run).rglob("*.tmp"), *(folder / "runs").rglob("claims")]
 
 
 @pytest.mark.slow
 def test_elements_killed_at_random_make_the_bytes_of_one_process(tmp_path):
-    with_kills(tmp_path, 8, seed=7)
+    with_kills(tmp_path, 2, seed=7)
 
 
 if __name__ == "__main__":
-    print(with_kills(Path(sys.argv[1]), int(sys.argv[2]), seed=0))
+    with_kills(Path(sys.argv[1]), int(sys.argv[2]), seed=0)
