@@ -38,7 +38,7 @@ from drover.pipeline.contract.state import (
     write_state,
 )
 from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.tasks import CLAIMS, UNITS, Ledger, Unit, UnitFunction, unit_keys, with_outputs
+from drover.pipeline.contract.tasks import CLAIMS, UNITS, Ledger, Unit, UnitFunction, with_outputs
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.validity import OTHER_FILES
 from drover.pipeline.contract.workers import Workers
@@ -53,6 +53,7 @@ from drover.pipeline.core.files import (
     remove_orphans,
     remove_temporary,
     renamed,
+    sha256_json,
 )
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
@@ -74,7 +75,7 @@ class Work:
 
     accepted: changes that `--accept-changes` accepted.
     element: name of this process among those that share the units (`--element`); "" if it does them alone.
-    asked: a hash of the command line. passes: names of the passes so far.
+    asked: a hash of the command line. passes: names of the passes so far; earlier: a hash of their outputs.
     stop: requests to stop. workers: the processes that do the units. last: how the start before this one ended.
     made: how many units this start has finished.
     afresh: whether the stage was forced, and so must not use what its earlier work has left elsewhere.
@@ -92,6 +93,7 @@ class Work:
     asked: str = ""
     store: Any = None
     passes: list[str] = field(default_factory=list)
+    earlier: str = ""
     stop: StopRequest = field(default_factory=StopRequest)
     workers: Workers = field(default_factory=Workers)
     last: StageState | None = None
@@ -154,8 +156,9 @@ class Work:
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
         `outputs` list holds `output_record`s. The record goes into the ledger in `units/<name>/`, which commits the
-        unit. After a kill, units with a matching record (same stage identity, same payload, outputs in place) are kept.
-        So the payload or the identity must contain everything that decides what a unit makes, and files as hashes.
+        unit. After a kill, units with a matching record are kept: with the same stage identity, the same outputs of all
+        passes before, the same payload, and outputs in place. So these must contain everything that decides what a unit
+        makes, and files as hashes.
 
         If several processes share the stage, each does units that no other has claimed. All return when the pass is
         done.
@@ -166,7 +169,8 @@ class Work:
         """
         self.passes.append(name)
         # The listing is left out: a unit must not be done again because a file of another unit has changed.
-        keys = unit_keys(self._without_listing, name, units)
+        before = sha256_json([self._without_listing, name, self.earlier])
+        keys = {unit.name: sha256_json([before, unit.payload]) for unit in units}
         assert len(keys) == len(units), f"two units of {name} have one name"
         ledger, records, left, void = Ledger(self.folder / UNITS / name), dict[str, Record](), keys, set[str]()
         kept = ProgressRecord(self.folder)
@@ -204,7 +208,10 @@ class Work:
         kept.flush()
         if left:
             raise self._stopped(name, len(records), len(units), idle=not self.made and not waited)
-        return [records[unit.name] for unit in units]
+        found = [records[unit.name] for unit in units]
+        self.earlier = sha256_json([self.earlier, *(
+            [output["path"], output["sha256"]] for record in found for output in record.get("outputs", []))])
+        return found
 
     def _stopped(self, name: str, done: int, units: int, *, idle: bool) -> Stopped:
         """Build the error for an interrupted pass. If this start was `idle` (it finished no unit), and the one before

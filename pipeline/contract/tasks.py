@@ -7,14 +7,14 @@ tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.files import Ledger as Ledger
-from drover.pipeline.core.files import Record, problems_of, sha256_json
+from drover.pipeline.core.files import Record, problems_of
 
 UNITS = "units"
 CLAIMS = f"{UNITS}/claims"
@@ -28,12 +28,6 @@ class Unit:
 
     name: str
     payload: Any
-
-
-def unit_keys(identity: Record, name: str, units: Iterable[Unit]) -> dict[str, str]:
-    """The key of each unit of the pass `name`: a hash of the stage's identity, the pass and the payload."""
-    before = sha256_json([dict(identity), name])  # hashed once, because it may name a million files
-    return {unit.name: sha256_json([before, unit.payload]) for unit in units}
 
 
 def with_outputs(records: dict[str, Record], folder: Path, say: Say) -> dict[str, Record]:

@@ -49,7 +49,7 @@ def with_kills(folder, kills, seed):
         for stage in STAGES:
             elements, left = {each: start(folder, stage, "--element", each, f"name={run}") for each in ELEMENTS}, kills
             while elements:
-                time.sleep(chance.random() * took[stage] if left else 0.1)
+                time.sleep(chance.random() * took[stage] / 4 if left else 0.1)
                 for each, process in [*elements.items()]:
                     if (status := process.poll()) is not None:
                         said = "".join(elements.pop(each).communicate(HANG_S))

@@ -10,7 +10,7 @@ the split is not decided there: all that stay count as trained on until the plan
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from drover.pipeline.contract.tasks import Unit
-from drover.pipeline.core.files import atomic_file, output_record, sha256_json
+from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.planning.near_duplicates import join_components, near_columns, resolve_partition
 from drover.pipeline.data.planning.runs import (
     DIGEST,
@@ -78,50 +78,34 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     plan = layout(names, sources, [record["documents"] for record in read], last=config.keep_duplicate == "last",
                   bands=banding(near)[1] if near else 0)
     plan.write(folder)
+    work.do_units("sort", _groups(plan), sort_group, "groups")
+    work.do_units("match", _partitions(plan, range(plan.bands + 1)), match_partition, "partitions")
+    if near is not None:
+        work.do_units("components", [Unit("followers", {})], join_components)
+        units = _partitions(plan, near_columns(plan)[:1], verify=near.verify, words=near.words)
+        work.do_units("resolve", units, resolve_partition, "partitions")
     tail, name_kept = config.validation_rule == "tail", config.keep_dropped or near is not None
-    settings = {"drop": config.drop_duplicates, "name_kept": name_kept,
-                "validation": None if tail else validation_below(config.validation_share)}
-    staged = [sha256_json([output["sha256"] for output in record["outputs"]
-                           if output["path"].endswith((".documents", ".npy", ".bands"))]) for record in read]
-    decided = work.do_units("decide", _groups(plan, {**settings, "inputs": _link(work, config, plan, staged)}),
-                            decide_group, "groups")
+    decided = work.do_units("decide", _groups(
+        plan, drop=config.drop_duplicates, name_kept=name_kept,
+        validation=None if tail else validation_below(config.validation_share)), decide_group, "groups")
     found, borders = summary(decided), []
     if tail:
         borders = find_borders(folder, plan, found, config.validation_share)
         pieces = pieces_by_tail(folder, plan, found, borders, len(config.sources))
     else:
         pieces = pieces_by_hash(plan, found, len(config.sources))
-    fates = [output["sha256"] for record in decided for output in record["outputs"][:len(record["sums"])]]
-    payloads = plan_shards(pieces, config.shard_mb * 1e6, config.source_names,
-                           {name: sha256_json(own) for name, *own in zip(names, staged, fates, strict=True)})
+    payloads = plan_shards(pieces, config.shard_mb * 1e6, config.source_names)
     return Decided(found, pieces, {border.source for border in borders if border.characters}, payloads,
                    [record["outputs"][-1] for record in decided if name_kept])
 
 
-def _link(work: Work, config: ShardConfig, plan: Layout, staged: list[str]) -> str:
-    """Sort, match, label, resolve: the hash of all that says which documents are equal or alike."""
-    inputs = sha256_json([asdict(plan), staged])
-    inputs = _hash(work.do_units("sort", _groups(plan, {"inputs": inputs}), sort_group, "groups"), inputs)
-    units = _partitions(plan, range(plan.bands + 1), {"inputs": inputs})
-    inputs = _hash(work.do_units("match", units, match_partition, "partitions"), inputs)
-    if (near := config.near_duplicates) is None:
-        return inputs
-    inputs = _hash(work.do_units("components", [Unit("followers", {"inputs": inputs})], join_components), inputs)
-    units = _partitions(plan, near_columns(plan)[:1], {"verify": near.verify, "words": near.words, "inputs": inputs})
-    return _hash(work.do_units("resolve", units, resolve_partition, "partitions"), inputs)
-
-
-def _groups(plan: Layout, payload: dict[str, Any]) -> list[Unit]:
+def _groups(plan: Layout, **payload: Any) -> list[Unit]:
     return [Unit(name, {"group": group, **payload}) for group, name in enumerate(plan.group_names)]
 
 
-def _partitions(plan: Layout, columns: Iterable[int], payload: dict[str, Any]) -> list[Unit]:
+def _partitions(plan: Layout, columns: Iterable[int], **payload: Any) -> list[Unit]:
     return [Unit(f"{column:03d}-{name}", {"column": column, "partition": partition, **payload})
             for column in columns for partition, name in enumerate(plan.partition_names)]
-
-
-def _hash(records: list[dict[str, Any]], before: str) -> str:
-    return sha256_json([before, *(output["sha256"] for record in records for output in record["outputs"])])
 
 
 DUPLICATES = "duplicates"
@@ -145,36 +129,19 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         documents kept instead of others last.
     """
     plan, group = Layout.read(folder), payload["group"]
-    begin, end = plan.bounds(group)
     documents = StagedDocuments(folder, plan)
-    fates, kept = np.zeros(end - begin, np.uint8), np.arange(begin, end)
-    between = read_links(folder, plan, DIGEST, plan.partition_names, group)
-    inside = read_links(folder, plan, DIGEST, [plan.group_names[group]], group)
-    kept[between["other"] - begin] = between["kept"]
-    kept[inside["other"] - begin] = kept[inside["kept"] - begin]
-    if payload["drop"]:
-        fates[kept != np.arange(begin, end)] = DUPLICATE
-    splits_by = {}  # of documents that stay although a component has them: all of it is in one split
-    if plan.bands:
-        links, staying = (read_links(folder, plan, column, plan.partition_names, group)
-                          for column in near_columns(plan))
-        near = (links["other"] - begin).astype(np.int64)
-        fates[near[fates[near] == TRAIN]] = NEAR_DUPLICATE
-        kept[near] = links["kept"]
-        kept[inside["other"] - begin] = kept[inside["kept"] - begin]
-        splits_by = {other - begin: documents.row(first)[1]["high"] for other, first in staying.tolist()}
+    fates, kept, splits_by = _decided(folder, plan, documents, group, payload["drop"])
+    begin, _ = plan.bounds(group)
     record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
     for unit in plan.units(group):
-        path = staged(folder, plan.names[unit], ".npy")
-        index, first = np.load(path), plan.starts[unit] - begin
+        index, first = np.load(staged(folder, plan.names[unit], ".npy")), plan.starts[unit] - begin
         own = fates[first:first + len(index)]
         if payload["validation"] is not None:
             high = index["high"]
             for place in splits_by.keys() & range(first, first + len(index)):
                 high[place - first] = splits_by[place]
             own[(own == TRAIN) & (high < np.uint64(payload["validation"]))] = VALIDATION
-        splits = [index[own == fate] for fate in (TRAIN, VALIDATION)]
-        record["sums"].append([sums(rows) for rows in splits])
+        record["sums"].append([sums(index[own == fate]) for fate in (TRAIN, VALIDATION)])
         record["dropped"].append([int((own == fate).sum()) for fate in (DUPLICATE, NEAR_DUPLICATE)])
         with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:
             np.save(file, own)
@@ -184,6 +151,29 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         record["outputs"].append(_write_kept(documents, plan.group_names[group], dropped + begin, kept[dropped],
                                              [FATES[fate] for fate in fates[dropped]]))
     return record
+
+
+def _decided(folder: Path, plan: Layout, documents: StagedDocuments, group: int,
+             drop: bool) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
+    """The fate of each document of a group; the number of the document that is kept in its place; and, for those that
+    stay although a component has them, the digest that decides their split, so that the component is in one split."""
+    begin, end = plan.bounds(group)
+    fates = np.zeros(end - begin, np.uint8)
+    kept = np.arange(begin, end)
+    between = read_links(folder, plan, DIGEST, plan.partition_names, group)
+    inside = read_links(folder, plan, DIGEST, [plan.group_names[group]], group)
+    kept[between["other"] - begin] = between["kept"]
+    kept[inside["other"] - begin] = kept[inside["kept"] - begin]
+    if drop:
+        fates[kept != np.arange(begin, end)] = DUPLICATE
+    if not plan.bands:
+        return fates, kept, {}
+    links, staying = (read_links(folder, plan, column, plan.partition_names, group) for column in near_columns(plan))
+    near = (links["other"] - begin).astype(np.int64)
+    fates[near[fates[near] == TRAIN]] = NEAR_DUPLICATE
+    kept[near] = links["kept"]
+    kept[inside["other"] - begin] = kept[inside["kept"] - begin]
+    return fates, kept, {other - begin: documents.row(first)[1]["high"] for other, first in staying.tolist()}
 
 
 def summary(records: list[dict[str, Any]]) -> Summary:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -75,17 +75,14 @@ def whole_unit(plan: Layout, summary: Summary, unit: int, fate: int) -> Piece:
     return Piece(plan.names[unit], 0, plan.documents(unit), summary.sums[unit, fate].tolist())
 
 
-def plan_shards(pieces: list[list[Pieces]], target: float, sources: list[str],
-                hashes: Mapping[str, str]) -> list[dict[str, Any]]:
+def plan_shards(pieces: list[list[Pieces]], target: float, sources: list[str]) -> list[dict[str, Any]]:
     """The payloads for `write_shard`, in order: shards of about equal size, as few as keep to `target` on average.
 
     Args:
         pieces: for each split and source.
         target: bytes of text per shard.
-        hashes: of each unit, of all that is staged and decided of it.
     """
-    return [{"split": split, "source": source, "name": f"{source}-{number:05d}", "fate": own.fate, "pieces": chosen,
-             "hashes": [hashes[piece[0]] for piece in chosen]}
+    return [{"split": split, "source": source, "name": f"{source}-{number:05d}", "fate": own.fate, "pieces": chosen}
             for split, of_sources in zip(SPLITS, pieces, strict=True)
             for source, own in zip(sources, of_sources, strict=True)
             for number, chosen in enumerate(_cut(own, target))]
