@@ -73,7 +73,7 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
     """
     from webdataset import TarWriter  # not above: it imports torch
 
-    with atomic_file(path) as file:
+    with atomic_file(path, keep_equal=True) as file:
         hashing = _HashingFile(file)
         with TarWriter(hashing, user="", group="", mode=0o644, mtime=0, compress=False, encoder=False) as tar:
             for key, member in members:

@@ -268,7 +268,7 @@ def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], te
                         pa.field("key", pa.binary(KEY_BYTES))],
                        metadata={"format": str(FORMAT), "dtype": dtype, **metadata})
     batch = pa.record_batch(columns, schema=schema)
-    with atomic_file(path) as file, pa.ipc.new_file(file, schema) as writer:
+    with atomic_file(path, keep_equal=True) as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_batch(batch)
     return {"docs": len(keys), "tokens": len(tokens), "text_bytes": int(sum(text_bytes)), "dtype": dtype,
             **column_offsets(path)}
