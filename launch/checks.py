@@ -15,7 +15,7 @@ from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems, options_of, setup_problems
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.pipeline.config.checks import problems, rank_problems
-from drover.pipeline.config.launching import SiteLimits, minutes
+from drover.pipeline.config.launching import SiteLimits
 from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
@@ -201,7 +201,7 @@ def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits, *, request_g
     if nodes and (absent := sorted(names - {kind.partition for kind in nodes})):
         yield f"there is no partition {', '.join(absent)} (launch.partition); `sinfo` shows those that there are"
     kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
-    limits = [("the site (launch.limits)", site.nodes or inf, minutes(site.time) if site.time else inf)]
+    limits = [("the site (launch.limits)", site.nodes or inf, site.time or inf)]
     if kinds and "qos" not in options_of(job):  # which may lift the limits of a partition
         limits.append((f"the partition {kinds[0].partition} (without launch.qos)", max(kind.most for kind in kinds),
                        max(seconds(kind.longest, inf) for kind in kinds) / 60))

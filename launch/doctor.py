@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, seconds
-from drover.pipeline.config.launching import LaunchConfig, minutes
+from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.command_line import Parser, Program
 from drover.pipeline.core.console import counted, echo
@@ -78,7 +78,7 @@ def profile(kinds: Sequence[NodeKind], settings: Mapping[str, str]) -> str:
              "limits:", f"  nodes: {min(there, gpu.most)}"]
     if longest < inf:
         lines.append(f"  time: {gpu.longest}")
-    if longest < 60 * minutes(LaunchConfig().time):
+    if longest < 60 * LaunchConfig().time:
         lines.append(f"time: {gpu.longest}  # the partition allows no more")
     if gpu.gpus and cpu is not None:
         lines += [f"{stage}: {{partition: {cpu.partition}}}" for stage, its in STAGES.items() if not its.ranks]

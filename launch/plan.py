@@ -12,7 +12,7 @@ from typing import Literal
 
 from drover.launch.job.spec import JobSpec
 from drover.pipeline.config.checks import rank_problems
-from drover.pipeline.config.launching import ArrayResources, Container, LaunchConfig, Resources, minutes
+from drover.pipeline.config.launching import ArrayResources, Container, LaunchConfig, Resources
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
@@ -219,7 +219,7 @@ def _on_slurm(job: Job, config: Config, options: Options) -> Job:
     if contained:  # else the job's script sets it, and keeps what launch.setup adds
         environment["PYTHONPATH"] = code_path(options.code)
     job = replace(
-        job, asked=asked, minutes=minutes(asked.time or 0), environment=environment,
+        job, asked=asked, minutes=asked.time or 0, environment=environment,
         ranks=nodes * tasks if spec.ranks else 0, processes=(launch.processes or threads) if spec.workers else 1,
         nodes=nodes, node_counts=(nodes,), tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
         wrap=(*wrap, *launch.wrap), srun_args=(*srun_args, *launch.srun_args), contained=contained,

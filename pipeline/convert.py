@@ -32,7 +32,7 @@ def problems(config: Config) -> list[str]:
 
     The installed transformers decides, which takes seconds to import. Every version has a plain Llama.
     """
-    from drover.pipeline.config.shapes import is_plain
+    from drover.model.huggingface import is_plain
     from drover.pipeline.tokenization.export import names_qwen2
     from drover.pipeline.tokenization.files import SETTINGS, ready_file
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import permutations
+from itertools import combinations
 from operator import attrgetter
 from typing import Any
 
@@ -70,15 +70,12 @@ def rank_problems(config: Config, ranks: int) -> list[str]:
 def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
     """Why so many ranks cannot be laid out as the configuration says."""
     sizes = {name: getattr(parallel, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-    rest = [name for name, size in sizes.items() if size == -1]
-    shown = {name: size for name, size in sizes.items() if size > 1 or (size != -1 and name not in ("pp", "cp"))}
-    needed = math.prod(shown.values())
-    terms = " x ".join(f"{name} {size}" for name, size in shown.items())
-    if rest and ranks % needed:
-        return [f"{ranks} ranks are not divisible by {needed} (parallel: {terms}, {rest[0]} -1 for the rest)."]
-    if not rest and ranks != needed:
-        return [f"parallel: {terms} is {needed}, but there are {ranks} ranks."]
-    return []
+    rest = -1 in sizes.values()
+    needed = math.prod(size for size in sizes.values() if size != -1)
+    if (ranks % needed if rest else ranks - needed) == 0:
+        return []
+    terms = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+    return [f"parallel: {terms} needs {'a multiple of ' * rest}{needed} ranks, but there are {ranks}."]
 
 
 def vocabulary_size(config: Config) -> int | None:
@@ -200,13 +197,11 @@ def _listed(config: Config) -> Iterator[str]:
     train, sources = config.train, config.shard.source_names
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
-    filters = [name_of(item) for item in config.shard.filters]
+    filters = ["duplicate", "empty", *map(name_of, config.shard.filters)]  # names of counts
     for key, what, names in (("shard.sources", "sources named", sources), ("shard.filters", "filters named", filters),
                              ("train.log_to", "sinks of kind", [sink.kind for sink in train.log_to])):
         yield from (f"{key} has {count} {what} '{name}'; there can be one."
                     for name, count in Counter(names).items() if count > 1)
-    yield from (f"a filter of shard.filters has the reserved name '{name}'; give it another `name`."
-                for name in {"duplicate", "empty"} & {*filters})
     for item in config.shard.filters:
         yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None), sources)
     yield from _no_sources("train.max_epochs", train.max_epochs, sources)
@@ -234,8 +229,8 @@ def _no_sources(key: str, named: Any, sources: Iterable[str]) -> Iterator[str]:
 def _stores(config: Config) -> Iterator[str]:
     """Uploads of different things need separate places."""
     keys = ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to")
-    places = {key: f"{url.rstrip('/')}/" for key in keys if (url := attrgetter(key)(config)) is not None}
-    for inner, outer in permutations(places, 2):
-        if places[inner].startswith(places[outer]) and (places[inner] != places[outer] or inner < outer):
-            yield (f"{inner} {places[inner][:-1]} lies in {outer} {places[outer][:-1]}: token shards, checkpoints and "
-                   f"the export need separate places.")
+    urls = [(f"{url.rstrip('/')}/", key) for key in keys if (url := attrgetter(key)(config))]
+    for (outer, first), (inner, second) in combinations(sorted(urls), 2):
+        if inner.startswith(outer):
+            yield (f"{second} {inner[:-1]} lies in {first} {outer[:-1]}: token shards, checkpoints and the export need "
+                   f"separate places.")

@@ -16,7 +16,6 @@ from drover.pipeline.config.section import (
     StoreUrl,
     added,
     execution,
-    impossible,
 )
 from drover.pipeline.config.shipped import FILTERS
 
@@ -31,7 +30,7 @@ def _encoding(name: str) -> str:
         codecs.getincrementaldecoder(name)("replace").decode(b"", final=True)
         if (usual := codecs.lookup(name).name) not in PYTHONS:
             return usual.replace("utf-8-sig", "utf-8")
-    raise impossible(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are some")
+    raise ValueError(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are some")
 
 
 SourceName = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=60)]

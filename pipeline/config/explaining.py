@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -18,7 +17,8 @@ from drover.pipeline.config.section import is_execution, section_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 
-LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "of length >=", "pattern": "like"}
+LIMITS = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
+"""Arguments of fields that are shown with their types."""
 
 
 def explain(config: Config, key: str = "") -> str:
@@ -42,20 +42,21 @@ def explain(config: Config, key: str = "") -> str:
     return "\n\n".join(chosen)
 
 
-def field_texts(section: type[BaseModel]) -> dict[str, str]:
-    """The text under each field of a section and of its base classes.
+def field_texts(section: type[BaseModel]) -> dict[str, tuple[str, str]]:
+    """Of each field of a section and of its base classes: its type with limits, and the text under it.
 
     Read here and not by pydantic (`use_attribute_docstrings`), which would parse the source in every process.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, tuple[str, str]] = {}
     for owner in reversed(section.__mro__[:section.__mro__.index(BaseModel)]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(definition, ast.ClassDef)
         for field, text in pairwise(definition.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr) \
-                    and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                found[field.target.id] = text.value.value
-    return found
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                limits = field.value.keywords if isinstance(field.value, ast.Call) else []
+                kind = ", ".join(map(ast.unparse, [field.annotation, *(one for one in limits if one.arg in LIMITS)]))
+                texts[ast.unparse(field.target)] = kind, " ".join(str(text.value.value).split())
+    return texts
 
 
 def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool = False) -> Iterator[tuple[str, str]]:
@@ -63,40 +64,16 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
     texts = field_texts(section)
     for name, field in section.model_fields.items():
         key, current, how = f"{prefix}{name}", getattr(value, name, None), execution or is_execution(field)
-        nested = section_of(field)
-        items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
-        text = " ".join((texts.get(name) or (nested and nested.__doc__) or "").split())
-        if nested is not None:
+        kind, text = texts[name]
+        if (nested := section_of(field)) is not None:
             yield key, f"{key}: {text}"
             yield from _entries(nested, current, f"{key}.", how)
-        else:
-            default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
-            now = f"{len(items)} item(s), below" if items else repr(current)
-            kind = _type_name(field.annotation, field.metadata)
-            yield key, "\n".join([key, f"  {text}", f"  type: {kind}   default: {default}   now: {now}",
-                                  *_stale(name, how)])
+            continue
+        default = "required" if field.is_required() else repr(field.default)
+        items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
+        now = f"{len(items)} item(s), below" if items else repr(current)
+        stale = "\n  (the path makes nothing stale; the content does)" if name in OUTSIDE else \
+            "\n  (how the work is done; never makes a finished stage stale)" if how else ""
+        yield key, f"{key}\n  {text}\n  type: {kind}   default: {default}   now: {now}{stale}"
         for index, item in enumerate(items):
             yield from _entries(type(item), item, f"{key}.{index}.")
-
-
-def _stale(name: str, execution: bool) -> list[str]:
-    if name in OUTSIDE:
-        return ["  (the path makes nothing stale; the content does)"]
-    return ["  (how the work is done; never makes a finished stage stale)"] if execution else []
-
-
-def _type_name(kind: Any, marks: Iterable[Any]) -> str:
-    """A type in readable form: `int > 0 | null`. marks: pydantic's limits."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _type_name(inner[0], [*inner[1:], *marks])
-    if origin is Literal:
-        text = " | ".join(map(repr, inner))
-    elif origin in (Union, UnionType):
-        text = " | ".join(_type_name(part, ()) for part in inner)
-    elif origin is not None:
-        text = f"{origin.__name__}[{', '.join(_type_name(part, ()) for part in inner)}]"
-    else:
-        text = "null" if kind is NoneType else getattr(kind, "__name__", str(kind))
-    return " ".join([text, *(f"{sign} {getattr(mark, limit)}" for mark in marks for limit, sign in LIMITS.items()
-                             if hasattr(mark, limit))])

@@ -11,20 +11,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import ConfigDict, ValidationError
 
-from drover.pipeline.config.section import Section, advice, sentence
+from drover.pipeline.config.section import Section, advice, sentence, shortened
 from drover.pipeline.core.errors import UserError, all_told, listed
 
-_MAPPING = TypeAdapter(dict[str, Any], config=ConfigDict(strict=True, defer_build=True))
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -74,16 +72,13 @@ class Kinds:
         """
         if isinstance(value, Kind):
             return value  # created in Python
-        settings = {"kind": value} if isinstance(value, str) else _MAPPING.validate_python(value)
-        written = Outside.model_validate(settings)
-        if (found := self.shipped_class(written.kind)) is not None:
-            return found.model_validate(settings)
-        if _OUTSIDE.fullmatch(written.kind):
-            return written
-        unknown = PydanticCustomError("unknown_kind", "there is no {what} of this kind; {advice}", {
-            "what": self.what, "advice": advice(written.kind, [*self.shipped, "my_module:MyClass (of your own)"])})
-        raise ValidationError.from_exception_data(self.what, [
-            InitErrorDetails(type=unknown, loc=("kind",), input=written.kind)])
+        settings = {"kind": value} if isinstance(value, str) else value
+        kind = settings.get("kind") if isinstance(settings, dict) else None
+        shipped = self.shipped_class(kind)
+        if shipped is None and isinstance(kind, str) and not _OUTSIDE.fullmatch(kind):
+            known = [*self.shipped, "my_module:MyClass (of your own)"]
+            raise ValueError(f"there is no {self.what} of the kind '{shortened(kind)}'; {advice(kind, known)}")
+        return (shipped or Outside).model_validate(settings)
 
     def made(self, items: Iterable[Kind]) -> list[Any]:
         """The items. Those that are not built in are imported, and their settings are checked.
@@ -96,20 +91,17 @@ class Kinds:
     def _made(self, item: Kind, at: str) -> Kind:
         if not isinstance(item, Outside):
             return item
-        found = imported(item.kind, f"{at}.kind")
-        if not (isinstance(found, type) and issubclass(found, imported(self.base, at))):
+        kind: type[Kind] = imported(item.kind, f"{at}.kind")
+        if not (isinstance(kind, type) and issubclass(kind, imported(self.base, at))):
             raise UserError(f"{at}.kind names {item.kind}, which is not a {self.what}: it must be a class that extends "
                             f"{self.base.replace(':', '.')}.")
-        kind: type[Kind] = found
         try:
-            return kind.model_validate(item.model_dump())
-        except PydanticUserError as error:  # of a field's type, when the class is first used
-            raise UserError(f"{at}.kind names {item.kind}, which pydantic cannot use: {error.message}") from error
+            made: Kind = kind.model_validate(item.model_dump())
         except ValidationError as error:
-            raise UserError(listed([
-                sentence(problem, ".".join([at, *map(str, problem["loc"])]), advice(str(problem["loc"][-1]),
-                                                                                   kind.model_fields))
-                for problem in error.errors()])) from None
+            raise UserError(listed([sentence(problem, ".".join([at, *map(str, problem["loc"])]),
+                                             advice(str(problem["loc"][-1]), kind.model_fields))
+                                    for problem in error.errors()])) from None
+        return made
 
 
 @dataclass(frozen=True)
@@ -151,11 +143,10 @@ def outside_sources(names: Iterable[str]) -> dict[str, Path]:
 
 def source_of(module: str) -> Path | None:
     """The file of a module, or None. The module is not imported, only the packages that contain it."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+    with suppress(ImportError, ValueError):
+        if (spec := importlib.util.find_spec(module)) is not None and spec.has_location:
+            return Path(str(spec.origin))
+    return None
 
 
 def imported(text: str, at: str) -> Any:
@@ -165,7 +156,5 @@ def imported(text: str, at: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
-        advice = f"The module {module} has no {name}." if module in sys.modules else \
-            f"Name the file of {module} in `plugins`, put its folder on PYTHONPATH, or install it."
-        raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). {advice}"
-                        ) from error
+        raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). Name the file "
+                        f"of the module in `plugins`, put its folder on PYTHONPATH, or install it.") from error

@@ -6,9 +6,9 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from drover.pipeline.config.section import LocalPath, Location, Section, impossible, nested
+from drover.pipeline.config.section import LocalPath, Location, Section, nested
 
 
 def minutes(time: int | str) -> int:
@@ -34,41 +34,18 @@ def seconds_of(time: int | str) -> int:
     return int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(rest.split(":"), units, strict=False))
 
 
-def _time(value: Any) -> Any:
-    try:
-        minutes(value)
-    except ValueError as error:
-        raise impossible(str(error)) from None
-    return value
-
-
-def _memory(value: Any) -> Any:
-    """Slurm takes 64g and 64GB for 64G, and megabytes without a unit."""
-    if value is None:
-        return None
-    size = re.fullmatch(r"([0-9]+)(?:([KMGT])B?)?", str(value).strip().upper())
-    if size is None or isinstance(value, (bool, list)):
-        raise impossible(f"{value!r} is no amount of memory: write megabytes, or a number with the suffix K, M, G or T "
-                         f"(64G); 0 requests all memory of the node")
-    return "".join(filter(None, size.groups()))
-
-
 def _joined(value: Any) -> Any:
     """A list as Slurm writes it: n1,n2. Names may be numbers."""
     return ",".join(map(str, value)) if isinstance(value, list) and {*map(type, value)} <= {str, int} else value
 
 
-def _variable(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise impossible(f"{name!r} is no name of a variable: write letters, digits and underscores")
-    return name
-
-
-Time = Annotated[int | str, BeforeValidator(_time)]
-"""A time limit in any of Slurm's notations."""
+Time = Annotated[int, BeforeValidator(minutes)]
+"""A time limit in minutes, written in any of Slurm's notations."""
 Names = Annotated[str, BeforeValidator(_joined)]
 """Names with commas between them, or a list of names."""
-VariableName = Annotated[str, AfterValidator(_variable)]
+Memory = Annotated[str, BeforeValidator(str), Field(pattern=r"^[0-9]+[KMGTkmgt]?$")]
+"""An amount of memory in Slurm's notation."""
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """Name of an environment variable that every shell can export."""
 
 
@@ -80,8 +57,8 @@ class Resources(Section):
     """Slurm partition, or several: the job runs in the one that starts it first."""
     cpus: PositiveInt | None = None
     """CPU cores per rank; for a stage without ranks, per job."""
-    mem: Annotated[str | None, BeforeValidator(_memory)] = None
-    """Memory per node in Slurm's notation: `64G`; `0` requests all memory of the node."""
+    mem: Memory | None = None
+    """Memory per node: megabytes, or a number with K, M, G or T: `64G`; `0` requests all memory of the node."""
     time: Time | None = None
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
     extra: dict[str, Names | int | bool] | None = None

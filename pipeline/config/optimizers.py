@@ -11,7 +11,7 @@ from typing import Any
 from drover.pipeline.config.kinds import OptimizerKind as OptimizerKind
 from drover.pipeline.config.kinds import imported
 from drover.pipeline.config.shipped import OPTIMIZERS as OPTIMIZERS
-from drover.pipeline.config.training import Setting, TrainConfig
+from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.errors import UserError
 
 
@@ -59,11 +59,6 @@ def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
         if name not in kind.settings:
             yield (f"train.optimizer_settings has '{name}', which train.optimizer '{train.optimizer}' does not have; "
                    f"it has {', '.join(kind.settings) or 'none'}.")
-        elif not _fits(value, kind.settings[name]):
+        elif type(value) not in {type(kind.settings[name]), int if type(kind.settings[name]) is float else None}:
             yield (f"train.optimizer_settings.{name} is {value!r}; train.optimizer '{train.optimizer}' needs a value "
                    f"of type {type(kind.settings[name]).__name__}, like its default {kind.settings[name]!r}.")
-
-
-def _fits(value: Setting, default: Setting) -> bool:
-    wanted = (float, int) if isinstance(default, float) else (type(default),)
-    return type(value) in wanted

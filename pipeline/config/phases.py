@@ -138,14 +138,10 @@ def in_phases(config: Config) -> Iterator[tuple[Phase, Config]]:
 def plan_problems(train: TrainConfig) -> Iterator[str]:
     """Why the phases form no plan."""
     plan = PhasePlan.of(train)
-    if not plan.declared:
-        if train.grain_tokens is not None:
-            yield "train.grain_tokens is set, but there are no train.phases that could share sources. Leave it out."
-        return
-    if train.grain_tokens is not None and train.packing != "concatenate":
-        yield (f"train.grain_tokens is set, but train.packing '{train.packing}' has no chunks: when the sequence "
-               f"length changes, the rest of an epoch is packed again. Leave it out.")
-    for phase, own in zip(plan.phases, train.phases, strict=True):
+    if train.grain_tokens is not None and not (plan.declared and train.packing == "concatenate"):
+        yield ("train.grain_tokens is for train.phases with train.packing 'concatenate', whose phases share sources in "
+               "chunks. Leave it out.")
+    for phase, own in zip(plan.phases, train.phases, strict=False):
         if own.until <= phase.first_token:
             yield (f"{phase.name}.until {tokens_text(own.until)} is not after {tokens_text(phase.first_token)}, where "
                    f"the phase before ends (its own `until`, rounded up to a whole step).")
@@ -153,21 +149,9 @@ def plan_problems(train: TrainConfig) -> Iterator[str]:
             yield f"{phase.name} has an lr_end, but its schedule is constant; take linear or cosine."
         if own.warmup_steps is not None and own.warmup_steps > phase.steps > 0:
             yield f"{phase.name}.warmup_steps {own.warmup_steps} is more than its {phase.steps} steps."
-    yield from _first_curve(train, plan)
     if train.steps != plan.steps:
         yield (f"train.steps {train.steps} is not the number of steps in train.phases, {plan.steps}. Leave it out (or "
                f"write null if a base sets it): it follows from the phases.")
-
-
-def _first_curve(train: TrainConfig, plan: PhasePlan) -> Iterator[str]:
-    """Check that warmup and decay of the first learning-rate curve fit into its steps."""
-    first, later = train.phases[0], zip(plan.phases[1:], train.phases[1:], strict=True)
-    end = next((phase.first_step for phase, own in later if own.begins_curve), plan.steps)
-    warmup = train.warmup_steps if first.warmup_steps is None else first.warmup_steps
-    decay = (train.decay_steps or 0) if train.schedule == "wsd" and not first.begins_curve else 0
-    if 0 < end < warmup + decay:
-        yield (f"train.warmup_steps {warmup}{f' + train.decay_steps {decay}' if decay else ''} is more than the {end} "
-               f"steps that the first learning-rate curve lasts.")
 
 
 def only_phases_differ(old: Record, new: Record) -> bool:

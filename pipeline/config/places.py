@@ -20,11 +20,9 @@ def not_a_path(text: str) -> str | None:
     """Why a URL (s3://..., https://...) is no local path; None for a path."""
     if not _ADDRESS.match(text):
         return None
-    if text.startswith("hf:"):
-        return (f"{text} is an address on the Hugging Face Hub; read data sets from there with {{kind: hf, name: ..., "
-                f"dataset: OWNER/NAME}}")
     return (f"{text} is an address, but a path on this machine is needed, mounted file systems included. Mount it, or "
-            f"copy it here first, and give the path without file://")
+            f"copy it here first, and give the path without file://. Data sets of the Hugging Face Hub are sources of "
+            f"the kind hf")
 
 
 def unreadable(text: str) -> str | None:

@@ -107,13 +107,11 @@ def _module(name: str) -> str:
 
 def _file(name: str, folder: Path, place: str) -> Path:
     # The last is for a run that was moved with its plugins: its configuration has their former paths.
-    candidates = folder / name, Path(name), folder / Path(name).name
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate.resolve()
-    folders = dict.fromkeys(candidate.parent.absolute() for candidate in candidates)
-    raise UserError(f"{place}: there is no plugin {Path(name).name} (looked in {', '.join(map(str, folders))}). Put "
-                    f"it back, or next to the configuration.")
+    for path in (folder / name, Path(name), folder / Path(name).name):
+        if path.is_file():
+            return path.resolve()
+    raise UserError(f"{place}: there is no plugin {name} (looked in {folder.absolute()} and {Path.cwd()}). Put it "
+                    f"back, or next to the configuration.")
 
 
 def _import(name: str, path: Path | None, place: str) -> None:

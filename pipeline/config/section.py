@@ -8,7 +8,6 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
 from drover.pipeline.core.errors import meant
@@ -22,19 +21,14 @@ def local_path(text: str) -> str:
 def _path(text: str) -> str:
     path = local_path(text)
     if "\0" in path or max(map(len, os.fsencode(path).split(b"/"))) > 255 or len(path) > 4000:
-        raise impossible("no file can have this name: it is too long, or has characters that names cannot have")
+        raise ValueError("no file can have this name: it is too long, or has characters that names cannot have")
     return path
-
-
-def impossible(text: str) -> PydanticCustomError:
-    """An error for validators: settings of one item that contradict each other."""
-    return PydanticCustomError("impossible", "{text}", {"text": text})
 
 
 def _refusing(problem: Callable[[str], str | None]) -> AfterValidator:
     def check(text: str) -> str:
         if (found := problem(text)) is not None:
-            raise impossible(found)
+            raise ValueError(found)
         return text
     return AfterValidator(check)
 
@@ -92,10 +86,9 @@ def identity(value: Any) -> Any:
     Execution fields are left out, and so are `added` fields at their default.
     """
     if isinstance(value, BaseModel):
-        fields = ((name, field, getattr(value, name)) for name, field in type(value).model_fields.items())
-        own = {name: identity(here) for name, field, here in fields
-               if not is_execution(field)
-               and not (field.json_schema_extra == {"added": True} and here == field.default)}
+        own = {name: identity(getattr(value, name)) for name, field in type(value).model_fields.items()
+               if not (is_execution(field)
+                       or (field.json_schema_extra == {"added": True} and getattr(value, name) == field.default))}
         return own | identity(value.model_extra or {})
     if isinstance(value, (list, tuple)):
         return [identity(item) for item in value]
@@ -106,13 +99,11 @@ def identity(value: Any) -> Any:
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries and lists as one level: `{"train.lr": 0.003, "shard.sources.0.name": "stdlib"}`."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None or not value:
-        return {prefix: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     flat: dict[str, Any] = {}
     for key, item in items:
-        flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
+        flat |= flatten(item, f"{prefix}.{key}".removeprefix("."))
+    return flat or {prefix: value}
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
@@ -131,9 +122,8 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds; None for a single setting, a list or a mapping."""
-    found = [one for one in (field.annotation, *get_args(field.annotation)) if one in sections_in(one)]
-    return found[0] if found and get_origin(field.annotation) not in (list, dict) else None
+    """The section that a field holds; None for a single setting or a list."""
+    return None if get_origin(field.annotation) in (list, dict) else next(iter(sections_in(field.annotation)), None)
 
 
 def advice(name: str, known: Iterable[str]) -> str:
@@ -148,16 +138,18 @@ def shortened(text: str, most: int = 300) -> str:
 
 def sentence(problem: Any, key: str, instead: str) -> str:
     """One of pydantic's errors as a sentence. key: the setting, dotted. instead: the hint if the key is unknown."""
-    kind, given, message = problem["type"], problem.get("input"), problem["msg"][0].lower() + problem["msg"][1:]
+    kind, given, message = problem["type"], problem.get("input"), problem["msg"]
     key = shortened(key)
     if kind == "extra_forbidden":
         return f"unknown key '{key}'; {instead}"
     if kind == "missing":
         return f"'{key}' is missing."
-    if kind == "impossible":
-        return f"'{key}': {message.rstrip('.')}."
     if kind == "string_type" and isinstance(given, int | float):
         message = f"a text is needed; write it in quotes ('{str(given).lower()}')"
+    message = shortened(message.removeprefix("Value error, "), 1000).rstrip(".")
+    if kind == "value_error":
+        return f"'{key}': {message}{'' if message.endswith('?') else '.'}"
+    given = str(given) if isinstance(given, str) else given  # a key of a mapping has a type of its own
     shown = "a mapping" if isinstance(given, dict) else "a list" if isinstance(given, list) else \
         f"{shortened(repr(given))} ({type(given).__name__})"
-    return f"'{key}' is {shown}: {shortened(message, 1000).rstrip('.')}."
+    return f"'{key}' is {shown}: {message[0].lower()}{message[1:]}."

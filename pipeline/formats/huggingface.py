@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from drover.model.config import ModelConfig, YarnScaling
+from drover.model.huggingface import CLASSES, FULL, SLIDING, export_class, shape_of
 from drover.model.names import parameter_shapes, to_huggingface
-from drover.pipeline.config.shapes import CLASSES, FULL, SLIDING, export_class, shape_of
 from drover.pipeline.core.console import quiet_imports
 from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import Record

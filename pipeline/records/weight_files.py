@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drover.pipeline.config.shapes import refuse_metas_format
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
@@ -18,12 +17,11 @@ INDEX = "index.json"
 
 
 def weights_folder(path: Path) -> Path:
-    """The folder itself, or a run's newest complete checkpoint. UserError if there is none, and for Meta's format."""
+    """The folder itself, or a run's newest complete checkpoint. UserError if there is none."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder. Weights are read from a run, a training checkpoint, or a folder in "
                         f"Hugging Face's form (config.json).")
     if not (path / RUN).is_file():
-        refuse_metas_format(path)
         return path
     found = complete_checkpoints(path / "train")
     if not found:
@@ -41,7 +39,8 @@ def weight_files(path: Path) -> list[Path]:
     patterns = (HUGGING_FACE, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
     found = sorted(file for pattern in patterns for file in folder.glob(pattern))
     if not found:
-        raise UserError(f"{folder} holds no weights: neither {MARKER} nor {HUGGING_FACE}.")
+        raise UserError(f"{folder} holds no weights: neither {MARKER} nor {HUGGING_FACE}. Meta's format is not read: "
+                        f"download the safetensors of the same model.")
     return found
 
 

@@ -99,7 +99,7 @@ train:
     - {until: 100k, warmup_steps: 500, mixture: {web: 1, code: 1e-7}}
 """))
     for expected in """
-train.grain_tokens is set, but train.packing 'best_fit' has no chunks
+train.grain_tokens is for train.phases with train.packing 'concatenate'
 train.phases[0]: train.mixture needs shares with a sum above 0
 train.phases[1].until 9k is not after 10.24k
 train.phases[1]: train.sequence_length 512 is longer than model.context_length 256

@@ -43,7 +43,7 @@ def test_a_plugin_of_a_base_is_looked_for_beside_the_base(place):
     mine.write_text("base: ../config.yaml\n")
     assert load_config(mine, check=False).plugins == [f"{place}/here/plugged_in.py"]
     (place / "config.yaml").write_text("plugins: [absent.py]\n")
-    refused(UserError, rf"{place}/mine/../config.yaml:1: there is no plugin absent.py \(looked in {place}/mine/\.\.,",
+    refused(UserError, rf"{place}/mine/../config.yaml:1: there is no plugin absent.py \(looked in {place}/mine/\.\.",
             load_config, mine)
 
 
@@ -66,7 +66,7 @@ def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, 
     """Its configuration has whole paths, of where they were."""
     moved = tmp_path_factory.mktemp("moved")
     (moved / "config.yaml").write_text("plugins: [/was/somewhere/else/moved_along.py]\n")
-    refused(UserError, f"no plugin moved_along.py .looked in /was/somewhere/else, {moved}.. Put it", load_config,
+    refused(UserError, f"no plugin /was/somewhere/else/moved_along.py .looked in {moved} and .*. Put it", load_config,
             moved / "config.yaml", check=False)
     (moved / "moved_along.py").write_text("")
     assert load_config(moved / "config.yaml", check=False).plugins == [str(moved / "moved_along.py")]

@@ -117,7 +117,7 @@ train.optimizer=muon; train.optimizer_settings.momentum=true -> momentum is True
 train.param_groups={output.*: {lr: -1}} -> 'train.param_groups.output.*.lr' is -1
 train.param_groups={output.*: {lr_factor: 2}} -> unknown key 'train.param_groups.output.*.lr_factor'
 
-train.log_to=[wandbb] -> is 'wandbb' (str): there is no log sink of this kind; did you mean 'wandb'?
+train.log_to=[wandbb] -> 'train.log_to.0': there is no log sink of the kind 'wandbb'; did you mean 'wandb'?
 train.log_to=[tensorboard, {kind: wandb, projekt: x}] -> unknown key 'train.log_to.1.projekt'; did you mean \
 'train.log_to.1.project'?
 train.log_to=[mlflow, {kind: mlflow}] -> train.log_to has 2 sinks of kind 'mlflow'
@@ -130,7 +130,7 @@ tokenizer={kind: sentencepiece, character_coverage: 0.9} -> 0.9 (float): input s
 tokenizer.path=s3://b/t.model -> copy it here first
 tokenizer.path=https://x.org/t.model -> 'tokenizer.path': https://x.org/t.model is an address
 tokenizer.path=file:///data/t.model -> without file://
-shard.sources=[{kind: files, name: a, paths: ['hf://datasets/owner/set/a.parquet']}] -> dataset: OWNER/NAME}
+shard.sources=[{kind: files, name: a, paths: ['hf://datasets/owner/set/a.parquet']}] -> sources of the kind hf
 shard.sources=[{kind: files, name: a, paths: ['ftp://x/a.txt']}] -> Sources are also read from s3://, gs://
 shard.sources=[{kind: files, name: a, paths: ['memory://x/a.txt']}] -> Sources are also read from s3://, gs://
 shard.sources=[{kind: files, name: a, paths: ['s3:///a.txt']}] -> names no bucket
@@ -174,12 +174,12 @@ def test_what_can_be_is_not(written, overrides):
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "words"), table("""
-dp_replicate=-1 dp_shard=4 tp=2 -> 12 -> 12 ranks are not divisible by 8 (parallel: dp_shard 4 x tp 2, dp_replicate -1 \
-for the rest)
-tp=2 -> 3 -> 3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)
-dp_replicate=2 dp_shard=2 tp=2 -> 4 -> dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks
+dp_replicate=-1 dp_shard=4 tp=2 -> 12 -> parallel: dp_replicate -1 x dp_shard 4 x tp 2 needs a multiple of 8 \
+ranks, but there are 12.
+tp=2 -> 3 -> parallel: dp_shard -1 x tp 2 needs a multiple of 2 ranks, but there are 3.
+dp_replicate=2 dp_shard=2 tp=2 -> 4 -> dp_replicate 2 x dp_shard 2 x tp 2 needs 8 ranks, but there are 4.
 tp=1 -> 3 -> 8 sequences
-pp=2 cp=2 -> 6 -> 6 ranks are not divisible by 4 (parallel: pp 2 x dp_replicate 1 x cp 2 x tp 1, dp_shard
+pp=2 cp=2 -> 6 -> parallel: pp 2 x dp_shard -1 x cp 2 needs a multiple of 4 ranks, but there are 6.
 pp=2 -> 16 -> at least parallel.pp (2) micro-batches in a step; each of 8 data-parallel groups has 1 of 8 sequences \
 (train.batch_tokens 2048
 pp=2 pp_schedule=interleaved -> 16 -> interleaved a multiple of it; each of 8

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drover.model import huggingface as shapes
 from drover.model.config import ModelConfig, RopeScaling, YarnScaling
+from drover.model.huggingface import shape_of
 from drover.model.llama import Llama, initialise
-from drover.pipeline.config import shapes
-from drover.pipeline.config.shapes import shape_of
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats import huggingface
 from drover.pipeline.formats.huggingface import config_to_json, refuse_unexportable

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from drover.pipeline.config.section import impossible
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 
@@ -36,10 +35,10 @@ class Characters(Filter):
     @model_validator(mode="after")
     def _has_bounds(self) -> Self:
         if not self.min_share and not self.max_share:
-            raise impossible("a characters filter needs a share in `min_share` or `max_share`, as in "
+            raise ValueError("a characters filter needs a share in `min_share` or `max_share`, as in "
                              "{max_share: {digits: 0.3}}")
         if twisted := [name for name, share in self.min_share.items() if share > self.max_share.get(name, 1.0)]:
-            raise impossible(f"no document has that many {', '.join(twisted)}: the least share is above the most")
+            raise ValueError(f"no document has that many {', '.join(twisted)}: the least share is above the most")
         return self
 
     def __call__(self, document: Document) -> Document | str:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import model_validator
 
 from drover.pipeline.config.data import FilesSource
-from drover.pipeline.config.section import LocalPath, Section, execution, impossible
+from drover.pipeline.config.section import LocalPath, Section, execution
 from drover.pipeline.config.yaml_source import read_task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Limit, Place, Unreadable, damage, is_shortage
@@ -42,10 +42,10 @@ class EvaluationSet(Section):
         path = Path(self.path)
         if path.suffix not in _TASK:
             if file_format(path) not in _FORMATS:
-                raise impossible(f"{self.path} is no file of items: its name ends with .{', .'.join(_FORMATS)} (or "
+                raise ValueError(f"{self.path} is no file of items: its name ends with .{', .'.join(_FORMATS)} (or "
                                  f"with .gz or .zst behind that), or with .yaml where it is a task")
             if not self.fields:
-                raise impossible(f"`fields` is missing: which fields of {self.path} make an item, as in "
+                raise ValueError(f"`fields` is missing: which fields of {self.path} make an item, as in "
                                  f"[question, answer]")
         return self
 

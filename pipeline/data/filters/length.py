@@ -6,7 +6,6 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from drover.pipeline.config.section import impossible
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 
@@ -27,9 +26,9 @@ class Length(Filter):
     def _has_bounds(self) -> Self:
         bounds = [(self.min_characters, self.max_characters), (self.min_words, self.max_words)]
         if not any(bound for pair in bounds for bound in pair):
-            raise impossible("a length filter needs one of min_characters, max_characters, min_words, max_words")
+            raise ValueError("a length filter needs one of min_characters, max_characters, min_words, max_words")
         if any(least and most and least > most for least, most in bounds):
-            raise impossible("no document is that long: the least is more than the most")
+            raise ValueError("no document is that long: the least is more than the most")
         return self
 
     def __call__(self, document: Document) -> Document | str:

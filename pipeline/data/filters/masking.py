@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import field_validator, model_validator
 
-from drover.pipeline.config.section import Section, impossible
+from drover.pipeline.config.section import Section
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 
@@ -39,9 +39,9 @@ class Pattern(Section):
         try:
             compiled = re.compile(text)
         except re.error as error:
-            raise impossible(f"it is no regular expression: {error}") from None
+            raise ValueError(f"it is no regular expression: {error}") from None
         if compiled.match(""):
-            raise impossible("it matches the empty text, and would put a mask everywhere")
+            raise ValueError("it matches the empty text, and would put a mask everywhere")
         return text
 
 
@@ -62,7 +62,7 @@ class Masking(Filter):
     @model_validator(mode="after")
     def _masks_something(self) -> Self:
         if self.email is None and self.ip is None and not self.patterns:
-            raise impossible("a masking filter needs one of email, ip, patterns")
+            raise ValueError("a masking filter needs one of email, ip, patterns")
         return self
 
     @cached_property

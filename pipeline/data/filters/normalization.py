@@ -9,7 +9,6 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from drover.pipeline.config.section import impossible
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 
@@ -41,7 +40,7 @@ class Normalization(Filter):
     def _changes_something(self) -> Self:
         if not any((self.form, self.line_ends, self.control_characters, self.zero_width, self.trailing_space,
                     self.max_blank_lines is not None)):
-            raise impossible("a normalization filter needs one of form, line_ends, control_characters, zero_width, "
+            raise ValueError("a normalization filter needs one of form, line_ends, control_characters, zero_width, "
                              "trailing_space, max_blank_lines")
         return self
 
