@@ -15,8 +15,8 @@ from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems, options_of, setup_problems
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.pipeline.config.checks import problems, rank_problems
+from drover.pipeline.config.external import absent_attention, absent_packages
 from drover.pipeline.config.launching import SiteLimits
-from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
 from drover.pipeline.config.tree import Config

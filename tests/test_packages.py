@@ -8,8 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from drover.launch.submit import main
+from drover.pipeline.config.external import absent_packages
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.core import errors as packages
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.filters.base import libraries

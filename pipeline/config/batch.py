@@ -37,12 +37,13 @@ class BatchPlan:
     @classmethod
     def of(cls, train: TrainConfig, parallel: ParallelConfig, ranks: int) -> BatchPlan:
         """The configured batch on this many ranks. It may not divide evenly: `batch_problems` checks that."""
-        found, sequences = parallel.sizes(ranks), train.batch_tokens // train.sequence_length
-        data_ranks = found.replicate * found.shard
+        grid = parallel.sizes(ranks)
+        sequences = train.batch_tokens // train.sequence_length
+        data_ranks = grid.replicate * grid.shard
         own = sequences // data_ranks
         micro_batch = next((size for size in range(min(train.micro_batch, own), 1, -1)
                             if own % size == 0 and _feeds(own // size, parallel)), 1)
-        return cls(sequences, train.sequence_length, data_ranks, found.pipeline * found.context * found.tensor,
+        return cls(sequences, train.sequence_length, data_ranks, grid.pipeline * grid.context * grid.tensor,
                    micro_batch, train.micro_batch)
 
     @property

@@ -34,12 +34,12 @@ Rules = Iterator[tuple[Any, str]]
 
 def problems(config: Config) -> list[str]:
     """Every impossible combination in `config`; empty if it can run."""
-    found = [*_broken(_rules(config), config), *plan_problems(config.train), *_listed(config), *_stores(config)]
+    wrong = [*_broken(_rules(config), config), *plan_problems(config.train), *_listed(config), *_stores(config)]
     in_phase: dict[str, str] = {}  # each where it is met first
     for phase, within in in_phases(config):
         for problem in (*_broken(_rules_of_phase(within), within), *_mixture(within)):
             in_phase.setdefault(problem, problem if phase.own is None else f"{phase.name}: {problem}")
-    return [*found, *in_phase.values()]
+    return [*wrong, *in_phase.values()]
 
 
 def _broken(rules: Rules, config: Config) -> Iterator[str]:
@@ -52,19 +52,18 @@ def _broken(rules: Rules, config: Config) -> Iterator[str]:
 
 def rank_problems(config: Config, ranks: int) -> list[str]:
     """Combinations that cannot work on `ranks` processes."""
-    if found := grid_problems(config.parallel, ranks):
-        return found
-    found = []
+    if wrong := grid_problems(config.parallel, ranks):
+        return wrong
     numbers = []
     for phase, within in in_phases(config):
-        found += [problem if phase.own is None else f"{phase.name}: {problem}"
+        wrong += [problem if phase.own is None else f"{phase.name}: {problem}"
                   for problem in batch_problems(within.train, within.parallel, ranks)]
         numbers.append(BatchPlan.of(within.train, within.parallel, ranks).accumulation)
     if config.parallel.engine == "deepspeed" and len(set(numbers)) > 1:
-        found.append(f"parallel.engine 'deepspeed' takes the same number of micro-batches in every step, and in "
+        wrong.append(f"parallel.engine 'deepspeed' takes the same number of micro-batches in every step, and in "
                      f"train.phases they are {', '.join(map(str, numbers))}: set micro_batch in the phases so that "
                      f"they are equal, or take 'fsdp2'.")
-    return found
+    return wrong
 
 
 def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:

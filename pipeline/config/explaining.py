@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from drover.pipeline.config.field_names import suggestion
-from drover.pipeline.config.places import OUTSIDE
+from drover.pipeline.config.places import EXTERNAL
 from drover.pipeline.config.section import is_execution, section_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
@@ -72,7 +72,7 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
         default = "required" if field.is_required() else repr(field.default)
         items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
         now = f"{len(items)} item(s), below" if items else repr(current)
-        stale = "\n  (the path makes nothing stale; the content does)" if name in OUTSIDE else \
+        stale = "\n  (the path makes nothing stale; the content does)" if name in EXTERNAL else \
             "\n  (how the work is done; never makes a finished stage stale)" if how else ""
         yield key, f"{key}\n  {text}\n  type: {kind}   default: {default}   now: {now}{stale}"
         for index, item in enumerate(items):

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, ValidationError
 from drover.pipeline.config.section import Section, advice, sentence, shortened
 from drover.pipeline.core.errors import UserError, all_told, listed
 
-_OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Kind(Section):
@@ -37,7 +37,7 @@ class Kind(Section):
     """A built-in name, or `my_module:MyClass`."""
 
 
-class Outside(Kind):
+class External(Kind):
     """A kind that is not built in, as it was written: its class and its settings are not checked yet."""
 
     model_config = ConfigDict(extra="allow")
@@ -75,10 +75,10 @@ class Kinds:
         settings = {"kind": value} if isinstance(value, str) else value
         kind = settings.get("kind") if isinstance(settings, dict) else None
         shipped = self.shipped_class(kind)
-        if shipped is None and isinstance(kind, str) and not _OUTSIDE.fullmatch(kind):
+        if shipped is None and isinstance(kind, str) and not _EXTERNAL.fullmatch(kind):
             known = [*self.shipped, "my_module:MyClass (of your own)"]
             raise ValueError(f"there is no {self.what} of the kind '{shortened(kind)}'; {advice(kind, known)}")
-        return (shipped or Outside).model_validate(settings)
+        return (shipped or External).model_validate(settings)
 
     def made(self, items: Iterable[Kind]) -> list[Any]:
         """The items. Those that are not built in are imported, and their settings are checked.
@@ -89,7 +89,7 @@ class Kinds:
         return all_told(*(partial(self._made, item, f"{self.setting}.{index}") for index, item in enumerate(items)))
 
     def _made(self, item: Kind, at: str) -> Kind:
-        if not isinstance(item, Outside):
+        if not isinstance(item, External):
             return item
         kind: type[Kind] = imported(item.kind, f"{at}.kind")
         if not (isinstance(kind, type) and issubclass(kind, imported(self.base, at))):
@@ -134,7 +134,7 @@ class OptimizerKind:
         return imported(self.make, "train.optimizer")
 
 
-def outside_sources(names: Iterable[str]) -> dict[str, Path]:
+def external_sources(names: Iterable[str]) -> dict[str, Path]:
     """The source files of the modules in names such as `my_module:MyClass`, by module, as far as they are found.
     Built-in names have no module."""
     modules = {module for module, colon, _ in (name.partition(":") for name in names) if colon}

@@ -63,8 +63,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
         place = place_of(tree, ("plugins",))
         tree["plugins"] = load_plugins(plugins, folder_of(place, path.parent), place)
     config = _validated(tree, path, typed)
-    if check and (found := problems(config)):
-        raise refusal(found, path)
+    if check and (wrong := problems(config)):
+        raise refusal(wrong, path)
     return config
 
 
@@ -209,8 +209,8 @@ def _fields(sections: list[type[BaseModel]], kind: Any) -> dict[str, FieldInfo]:
     return next((one.model_fields for one in (*fitting, *sections)), {})
 
 
-def refusal(found: list[str], path: Path | str) -> UserError:
+def refusal(wrong: list[str], path: Path | str) -> UserError:
     """The error that reports all problems of a configuration; of very many, the first."""
-    count = f"{len(found):,} problem{'s' * (len(found) > 1)} in the configuration {path}"
-    more = [f"and {len(found) - MOST_PROBLEMS:,} more"] if len(found) > MOST_PROBLEMS else []
-    return UserError(f"{count}:\n{listed([*(shortened(problem, 2000) for problem in found[:MOST_PROBLEMS]), *more])}")
+    count = f"{len(wrong):,} problem{'s' * (len(wrong) > 1)} in the configuration {path}"
+    more = [f"and {len(wrong) - MOST_PROBLEMS:,} more"] if len(wrong) > MOST_PROBLEMS else []
+    return UserError(f"{count}:\n{listed([*(shortened(problem, 2000) for problem in wrong[:MOST_PROBLEMS]), *more])}")

@@ -41,8 +41,8 @@ def read_tokens(value: Any) -> Any:
 
 
 def _share(value: Any) -> Any:
-    found = read_tokens(value)
-    return float(found) if isinstance(found, int) and not isinstance(found, bool) else found
+    number = read_tokens(value)
+    return float(number) if isinstance(number, int) and not isinstance(number, bool) else number
 
 
 TokenCount = Annotated[int, BeforeValidator(read_tokens)]

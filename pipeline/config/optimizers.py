@@ -28,8 +28,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
                         f"module:NAME of an OptimizerKind of your own.")
     kind = imported(name, "train.optimizer")
     if not isinstance(kind, OptimizerKind):
-        what = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
-        raise UserError(f"train.optimizer '{name}' names {what}, not an OptimizerKind. Name an OptimizerKind, such as "
+        raise UserError(f"train.optimizer '{name}' is not an OptimizerKind. Name one, such as "
                         f"OptimizerKind('{name}', matrix_bytes=..., other_bytes=...). "
                         f"pipeline/training/optimizers/base.py explains it.")
     return kind

@@ -72,13 +72,13 @@ class PhasePlan:
         """The plan of these settings. They may be senseless (`plan_problems`): a phase without tokens has no steps."""
         if not train.phases:
             return cls((Phase(0, train, 0, train.steps, 0, 0),))
-        found: list[Phase] = []
+        phases: list[Phase] = []
         step = token = sequence = 0
         for number, (own, steps) in enumerate(zip(train.phases, train.phase_steps(), strict=True)):
             settings = train.model_copy(update={**own.overlaid, "phases": []})
-            found.append(phase := Phase(number, settings, step, steps, token, sequence, own))
+            phases.append(phase := Phase(number, settings, step, steps, token, sequence, own))
             step, token, sequence = phase.end_step, token + phase.tokens, sequence + phase.steps * phase.sequences
-        return cls(tuple(found))
+        return cls(tuple(phases))
 
     @property
     def declared(self) -> bool:
@@ -99,8 +99,8 @@ class PhasePlan:
         """The phase of a step, counted from 1; after the end, the last one."""
         return self._last(lambda phase: phase.first_step < step)
 
-    def _last(self, has_begun: Callable[[Phase], bool]) -> Phase:
-        return next(filter(has_begun, reversed(self.phases)), self.phases[0])
+    def _last(self, has_started: Callable[[Phase], bool]) -> Phase:
+        return next(filter(has_started, reversed(self.phases)), self.phases[0])
 
     def sequences_between(self, first: int, end: int) -> int:
         """Sequences of the steps after `first` steps, up to `end` steps done; both may be after the plan's end."""

@@ -58,12 +58,12 @@ def load_plugins(names: Any, folder: Path, place: str) -> list[str]:
     """
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{place}: `plugins` is a list of modules and files, not {shortened(repr(names))}.")
-    found = []
+    usable = []
     for name in map(local_path, names):
         path = _file(name, folder, place) if name.endswith(".py") else None
         _import(_module(name), path, place)
-        found.append(str(path or name))
-    return found
+        usable.append(str(path or name))
+    return usable
 
 
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:

@@ -27,8 +27,8 @@ def _path(text: str) -> str:
 
 def _refusing(problem: Callable[[str], str | None]) -> AfterValidator:
     def check(text: str) -> str:
-        if (found := problem(text)) is not None:
-            raise ValueError(found)
+        if (why := problem(text)) is not None:
+            raise ValueError(why)
         return text
     return AfterValidator(check)
 
@@ -110,7 +110,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
     """The sections that a field may hold: directly, in a union, or as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in sections_in(part)]
+    return [section for part in get_args(annotation) for section in sections_in(part)]
 
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -337,9 +337,10 @@ class TrainConfig(Section):
 
     def phase_steps(self) -> list[int]:
         """Steps of each phase. Settings may be senseless: a phase without tokens has no steps."""
-        found, token = list[int](), 0
+        steps: list[int] = []
+        token = 0
         for phase in self.phases:
             batch = phase.batch_tokens or self.batch_tokens
-            found.append(max(0, -(-(phase.until - token) // batch)))
-            token += found[-1] * batch
-        return found
+            steps.append(max(0, -(-(phase.until - token) // batch)))
+            token += steps[-1] * batch
+        return steps

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import NoReturn
 
+from drover.pipeline.config.external import absent_packages
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.job import StageJob, set_this_job, this_job
 from drover.pipeline.contract.locks import StageLock, await_file_system, lock, turn

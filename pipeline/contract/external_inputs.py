@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from drover.pipeline.config.places import OUTSIDE
+from drover.pipeline.config.places import EXTERNAL
 from drover.pipeline.config.section import flatten
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import Stage
@@ -198,7 +198,7 @@ def places(stage: Stage, config: Config) -> Record:
     parts = {part: config.part(part) for part in stage.reads}
     values = flatten({name: part.model_dump(mode="json") if isinstance(part, BaseModel) else part
                       for name, part in parts.items()})
-    return {key: value for key, value in values.items() if OUTSIDE & set(key.split("."))}
+    return {key: value for key, value in values.items() if EXTERNAL & set(key.split("."))}
 
 
 def source_of_place(key: str, config: Config) -> str:

@@ -104,7 +104,7 @@ convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none 
 train.optimizer=lion -> train.optimizer 'lion' is not known. Take adamw, muon, or write module:NAME
 train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
 train.optimizer=tests.training.optimizers.outside:LION -> LION, which cannot be imported (AttributeError
-train.optimizer=tests.training.optimizers.outside:sgd -> names a function, not an OptimizerKind. Name an
+train.optimizer=tests.training.optimizers.outside:sgd -> is not an OptimizerKind. Name one
 train.optimizer=muon; parallel.engine=deepspeed -> train.optimizer 'muon' works under parallel.engine fsdp2, not \
 'deepspeed', which flattens the weights. Take parallel.engine=fsdp2, or train.optimizer=adamw.
 train.optimizer=tests.training.optimizers.outside:SGD; parallel.engine=deepspeed -> not 'deepspeed', which flattens

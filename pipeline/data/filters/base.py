@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from drover.pipeline.config.kinds import Kind, outside_sources
+from drover.pipeline.config.kinds import Kind, external_sources
 from drover.pipeline.config.section import added
 from drover.pipeline.config.shipped import FILTERS
 from drover.pipeline.data.documents import Document
@@ -99,4 +99,4 @@ def libraries(items: Iterable[Kind]) -> dict[str, str]:
 
 def outside_code(config: Config) -> dict[str, Path]:
     """The source files of filters from outside, by module."""
-    return outside_sources(item.kind for item in config.shard.filters)
+    return external_sources(item.kind for item in config.shard.filters)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from drover.pipeline.config.kinds import outside_sources, source_of
+from drover.pipeline.config.kinds import external_sources, source_of
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
@@ -21,7 +21,7 @@ def training_code(config: Config) -> dict[str, Path]:
     named = [config.train.attention, config.train.optimizer, *(hook.kind for hook in config.train.hooks)]
     with suppress(UserError):
         named.append(optimizer_kind(config.train.optimizer).make)
-    return outside_sources(name for name in named if not name.startswith(OURS))
+    return external_sources(name for name in named if not name.startswith(OURS))
 
 
 def absent_attention(config: Config) -> Iterator[str]:
