@@ -104,7 +104,8 @@ def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
     """Refuse what a stage would refuse later: missing files and changed stages."""
-    asked, running = {job.stage for job in jobs}, _running(jobs)
+    requested = {job.stage for job in jobs}
+    running = _running(jobs)
     _refuse_absent_files(run.config, running)
     if "train" in running:
         if run.config.train.init_from is not None:
@@ -114,10 +115,10 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
             say("note", f"the stage convert would refuse this network: {problem}")
     for job in jobs:
         refuse_changed(run, job, options)
-    for stage in before([*asked]):
-        if stage not in asked and (changed := run.changed(stage)):
+    for stage in before([*requested]):
+        if stage not in requested and (changed := run.changed(stage)):
             raise UserError(f"{run.refusal(stage, changed)}\n{stage} was not requested, but the "
-                            f"requested stages depend on it: name it too ({_named(asked | {stage})}).")
+                            f"requested stages depend on it: name it too ({_named(requested | {stage})}).")
 
 
 def _running(jobs: Sequence[Job]) -> list[str]:
@@ -140,8 +141,8 @@ def _named(stages: set[str]) -> str:
 
 def say_absent(run: Run, jobs: list[Job]) -> None:
     """Print, once, which input files of finished stages no longer exist. That is not refused."""
-    asked = [job.stage for job in jobs]
-    for text in run.absences([stage for stage in STAGES if stage in {*asked, *before(asked)}]):
+    requested = [job.stage for job in jobs]
+    for text in run.absences([stage for stage in STAGES if stage in {*requested, *before(requested)}]):
         say("note", text)
 
 

@@ -60,14 +60,16 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     if not slurm:
         gpus = options.machine.gpus if options.cluster == "local" else job.gpus_per_node
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus)
-    asked, nodes = job.asked, f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
+    resources = job.asked
+    nodes = f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
     if job.elements:
         nodes = f"1, {len(job.elements)} elements"
-    extra = asked.extra or {}
-    where = [asked.partition, extra.get("qos"), extra.get("constraint"),
+    extra = resources.extra or {}
+    where = [resources.partition, extra.get("qos"), extra.get("constraint"),
              f"link {job.link} of {job.links}" * (job.links > 1)]
+    memory = "all" if resources.mem == "0" else resources.mem or ""
     return (job.key, state, nodes, work(job), str(job.tasks_per_node * job.cpus_per_task),
-            str(job.gpus_per_node or ""), "all" if asked.mem == "0" else asked.mem or "", duration(60 * job.minutes),
+            str(job.gpus_per_node or ""), memory, duration(60 * job.minutes),
             ", ".join(str(part) for part in where if part) or "-", ", ".join(job.dependencies))
 
 

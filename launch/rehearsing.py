@@ -20,7 +20,7 @@ from drover.pipeline.core.errors import UserError
 
 LIMIT_S = 300.0
 """If a rehearsal takes longer (in seconds), the job is submitted without its result."""
-VERDICT = "memory     "
+FIT = "memory     "
 """The beginning of the line that says whether the step fits."""
 
 
@@ -48,14 +48,14 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
         "--config", options.config_path, "--ranks", str(train.ranks), *(gpus if train.gpus_per_node else ["--cpu"]),
         *options.overrides, *([] if known or made is None else [f"model.vocab_size={made.counts['vocab_size']}"])])
     lines = output.splitlines()
-    verdict = next((line for line in lines if line.startswith(VERDICT)), "")
-    if status and not verdict:
+    fit = next((line for line in lines if line.startswith(FIT)), "")
+    if status and not fit:
         cause = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
         return say("rehearsal", f"not done: {cause}. The job is submitted anyway")
     for line in lines:
         say("rehearsal", line)
     if status:
-        raise UserError(f"Training does not fit: {verdict.removeprefix(VERDICT).strip()} --no-rehearse submits it "
+        raise UserError(f"Training does not fit: {fit.removeprefix(FIT).strip()} --no-rehearse submits it "
                         f"anyway.")
 
 

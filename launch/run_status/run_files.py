@@ -37,7 +37,7 @@ class StageFiles:
 
     Attributes:
         manifest: of the finished stage; `damaged`: why it cannot be read. reused: it is in the folder of another run.
-        begun: whether there is a start record.
+        started: whether there is a start record.
         alive: whether the process that last held the stage still runs; None if it is on another machine.
         starts: of the newest submission, or of the last command on this machine.
     """
@@ -47,7 +47,7 @@ class StageFiles:
     reused: bool
     state: StageState | None
     progress: Progress | None
-    begun: bool
+    started: bool
     alive: bool | None
     starts: list[Start]
 

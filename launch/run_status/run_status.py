@@ -75,14 +75,14 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     for stage, files in run.stages.items():
         broken = any(row.state in ("failed", "stopped") for row in requested)
         rows.append(_Stage(run, stage, jobs, now).row(broken))
-        if run.jobs(stage) if run.chain else files.begun or files.manifest:
+        if run.jobs(stage) if run.chain else files.started or files.manifest:
             requested.append(rows[-1])
     current = min(requested or rows, key=lambda row: get_args(State).index(row.state))
     states = {row.state for row in rows}
     refused = run.chain.refused if run.chain else ""
     # A stage that waits for a failed one will never run.
     continues = "running" in states or ("waiting" in states and "failed" not in states)
-    # What the newest submission lacks may have been made without Slurm since.
+    # The jobs that are missing may not be needed: the stages may have been made without Slurm since.
     partial = run.chain is not None and run.chain.partial and not states <= {*FINISHED}
     outcome: Outcome = None
     if not continues and (requested or refused):
@@ -118,7 +118,7 @@ class _Stage:
     """A stage's files and Slurm's answers about its jobs.
 
     Attributes:
-        said: the stage's final status, if it still counts.
+        final: the stage's final status, if it still counts.
         info: Slurm's answer about the job that matters now: the one that runs, else the next in the queue, else the
             first that failed, else the last.
     """
@@ -127,17 +127,17 @@ class _Stage:
         self.run, self.stage, self.silent, self.now = run, stage, jobs is None, now
         self.files = run.stages[stage]
         own = run.jobs(stage)
-        self.said = self.files.state
-        if self.said and (self.said.status == "done" or (run.chain and own and self.said.at < run.chain.submitted)):
-            self.said = None  # its manifest is gone, or the record is from an earlier submission
-        ids = [job.id for job in own] or [self.said.job if self.said else ""]
+        self.final = self.files.state
+        if self.final and (self.final.status == "done" or (run.chain and own and self.final.at < run.chain.submitted)):
+            self.final = None  # its manifest is gone, or the record is from an earlier submission
+        ids = [job.id for job in own] or [self.final.job if self.final else ""]
         infos = [(jobs or {}).get(id, JobInfo(id)) for id in ids]
         first = min(infos, key=lambda info: info.rank)
         self.info = first if first.rank < LAST else infos[-1]
 
     def row(self, broken: bool) -> Row:
         """The stage's row. broken: an earlier stage has failed or was stopped."""
-        stage, info, said, files = self.stage, self.info, self.said, self.files
+        stage, info, final, files = self.stage, self.info, self.final, self.files
         state, remark = self._state(broken)
         remarks = [remark] if remark else []
         ended = [start for start in files.starts if start.status in ("crashed", "hung")]
@@ -152,7 +152,7 @@ class _Stage:
         if state == "done" and files.manifest:  # over all starts of the submission that finished it
             elapsed = _time(max(files.manifest.wall_s, when(files.manifest.finished) - when(files.manifest.started)))
         elif state == "running":
-            elapsed = _time(info.elapsed_s or (self.now - when(said.at) if said else 0.0))
+            elapsed = _time(info.elapsed_s or (self.now - when(final.at) if final else 0.0))
         now = files.progress
         if now and not (now.phase and state in FINISHED):
             phase = f"{now.phase} " * (now.phase not in ("", stage))
@@ -160,7 +160,7 @@ class _Stage:
             if now.loss is not None:
                 figures += [f"loss {now.loss:.4f}", f"tokens/s {now.tokens_per_s or 0:,.0f}",
                             f"goodput {now.goodput or 0:.1%}"]
-            if now.left_s and state == "running" and said and now.at > said.at:  # written by this start
+            if now.left_s and state == "running" and final and now.at > final.at:  # written by this start
                 left = _time(now.left_s)
         if restarts := max(files.state.attempt if files.state else 0, info.restarts):
             figures.append(f"restarts {restarts}")
@@ -168,39 +168,39 @@ class _Stage:
 
     def _state(self, broken: bool) -> tuple[State, str]:
         """The state, and a remark about it or ""."""
-        name, files, said, info = self.stage, self.files, self.said, self.info
+        name, files, final, info = self.stage, self.files, self.final, self.info
         if files.damaged:
             return "failed", f"{name}: {files.damaged}"
         if info.queued and _is_due(self.run, name):
             return self._queued()
         if files.manifest is not None:
             return "reused" if files.reused else "done", ""
-        if said and said.status != "running":
-            state: State = "failed" if said.status == "failed" else "stopped"
-            step = "" if said.step is None else f" after step {said.step}"
-            return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{self._logs()}"
-        if said.job if said else info.id:  # not if it was started by hand since
+        if final and final.status != "running":
+            state: State = "failed" if final.status == "failed" else "stopped"
+            step = "" if final.step is None else f" after step {final.step}"
+            return state, f"{name} {state}{step}: {final.reason or 'it gave no reason'}{self._logs()}"
+        if final.job if final else info.id:  # not if it was started by hand since
             if self.silent:
-                return "running" if said else "waiting", ""
-            if broken and not said and info.state in (UNKNOWN, "CANCELLED"):
+                return "running" if final else "waiting", ""
+            if broken and not final and info.state in (UNKNOWN, "CANCELLED"):
                 return "to do", ""  # Slurm removes jobs that wait for a failed one
             end = "is no longer known to Slurm: it crashed or was cancelled" if info.state == UNKNOWN else \
                 f"ended {info.state} ({info.reason or 'no reason given'})"
             reasons = [start.reason for start in files.starts if start.job.partition("_")[0] == info.id]
             cause = f": {reasons[-1]}" if reasons and reasons[-1] else ""
             return "failed", f"{name} failed: job {info.id} {end}{cause}{self._logs()}"
-        if not files.begun:
+        if not files.started:
             return "to do", ""
         if files.alive is None:
-            last = files.progress or said
+            last = files.progress or final
             age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
-            return "running", f"{name} runs on {said.host if said else 'another machine'}, not visible from here{age}"
+            return "running", f"{name} runs on {final.host if final else 'another machine'}, not visible from here{age}"
         last_start = files.starts[-1] if files.starts else None
         if files.alive or (last_start and last_start.next == "restart"
                            and self.now - when(last_start.ended) < RESTART_S):
             return "running", ""
-        if said:
-            return "failed", f"{name} failed: its process on {said.host} no longer exists; it was killed{self._logs()}"
+        if final:
+            return "failed", f"{name} failed: its process on {final.host} no longer exists; it was killed{self._logs()}"
         return "stopped", f"{name} is not done, and no process works on it"
 
     def _queued(self) -> tuple[State, str]:
