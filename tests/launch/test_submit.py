@@ -125,8 +125,8 @@ such | --stage shard,tokenizer,encode,train
 would not run on a Mac
     --stage train --cluster slurm --dry-run launch.device=mps -> launch.device=mps is Apple's GPU, but the stages \
 would not run on a Mac
-    --stage train --dry-run launch.device=mps train.precision=bf16 parallel.engine=deepspeed -> train.precision 'bf16' \
-is not for launch.device 'mps' | parallel.engine 'deepspeed' is not for launch.device 'mps'""")])
+    --stage train --dry-run launch.device=mps train.precision=bf16 parallel.engine=deepspeed -> launch.device \
+'mps' computes in fp32 with parallel.engine fsdp2 only""")])
 def test_refusals_start_nothing(launcher, arguments, said):
     complaint = launcher.refused(arguments)
     assert not launcher.run.exists() and complaint.startswith("error: ")
