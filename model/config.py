@@ -160,7 +160,7 @@ class ModelConfig(BaseModel):
 
     def problems(self) -> list[str]:
         """Every impossible combination as a sentence with its numbers; empty if the model can be built."""
-        found = []
+        problems = []
         for name in ("dim", "layers", "heads", "kv_heads", "multiple_of", "context_length", "rope_theta", "norm_eps",
                      "ffn_dim", "ffn_dim_multiplier", "vocab_size", "head_dim", "full_attention_interval",
                      "no_rope_layer_interval"):
@@ -168,25 +168,25 @@ class ModelConfig(BaseModel):
             if value is None:
                 continue
             if value <= 0:
-                found.append(f"{name} must be above 0, not {value}.")
+                problems.append(f"{name} must be above 0, not {value}.")
             elif value > most:
-                found.append(f"{name} must be at most {most:,}, not {value:,}.")
+                problems.append(f"{name} must be at most {most:,}, not {value:,}.")
         if self.dim > 0 and self.heads > 0:
             if self.head_dim is None and self.dim % self.heads:
-                found.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}), unless head_dim sets "
+                problems.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}), unless head_dim sets "
                              "the width of a head.")
             elif self.head_width % 2:
-                found.append((f"dim / heads ({self.dim} / {self.heads} = {self.head_width})" if self.head_dim is None
+                problems.append((f"dim / heads ({self.dim} / {self.heads} = {self.head_width})" if self.head_dim is None
                               else f"head_dim ({self.head_dim})")
                              + " must be even: rotary embedding turns pairs of dimensions.")
         if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
-            found.append(f"heads ({self.heads}) must be divisible by kv_heads ({self.kv_heads}).")
+            problems.append(f"heads ({self.heads}) must be divisible by kv_heads ({self.kv_heads}).")
         if self.ffn_dim is not None and self.ffn_dim_multiplier is not None:
-            found.append(
+            problems.append(
                 f"ffn_dim ({self.ffn_dim}) and ffn_dim_multiplier ({self.ffn_dim_multiplier}) "
                 "both decide the feed-forward width: set one of them."
             )
-        return found + self._window_problems() + self._scaling_problems()
+        return problems + self._window_problems() + self._scaling_problems()
 
     def _window_problems(self) -> list[str]:
         if self.sliding_window is None:

@@ -51,10 +51,10 @@ def vendor(description: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's vendor ("AuthenticAMD", "GenuineIntel"); empty if it cannot be read."""
     try:
         with open(description, encoding="utf-8", errors="replace") as lines:
-            found = next((line for line in lines if line.startswith("vendor_id")), "")
+            result = next((line for line in lines if line.startswith("vendor_id")), "")
     except OSError:
         return ""
-    return found.partition(":")[2].strip()
+    return result.partition(":")[2].strip()
 
 
 def chosen() -> str:

@@ -81,13 +81,13 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     return logits.to(wide(logits.dtype)).logsumexp(dim=-1, keepdim=True)
 
 
-def into_gradient(logits: Tensor, normaliser: Tensor, factors: Tensor, columns: Tensor, here: Tensor) -> Tensor:
+def into_gradient(logits: Tensor, normaliser: Tensor, factors: Tensor, columns: Tensor, own: Tensor) -> Tensor:
     """Overwrite logits (rows, vocabulary) by softmax(logits) * factors - onehot(label).
 
     The other arguments are (rows, 1). normaliser: log-sum-exp over the whole vocabulary. factors: 0 in ignored rows.
-    columns, here: from `VocabularyPartition.columns`.
+    columns, own: from `VocabularyPartition.columns`.
     """
-    of_label = (torch.arange(logits.shape[1], device=logits.device) == columns) & here
+    of_label = (torch.arange(logits.shape[1], device=logits.device) == columns) & own
     probabilities = (logits.to(normaliser.dtype) - normaliser).exp() * factors
     return logits.copy_(probabilities - of_label.to(normaliser.dtype))
 
@@ -118,10 +118,10 @@ class Losses:
 
     def at_hand(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, VocabularyPartition]:
         """Whole hidden states, the rows of the output matrix in this process, and their part of the vocabulary: all."""
-        return hidden, weight, WHOLE
+        return hidden, weight, FULL
 
 
-WHOLE = VocabularyPartition()
+FULL = VocabularyPartition()
 
 
 def cross_entropy_sum(
@@ -129,7 +129,7 @@ def cross_entropy_sum(
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int | None = None,
-    vocabulary: VocabularyPartition = WHOLE,
+    vocabulary: VocabularyPartition = FULL,
     z_loss: float = 0.0,
     passes: Passes | None = None,
 ) -> Tensor:
@@ -156,7 +156,7 @@ def token_losses(
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int | None = None,
-    vocabulary: VocabularyPartition = WHOLE,
+    vocabulary: VocabularyPartition = FULL,
 ) -> Tensor:
     """Each row's loss in nats, without gradient: (rows,) float32 or float64, 0 for label -100."""
     chunk = _chunk(hidden, weight, chunk_tokens)
@@ -189,8 +189,8 @@ def _chunk_losses(
     the gradient of both terms, except the label's own part: the probabilities, or with a z-loss those times 1 + 2
     z_loss log-sum-exp. So no exponential is computed twice.
     """
-    columns, here = vocabulary.columns(labels)
-    target = vocabulary.total(logits.gather(-1, columns).masked_fill_(~here, 0.0))
+    columns, own = vocabulary.columns(labels)
+    target = vocabulary.total(logits.gather(-1, columns).masked_fill_(~own, 0.0))
     largest = logits.amax(dim=-1, keepdim=True)
     exponentials = logits.sub_(largest).exp_()
     normaliser = vocabulary.normaliser(largest + exponentials.sum(dim=-1, keepdim=True).log_())
@@ -206,9 +206,9 @@ def _fused_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (rows,), 0 in ignored rows, and two arguments of `into_gradient`: normaliser and factors. Does not change
     the logits."""
-    columns, here = vocabulary.columns(labels)
+    columns, own = vocabulary.columns(labels)
     normaliser = vocabulary.normaliser(passes.log_sum_exp(logits))
-    losses = normaliser - vocabulary.total(logits.gather(-1, columns).to(normaliser.dtype).masked_fill_(~here, 0.0))
+    losses = normaliser - vocabulary.total(logits.gather(-1, columns).to(normaliser.dtype).masked_fill_(~own, 0.0))
     factors = torch.ones_like(normaliser)
     if z_loss:
         losses += z_loss * normaliser.square()
@@ -220,8 +220,8 @@ def _fused_losses(
 def _logits_gradient(exponentials: Tensor, factors: Tensor, labels: Tensor, vocabulary: VocabularyPartition) -> Tensor:
     """softmax(logits) - onehot(label), 0 in ignored rows. Overwrites the exponentials of `_chunk_losses`."""
     gradient = exponentials.mul_(factors.masked_fill((labels == IGNORED).unsqueeze(-1), 0.0))
-    columns, here = vocabulary.columns(labels)
-    return gradient.scatter_add_(-1, columns, -here.to(gradient.dtype))
+    columns, own = vocabulary.columns(labels)
+    return gradient.scatter_add_(-1, columns, -own.to(gradient.dtype))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -11,13 +11,13 @@ def preset(name: str) -> ModelConfig:
 
     Raises ValueError, with the known names, for another name.
     """
-    spelled = name.lower().replace("-", "_")
-    if spelled not in PRESETS:
-        close = difflib.get_close_matches(spelled, PRESETS, n=1)
+    normalized = name.lower().replace("-", "_")
+    if normalized not in PRESETS:
+        close = difflib.get_close_matches(normalized, PRESETS, n=1)
         meant = f" Did you mean {close[0]}?" if close else ""
         raise ValueError(f"There is no preset {name!r}.{meant} Known are {', '.join(PRESETS)}; and "
                          f"folders with weights.")
-    return PRESETS[spelled]
+    return PRESETS[normalized]
 
 
 def _llama(dim: int, layers: int, heads: int, multiplier: float | None, multiple: int, kv_heads: int = 8,

@@ -39,7 +39,7 @@ def work(options: argparse.Namespace) -> int:
         raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
     refuse_low(options, "ranks")
     from drover.pipeline.rehearsal.apart import rehearse_apart
-    from drover.pipeline.rehearsal.fitting import verdict
+    from drover.pipeline.rehearsal.fitting import fit_in_memory
     from drover.pipeline.rehearsal.report import ends_and_middle, fullest, lines
 
     config = load_config(options.config, options.overrides)
@@ -47,7 +47,7 @@ def work(options: argparse.Namespace) -> int:
     found = rehearse_apart(config, options.ranks, numbers, gpu=not options.cpu)
     fits, text = True, ""
     if options.memory is not None:
-        fits, text = verdict(config, fullest(found), options.memory * 1e9, gpu=not options.cpu)
+        fits, text = fit_in_memory(config, fullest(found), options.memory * 1e9, gpu=not options.cpu)
     if options.json:
         print(json.dumps({"fits": fits, "verdict": text, "ranks": [one.as_json() for one in found]}, indent=1))
     else:

@@ -80,10 +80,10 @@ class Documents:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document, row after row. Raises ValueError if their sum is not batch x length."""
-        found = self._read() if self.given is None else tuple(self.given)
-        if sum(found) != self.numbers.numel():
-            raise ValueError(f"The documents have {sum(found)} tokens together; there are {self.numbers.numel()}.")
-        return found
+        result = self._read() if self.given is None else tuple(self.given)
+        if sum(result) != self.numbers.numel():
+            raise ValueError(f"The documents have {sum(result)} tokens together; there are {self.numbers.numel()}.")
+        return result
 
     @property
     def begins(self) -> Tensor:
@@ -117,10 +117,10 @@ class Backend(ABC):
         """Why it cannot run there, as the rest of a sentence; empty if it can. Includes windows and segments."""
         if where.windowed and not self.windows:
             return "knows no sliding window"
-        return "knows no context parallelism" if where.segmented and not self.segments else self.lacks(where)
+        return "knows no context parallelism" if where.segmented and not self.segments else self.unsupported(where)
 
     @abstractmethod
-    def lacks(self, where: Where) -> str:
+    def unsupported(self, where: Where) -> str:
         """Why it cannot run there, as the rest of a sentence ("needs bfloat16, not float32"); empty if it can."""
 
     @abstractmethod

@@ -43,7 +43,7 @@ class ByDocument(Backend):
     windows = segments = True
     operators = Sdpa.operators
 
-    def lacks(self, where: Where) -> str:
+    def unsupported(self, where: Where) -> str:
         """See Backend. A graph would contain the documents' lengths, which change with every batch."""
         return "cannot be compiled, because every batch has documents of other lengths" if where.compiled else ""
 
@@ -72,7 +72,7 @@ class ByDocument(Backend):
         queries = q.flatten(0, 1).split([run.documents * run.length for run in prepared])
         sizes = [run.documents * run.keys for run in prepared]
         rest = k.shape[0] * k.shape[1] - sum(sizes)  # padding keys
-        keys, values = (whole.flatten(0, 1).split([*sizes, rest])[:-1] for whole in (k, v))
+        keys, values = (tensor.flatten(0, 1).split([*sizes, rest])[:-1] for tensor in (k, v))
         outputs = []
         for run, *parts in zip(prepared, queries, keys, values, strict=True):
             a, b, c = (part.unflatten(0, (run.documents, -1)) for part in parts)

@@ -38,12 +38,12 @@ def load(name: str) -> Backend:
         raise ValueError(f"attention '{name}' is not known. Take auto, {', '.join(BACKENDS)}, or another class as "
                          f"module:class.")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        result = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"attention '{name}' cannot be loaded: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+    if not (isinstance(result, type) and issubclass(result, Backend)):
         raise ValueError(f"attention '{name}' is no class derived from drover.model.attention.backend.Backend.")
-    return found()
+    return result()
 
 
 def _automatic(where: Where) -> Choice:

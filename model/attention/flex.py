@@ -25,7 +25,7 @@ class Flex(Backend):
     operators = frozenset({torch.ops.higher_order.flex_attention}) | {
         operator for operator in [getattr(torch._higher_order_ops, "inductor_compiled_code", None)] if operator}
 
-    def lacks(self, where: Where) -> str:
+    def unsupported(self, where: Where) -> str:
         """See Backend."""
         if where.device.type != "cuda":
             return f"has no backward pass on a {where.device.type} device"

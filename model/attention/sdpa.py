@@ -72,7 +72,7 @@ class Sdpa(Backend):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     })  # the unfused kernel consists of other products and is recomputed
 
-    def lacks(self, where: Where) -> str:
+    def unsupported(self, where: Where) -> str:
         """See Backend. It runs everywhere."""
         return ""
 

@@ -45,7 +45,7 @@ class Varlen(Backend):
     windows = segments = True
     operators = frozenset({torch.ops.torch_attn._varlen_attn.default})
 
-    def lacks(self, where: Where) -> str:
+    def unsupported(self, where: Where) -> str:
         """See Backend."""
         if where.device.type != "cuda":
             return f"needs a GPU, not a {where.device.type} device"
@@ -70,7 +70,7 @@ class Varlen(Backend):
         """See Backend."""
         edges, longest, before, key_edges, longest_keys = prepared
         options: dict[str, Any] = {"enable_gqa": True} if KNOWS_GROUPS else {}
-        q_row, k_row, v_row = (whole.flatten(0, 1) for whole in (q, k, v))  # (tokens, heads, head_dim)
+        q_row, k_row, v_row = (tensor.flatten(0, 1) for tensor in (q, k, v))  # (tokens, heads, head_dim)
         seen = (before, 0)  # so many keys back, none ahead
         out: Any = varlen_attn(q_row, k_row, v_row, edges, key_edges, longest, longest_keys, window_size=seen,
                                **options)

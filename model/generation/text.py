@@ -39,19 +39,19 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += new
-        found = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
+        result = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if result:
             self.stopped = True
-            _, place = min(found)  # as if characters came one by one: token boundaries do not matter
+            _, place = min(result)  # as if characters came one by one: token boundaries do not matter
             text, self._held = self._held[:place], ""
         else:
-            open_end = max((_begun(self._held, stop) for stop in self._stop), default=0)
+            open_end = max((_started_stop(self._held, stop) for stop in self._stop), default=0)
             keep = len(self._held) - open_end
             text, self._held = self._held[:keep], self._held[keep:]
         return text
 
 
-def _begun(text: str, stop: str) -> int:
+def _started_stop(text: str, stop: str) -> int:
     """Length of the longest beginning of `stop` at the end of `text`, which does not contain all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -71,12 +71,12 @@ class Weights(ABC):
 
     def finite(self, name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor:
         """As `read`. Raises UserError also for NaN and infinite values, which arithmetic would spread."""
-        found = self.read(name, offset, shape)
-        if not bool(found.isfinite().all()):
-            count = int((~found.isfinite()).sum())
+        result = self.read(name, offset, shape)
+        if not bool(result.isfinite().all()):
+            count = int((~result.isfinite()).sum())
             raise UserError(f"{self.stored_name(name)} in {self.path} has NaN or infinite values ({count:,}). "
                             f"Fetch or make these weights again, or use others.")
-        return found
+        return result
 
     def stored_name(self, name: str) -> str:
         """The name of a parameter in the files."""
@@ -137,8 +137,8 @@ def reader(weights: Weights, dtype: torch.dtype, done: Callable[[], None] = lamb
     become infinite.
     """
     def read(name: str, offset: MaybeDims = None, shape: MaybeDims = None, /) -> Tensor:
-        found = weights.finite(name, offset, shape)
-        converted = found.to(dtype)
+        result = weights.finite(name, offset, shape)
+        converted = result.to(dtype)
         if dtype == torch.float16 and bool(converted.isinf().any()):
             raise UserError(f"{weights.stored_name(name)} in {weights.path} has values beyond the largest of fp16, "
                             f"{torch.finfo(dtype).max:,.0f}. Give --dtype bf16 or fp32.")

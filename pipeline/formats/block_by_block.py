@@ -55,11 +55,11 @@ def our_part(config: ModelConfig, name: str, weights: Mapping[str, Tensor], dtyp
     model.rotary_table = table
     # If a weight is missing here, the forward pass fails on the meta device.
     model.load_state_dict({key: weight.to(dtype) for key, weight in weights.items()}, strict=False, assign=True)
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     if name == "output":
-        model.norm.register_forward_hook(lambda module, inputs, output: found.update(norm=output))
-    found[name] = model(tokens, hidden=hidden)
-    return found
+        model.norm.register_forward_hook(lambda module, inputs, output: result.update(norm=output))
+    result[name] = model(tokens, hidden=hidden)
+    return result
 
 
 @torch.no_grad()

@@ -39,9 +39,9 @@ def compare_folder(folder: Path, config: ModelConfig, read: Read) -> int:
             missing, unknown, of another shape, or holds another value.
     """
     try:
-        found = read_shape(folder / "config.json")
-        if wrong := [f"{name} is {there!r}; trained with {here!r}"
-                     for name, (here, there) in config.differences(found).items()]:
+        result = read_shape(folder / "config.json")
+        if wrong := [f"{name} is {other!r}; trained with {own!r}"
+                     for name, (own, other) in config.differences(result).items()]:
             raise UserError(f"The config.json in {folder} is not that of the model that was trained: {listed(wrong)}.")
         with HuggingFaceWeights(folder) as made:
             prove_equal(made, read)
@@ -117,11 +117,11 @@ class Agreement:
                  f"float32 is off by {{:.1e}}"))]
         limits.append((self.training_logit_error, max(self.transformers_logit_error, resolution),
                        "the training model's logits are off by up to {:.1e}, transformers' by only {:.1e}"))
-        found = [text.format(error, known) for error, known, text in limits if not error <= self.factor * known]
+        problems = [text.format(error, known) for error, known, text in limits if not error <= self.factor * known]
         if self.argmax_wrong:
-            found.append(f"the argmax differs on {self.argmax_wrong} of {self.argmax_decided} tokens where rounding "
+            problems.append(f"the argmax differs on {self.argmax_wrong} of {self.argmax_decided} tokens where rounding "
                          f"cannot change it")
-        return found
+        return problems
 
     @property
     def sentence(self) -> str:
@@ -157,14 +157,14 @@ def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor
         raise UserError(f"The model that was trained has logits that are NaN or infinite on {tokens.numel()} tokens, "
                         f"even in float64, so its export cannot be compared. Convert an earlier checkpoint, or "
                         f"search its weights for NaN.")
-    found = agreement(reference, training, theirs, single, tokens, config.layers)
-    if found.problems:
+    result = agreement(reference, training, theirs, single, tokens, config.layers)
+    if result.problems:
         where = ours.parting or ("No part of transformers' model differs by more than rounding: check the training "
                                  "model.")
         raise UserError(f"The exported model in {folder} does not compute what the training model does, compared with "
                         f"a float64 forward pass of the checkpoint on {tokens.numel()} tokens:\n"
-                        f"{listed(found.problems)}\n{where} {_DEFECT}")
-    return found
+                        f"{listed(result.problems)}\n{where} {_DEFECT}")
+    return result
 
 
 class _Passes:
@@ -189,13 +189,13 @@ class _Passes:
         if name == "norm":
             self._normed = theirs
             return
-        weights, found = read_part(self.config, name, self.read), dict[str, dict[str, Tensor]]()
+        weights, result = read_part(self.config, name, self.read), dict[str, dict[str, Tensor]]()
         for kind, (dtype, table) in self._kinds.items():
-            found[kind] = our_part(self.config, name, weights, dtype, table, self.tokens, self.outputs.get(kind))
-            self.outputs[kind] = found[kind][name]
+            result[kind] = our_part(self.config, name, weights, dtype, table, self.tokens, self.outputs.get(kind))
+            self.outputs[kind] = result[kind][name]
         for part, output in (("norm", self._normed), (name, theirs)):
             if output is not None:
-                self._judge(part, output, found["exact"][part], found["single"][part])
+                self._judge(part, output, result["exact"][part], result["single"][part])
 
     def _judge(self, name: str, theirs: Tensor, exact: Tensor, single: Tensor) -> None:
         size, off = float(exact.abs().max()), _error(theirs, exact)

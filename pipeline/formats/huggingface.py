@@ -128,9 +128,9 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = Tru
     """
     scaling = None
     if config.rope_scaling is not None:
-        said = config.rope_scaling.model_dump(exclude={"kind"}, exclude_none=True)
+        settings = config.rope_scaling.model_dump(exclude={"kind"}, exclude_none=True)
         scaling = {"rope_type": "yarn" if isinstance(config.rope_scaling, YarnScaling) else "llama3",
-                   "original_max_position_embeddings": said.pop("original_context_length"), **said}
+                   "original_max_position_embeddings": settings.pop("original_context_length"), **settings}
     kind = export_class(config, qwens=qwens)
     return {
         "architectures": [CLASSES[kind]],

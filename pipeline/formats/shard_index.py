@@ -62,10 +62,10 @@ class Index:
             ValueError: the parts disagree on what a tensor is.
         """
         files, moved = list[Record](), list[list[Cut]]()
-        found: dict[str, tuple[str, Dims, list[tuple[int, int]]]] = {}
+        result: dict[str, tuple[str, Dims, list[tuple[int, int]]]] = {}
         for number, part in enumerate(parts):
             for name, entry in part.tensors.items():
-                dtype, shape, held = found.setdefault(name, (entry.dtype, entry.shape, []))
+                dtype, shape, held = result.setdefault(name, (entry.dtype, entry.shape, []))
                 if (dtype, shape) != (entry.dtype, entry.shape):
                     path = part.files[part.cuts[entry.cut][0, 0]]["path"]
                     raise ValueError(f"{name} is {dtype} {list(shape)} in one part, {entry.dtype} {list(entry.shape)} "
@@ -75,7 +75,7 @@ class Index:
             files += part.files
         cuts = dict[tuple[tuple[int, int], ...], int]()
         tensors = {name: Entry(dtype, shape, cuts.setdefault(tuple(held), len(cuts)))
-                   for name, (dtype, shape, held) in found.items()}
+                   for name, (dtype, shape, held) in result.items()}
         return cls(tuple(files), tensors, tuple(np.concatenate([moved[part][cut] for part, cut in held])
                                                 for held in cuts))
 

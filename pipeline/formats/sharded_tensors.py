@@ -80,10 +80,10 @@ def write_part(path: Path, pieces: Pieces) -> Index:
     """
     entries = dict[str, tuple[str, Dims, list[Rectangle]]]()
     tensors: dict[str, Tensor] = {}
-    for name, found in pieces.items():
-        kept = [piece for piece in found if piece.tensor.numel() or not math.prod(piece.shape)]
+    for name, result in pieces.items():
+        kept = [piece for piece in result if piece.tensor.numel() or not math.prod(piece.shape)]
         for piece in kept:
-            tensors[name if len(found) == 1 else _key(name, piece.offset)] = piece.tensor
+            tensors[name if len(result) == 1 else _key(name, piece.offset)] = piece.tensor
         if kept:
             entries[name] = _entry(name, kept)
     # Wide elements first: then each tensor starts at a multiple of its element size.

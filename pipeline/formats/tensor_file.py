@@ -82,15 +82,15 @@ class Layout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def rectangle_in(whole: Sequence[int], offset: MaybeDims, size: MaybeDims) -> Rectangle:
+def rectangle_in(full: Sequence[int], offset: MaybeDims, size: MaybeDims) -> Rectangle:
     """A rectangle of a tensor: offset (default: the beginning) and size (default: up to the end). ValueError if it is
     not inside."""
-    start = tuple(offset or (0,) * len(whole))
-    if size is None and len(start) == len(whole):
-        size = [end - at for at, end in zip(start, whole, strict=True)]
-    if size is None or len({len(whole), len(start), len(size)}) > 1 or not all(
-            0 <= at <= at + count <= end for at, count, end in zip(start, size, whole, strict=True)):
-        raise ValueError(f"A rectangle {tuple(size or ())} at {start} does not lie in {tuple(whole)}.")
+    start = tuple(offset or (0,) * len(full))
+    if size is None and len(start) == len(full):
+        size = [end - at for at, end in zip(start, full, strict=True)]
+    if size is None or len({len(full), len(start), len(size)}) > 1 or not all(
+            0 <= at <= at + count <= end for at, count, end in zip(start, size, full, strict=True)):
+        raise ValueError(f"A rectangle {tuple(size or ())} at {start} does not lie in {tuple(full)}.")
     return start, tuple(size)
 
 
@@ -191,10 +191,10 @@ class TensorFile:
 
     def _fill(self, target: Tensor, layout: Layout, start: int, offset: Dims) -> None:
         first, inner = offset[0], Layout(layout.dtype, layout.shape[1:])
-        whole_rows = tuple(target.shape[1:]) == inner.shape
-        if whole_rows and target.is_contiguous():
+        full_rows = tuple(target.shape[1:]) == inner.shape
+        if full_rows and target.is_contiguous():
             self._read(_bytes(target), start + first * inner.size)
-        elif not whole_rows and target[0].numel() * layout.dtype.itemsize >= _RUN:
+        elif not full_rows and target[0].numel() * layout.dtype.itemsize >= _RUN:
             for index, row in enumerate(target):
                 self._fill(row, inner, start + (first + index) * inner.size, offset[1:])
         else:
@@ -264,9 +264,9 @@ class PickleFile:
                 raise DamagedFileError(f"{path} cannot be mapped: the process must be allowed "
                                        f"{path.stat().st_size / 1e9:,.1f} GB of memory for it, though it uses less "
                                        f"(ulimit -v, ulimit -d, vm.overcommit_memory)") from error
-            said = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences give unsafe advice
+            reason = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences give unsafe advice
             raise DamagedFileError(f"{path} is truncated, or contains more than tensors; nothing of it was executed "
-                                   f"({(said[0] if said else str(error)).partition('. ')[0][:200]})") from error
+                                   f"({(reason[0] if reason else str(error)).partition('. ')[0][:200]})") from error
         if not isinstance(content, dict):
             raise DamagedFileError(f"{path} contains a {type(content).__name__} instead of named tensors")
         for name, value in content.items():

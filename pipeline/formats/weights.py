@@ -190,9 +190,9 @@ class HuggingFaceWeights(Weights):
         single = next((name for name in SINGLE_FILES if any((self.path / file).is_file() for file in
                                                             (name, f"{name}.index.json"))), SINGLE_FILES[0])
         index = self.path / f"{single}.index.json"
-        said = None if (self.path / single).is_file() else read_record(
+        listed = None if (self.path / single).is_file() else read_record(
             index, TensorIndex, "Fetch or export the folder again.")
-        for name in sorted(set(said["weight_map"].values())) if said else [single]:
+        for name in sorted(set(listed["weight_map"].values())) if listed else [single]:
             if Path(name).name != name:
                 raise UserError(f"The index {index} names {name!r}, which is not a file in its folder.")
             try:

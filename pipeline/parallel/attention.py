@@ -39,16 +39,16 @@ def choose_flash(name: str, device: torch.device) -> str:
     Raises:
         UserError: the kernels that `train.flash` names cannot be used here.
     """
-    chosen = ("fa3" if not _lacks("fa3", device) else OWN) if name == "auto" else name
+    chosen = ("fa3" if not _unsupported("fa3", device) else OWN) if name == "auto" else name
     if chosen == OWN:
         return OWN
-    if lacks := _lacks(chosen, device):
-        raise UserError(f"train.flash={chosen} cannot be used here: it {lacks}. Take train.flash=auto.")
+    if unsupported := _unsupported(chosen, device):
+        raise UserError(f"train.flash={chosen} cannot be used here: it {unsupported}. Take train.flash=auto.")
     KERNELS.activate_flash_attention_impl(chosen.upper())
     return chosen
 
 
-def _lacks(name: str, device: torch.device) -> str:
+def _unsupported(name: str, device: torch.device) -> str:
     """Why kernels of FLASH cannot be used, as the rest of a sentence; empty if they can."""
     module, majors = FLASH[name]
     if device.type != "cuda":

@@ -83,10 +83,10 @@ def gathered(lengths: tuple[tuple[int, ...], ...], ranks: int, rank: int, window
     own = length // ranks  # tokens of a row on each rank
     sizes, packed, tails = [], [], []
     for row, documents in enumerate(lengths):
-        found = plan(documents, ranks)
+        result = plan(documents, ranks)
         place = np.empty(length, dtype=np.int64)  # of each token of the row, among the gathered
-        place[found.places] = (np.arange(ranks)[:, None] * len(lengths) + row) * own + np.arange(own)
-        document, begin, end, tail = found.segments(rank).T
+        place[result.places] = (np.arange(ranks)[:, None] * len(lengths) + row) * own + np.arange(own)
+        document, begin, end, tail = result.segments(rank).T
         first = document if window is None else np.maximum(document, begin - window + 1)
         seen = end - first
         # Each segment's keys are neighbours in the row: first, first + 1, ... of each, one after the other.
@@ -124,9 +124,9 @@ class ContextParallel(Backend):
         self.inner, self.operators = inner, inner.operators  # type: ignore[misc]  # these of an object, not of a class
         self.ranks, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
 
-    def lacks(self, where: Where) -> str:
+    def unsupported(self, where: Where) -> str:
         """See Backend."""
-        return self.inner.lacks(where)
+        return self.inner.unsupported(where)
 
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Prepared:
         """See Backend. documents: numbers of this rank's tokens, lengths of the whole."""
@@ -134,9 +134,9 @@ class ContextParallel(Backend):
         assert documents.given is not None, "a part of a sequence does not show the lengths of its documents"
         rows = tuple(_rows(documents.given, own * self.ranks))
         assert len(rows) == count, f"{len(rows)} rows of documents for {count} rows of tokens"
-        found, device = gathered(rows, self.ranks, self.rank, documents.window), documents.numbers.device
-        segments = Documents(documents.numbers.view(1, -1), found.lengths, documents.window, found.keys)
-        return Prepared(moved(torch.from_numpy(found.index), device), moved(torch.from_numpy(found.uses), device),
+        result, device = gathered(rows, self.ranks, self.rank, documents.window), documents.numbers.device
+        segments = Documents(documents.numbers.view(1, -1), result.lengths, documents.window, result.keys)
+        return Prepared(moved(torch.from_numpy(result.index), device), moved(torch.from_numpy(result.uses), device),
                         self.inner.prepare(segments, dtype))
 
     def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,8 +182,8 @@ class _Packed(torch.autograd.Function):
                 group: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(uses)
         ctx.ranks, ctx.group = ranks, group
-        whole = WAIT(gathered)  # (gathered, 2, kv_heads, head_dim)
-        return whole[:, 0].index_select(0, index), whole[:, 1].index_select(0, index)
+        gathered_all = WAIT(gathered)  # (gathered, 2, kv_heads, head_dim)
+        return gathered_all[:, 0].index_select(0, index), gathered_all[:, 1].index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, None, None, None, None, None]:
@@ -200,12 +200,12 @@ def _sum(gradients: tuple[Tensor, ...], uses: Tensor) -> Tensor:
     for packed, sums in zip(gradients, total.unbind(1), strict=True):
         for number, use in enumerate(uses.unbind()):
             # Selected, not multiplied by 0: padding rows may hold NaN.
-            found = torch.where(use[:, None, None] < 0, 0, packed.index_select(0, use.clamp(min=0)))
-            sums.copy_(found) if number == 0 else sums.add_(found)
+            result = torch.where(use[:, None, None] < 0, 0, packed.index_select(0, use.clamp(min=0)))
+            sums.copy_(result) if number == 0 else sums.add_(result)
     return total
 
 
-def whole_losses(model: Any, mesh: DeviceMesh, tokens: Tensor, labels: Tensor, documents: Tensor,
+def full_losses(model: Any, mesh: DeviceMesh, tokens: Tensor, labels: Tensor, documents: Tensor,
                  positions: Tensor) -> Tensor:
     """The nats of each target of whole sequences, (rows, length), on every rank of `mesh`'s group; no gradient. The
     arguments are Llama's and the same on all these ranks. Each rank computes its part."""

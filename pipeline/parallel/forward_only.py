@@ -73,9 +73,9 @@ class InStep:
         self._empty = False
 
     def _somebody_calls(self, this_one: bool) -> bool:
-        said = torch.tensor(float(this_one), device=self.device)
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
-        return this_one or bool(said)  # a rank that calls need not wait for the device
+        flag = torch.tensor(float(this_one), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        return this_one or bool(flag)  # a rank that calls need not wait for the device
 
     def _before(self, *_: Any) -> None:
         if not self._empty:

@@ -50,11 +50,11 @@ class Division:
 
     def lines(self, recipe: str) -> list[str]:
         """The division in words: how many layers of each kind, and each reason once."""
-        found = [f"fp8 ({recipe}) in {_counted(self.converted)}; not in the output head"]
+        result = [f"fp8 ({recipe}) in {_counted(self.converted)}; not in the output head"]
         for reason in dict.fromkeys(self.left_out.values()):
             names = [name for name, why in self.left_out.items() if why == reason]
-            found.append(f"bf16 in {_counted(names)}: {reason}")
-        return found
+            result.append(f"bf16 in {_counted(names)}: {reason}")
+        return result
 
 
 def _counted(names: tuple[str, ...] | list[str]) -> str:
@@ -167,12 +167,13 @@ def fp8_lines(config: Config, model: ModelConfig, tensor: int, device: torch.dev
     if train.precision != "fp8":
         return []
     layers = division(model, train, tensor)
-    found = layers.lines(train.fp8_recipe)
+    result = layers.lines(train.fp8_recipe)
     if device.type == "cpu":
-        return [*found, "fp8 on a CPU is for trials: it rounds as a GPU does, and is slower than bf16"]
+        return [*result, "fp8 on a CPU is for trials: it rounds as a GPU does, and is slower than bf16"]
     if layers.slower:
-        found.append(f"of those in fp8, {_counted(layers.slower)} are so small that bf16 is faster on an H100: "
+        result.append(f"of those in fp8, {_counted(layers.slower)} are so small that bf16 is faster on an H100: "
                      f"train.fp8_skip=[{','.join([*train.fp8_skip, SMALL])}] leaves them in bf16")
     if not compiles(train, device):
-        found.append("warning: fp8 without train.compile is slower than bf16: the scaling of each product is not fused")
-    return found
+        result.append("warning: fp8 without train.compile is slower than bf16: the scaling of each product is not "
+                      "fused")
+    return result

@@ -60,10 +60,10 @@ def _of_groups() -> Iterator[int]:
 def _cached(folder: Path) -> int:
     """Bytes of cached files. A group's use counts them, but the kernel frees them when memory is needed."""
     try:
-        found = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        result = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return 0
-    return sum(int(found.get(f"total_{kind}", found.get(kind, 0))) for kind in ("inactive_file", "active_file"))
+    return sum(int(result.get(f"total_{kind}", result.get(kind, 0))) for kind in ("inactive_file", "active_file"))
 
 
 def _of_process() -> Iterator[int]:

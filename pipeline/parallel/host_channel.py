@@ -42,7 +42,7 @@ class HostChannel:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self._done, self._said = ranks, 0, list[str]()
+        self.ranks, self._done, self._sent = ranks, 0, list[str]()
         if ranks.world > 1:
             self._name = f"drover/hosts{next(_numbers)}"
             self._store: Any = dist.PrefixStore(self._name, _get_default_store())
@@ -55,7 +55,7 @@ class HostChannel:
         name = f"{self._done}"
         if not self.ranks.leads:
             return self._hear(name, 0)
-        self._said += self._say(name, value)
+        self._sent += self._say(name, value)
         return value
 
     def joined(self, value: T, join: Callable[[Sequence[T]], T]) -> T | None:
@@ -75,9 +75,9 @@ class HostChannel:
             others = range(rank + size, min(rank + size * ARITY, self.ranks.world), size)
             heard = [self._hear(f"{self._done}.{other}", other, forget=True) for other in others]
             value, size = join([value, *heard]), size * ARITY
-        for key in self._said:  # earlier values for all ranks: all have read them, or they would not have answered
+        for key in self._sent:  # earlier values for all ranks: all have read them, or they would not have answered
             self._store.delete_key(key)
-        self._said = []
+        self._sent = []
         return value
 
     def _say(self, name: str, value: Any) -> list[str]:

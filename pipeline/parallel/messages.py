@@ -126,6 +126,6 @@ def _value(parts: io.BytesIO, found: dict[str, Any]) -> Any:
 
 
 def _read(parts: io.BytesIO, size: int) -> bytes:
-    if len(found := parts.read(size)) != size:
-        raise ValueError(f"of {size} bytes there are {len(found)}")
-    return found
+    if len(result := parts.read(size)) != size:
+        raise ValueError(f"of {size} bytes there are {len(result)}")
+    return result

@@ -68,26 +68,26 @@ class PipelinedModel(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **named: Any) -> Tensor:
         """As Llama's. Logits are the same on every rank. Losses are those of the batch on the ranks of the last stage,
         and zeros on the others, so that early stages can continue with the next batch."""
-        found: Tensor | None = None
+        result: Tensor | None = None
         out: Tensor | None = None
         for number, stage in zip(self.numbers, self.stages, strict=True):
             hidden = None if stage.part.embeds else self._receive(number, tokens, out)
             out = stage(tokens, labels, hidden=hidden, **named)
             assert out is not None
             if stage.part.predicts:
-                found = out
+                result = out
             elif (to := self.parallel.stage_rank(number + 1)) != self.grid.pipeline_rank:
                 dist.send(out.contiguous(), group=self.group, group_dst=to)
         if labels is not None:
             shape = tokens.shape if named.get("reduction") == "none" else ()
-            return tokens.new_zeros(shape, dtype=wide(self.dtype)) if found is None else found
-        if found is None:
+            return tokens.new_zeros(shape, dtype=wide(self.dtype)) if result is None else result
+        if result is None:
             length, words = 1 if named.get("last_only") else tokens.shape[1], self.config.vocab_size
             assert words is not None
-            found = tokens.new_empty((tokens.shape[0], length, words), dtype=wide(self.dtype))
-        found = found.contiguous()
-        dist.broadcast(found, group=self.group, group_src=self.parallel.stage_rank(self.parallel.stages - 1))
-        return found
+            result = tokens.new_empty((tokens.shape[0], length, words), dtype=wide(self.dtype))
+        result = result.contiguous()
+        dist.broadcast(result, group=self.group, group_src=self.parallel.stage_rank(self.parallel.stages - 1))
+        return result
 
     def _receive(self, number: int, tokens: Tensor, before: Tensor | None) -> Tensor:
         """The input of a stage. before: the output of this rank's previous stage."""

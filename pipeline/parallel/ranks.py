@@ -83,9 +83,9 @@ class Ranks:
         mine = encode(value) if self.leads else b""
         length = torch.tensor([len(mine)], device=self.exact)
         dist.broadcast(length, src=0)
-        told = _tensor(mine, self.exact) if self.leads else length.new_empty(int(length), dtype=torch.uint8)
-        dist.broadcast(told, src=0)
-        return value if self.leads else decode(_bytes(told), "rank 0")
+        received = _tensor(mine, self.exact) if self.leads else length.new_empty(int(length), dtype=torch.uint8)
+        dist.broadcast(received, src=0)
+        return value if self.leads else decode(_bytes(received), "rank 0")
 
     def by_leader(self, function: Callable[[], Any], share: bool = True) -> Any:
         """Call `function` on rank 0 and return its result on every rank; without `share`, None on the others.
@@ -98,10 +98,10 @@ class Ranks:
                 value = function()
             except (UserError, OSError) as error:
                 value = error
-        told = self.same(value if share or isinstance(value, Exception) else None)
-        if isinstance(told, Exception):
-            raise told
-        return told if share else value
+        received = self.same(value if share or isinstance(value, Exception) else None)
+        if isinstance(received, Exception):
+            raise received
+        return received if share else value
 
     def by_all(self, function: Callable[[], object]) -> None:
         """Call `function` on every rank. A UserError on one rank is raised on every rank."""
@@ -110,8 +110,8 @@ class Ranks:
             function()
         except UserError as error:
             problem = error
-        if found := next(filter(None, self.gather(problem)), None):
-            raise found
+        if failure := next(filter(None, self.gather(problem)), None):
+            raise failure
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -125,12 +125,12 @@ def gathered(value: Any, device: torch.device, group: Any = None, *, everywhere:
     lengths = torch.empty((dist.get_world_size(group), 1), dtype=torch.int64, device=device)
     dist.all_gather([*lengths], torch.tensor([len(mine)], device=device), group=group)
     sizes = lengths.view(-1).tolist()
-    told = _tensor(mine.ljust(max(sizes), b"\0"), device)
-    heard = told.new_empty((len(sizes) if everywhere or rank == 0 else 0, len(told)))
+    received = _tensor(mine.ljust(max(sizes), b"\0"), device)
+    heard = received.new_empty((len(sizes) if everywhere or rank == 0 else 0, len(received)))
     if everywhere:
-        dist.all_gather([*heard], told, group=group)
+        dist.all_gather([*heard], received, group=group)
     else:
-        dist.gather(told, [*heard] if rank == 0 else None, dst=0)
+        dist.gather(received, [*heard] if rank == 0 else None, dst=0)
     parts = zip(heard.cpu(), sizes, strict=False)
     return [decode(_bytes(part[:size]), f"rank {number}") for number, (part, size) in enumerate(parts)]
 

@@ -93,9 +93,9 @@ class SplitEmbedding(ParallelStyle):
         weight = module.get_parameter("weight")
         assert isinstance(weight, DTensor)
         part = weight.to_local()
-        columns, here = TensorParallelVocabulary(mesh, part.shape[0]).columns(tokens)  # (batch, length, 1) both
-        found = F.embedding(columns.squeeze(-1), part).masked_fill_(~here, 0.0)
-        sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        columns, own = TensorParallelVocabulary(mesh, part.shape[0]).columns(tokens)  # (batch, length, 1) both
+        result = F.embedding(columns.squeeze(-1), part).masked_fill_(~own, 0.0)
+        sums = DTensor.from_local(result, mesh, [Partial()], run_check=False)
         return sums.redistribute(placements=[SEQUENCE], async_op=True).to_local()
 
 
@@ -132,9 +132,9 @@ class SplitLosses(Losses):
         """As in Losses."""
         assert isinstance(hidden, DTensor) and isinstance(weight, DTensor)
         # Each rank's loss uses its own part of the vocabulary: its gradients of the gathered states are partial sums.
-        whole = hidden.to_local(grad_placements=[Partial()])
+        complete = hidden.to_local(grad_placements=[Partial()])
         part = weight.to_local()
-        return whole, part, TensorParallelVocabulary(self.mesh, part.shape[0])
+        return complete, part, TensorParallelVocabulary(self.mesh, part.shape[0])
 
 
 class TensorParallelVocabulary(VocabularyPartition):
@@ -147,8 +147,8 @@ class TensorParallelVocabulary(VocabularyPartition):
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """As in VocabularyPartition."""
         columns = labels.unsqueeze(-1) - self.first
-        here = (columns >= 0) & (columns < self.width)  # an ignored label is on no rank: it is negative
-        return columns.masked_fill(~here, 0), here
+        own = (columns >= 0) & (columns < self.width)  # an ignored label is on no rank: it is negative
+        return columns.masked_fill(~own, 0), own
 
     def normaliser(self, part: Tensor) -> Tensor:
         """As in VocabularyPartition."""
@@ -173,9 +173,9 @@ def overlapping(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any
     try:
         symmetric_memory.rendezvous(symmetric_memory.empty(1, device=device), group)
     except (RuntimeError, ValueError) as error:
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise UserError(f"parallel.async_tp needs GPUs of one node that reach each other's memory (NVLink), which the "
-                        f"{group.size()} ranks of this tensor group on {device} do not ({said}). Set "
+                        f"{group.size()} ranks of this tensor group on {device} do not ({reason}). Set "
                         f"parallel.async_tp=false.") from error
     with warnings.catch_warnings():
         # torch (2.11 to 2.13) calls this deprecated, but its compiler still checks that it was called.

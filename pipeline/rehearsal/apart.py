@@ -21,13 +21,13 @@ def refuse(config: Config, ranks: int, numbers: Sequence[int]) -> None:
     """
     if wrong := [number for number in numbers if not 0 <= number < ranks]:
         raise UserError(f"There is no rank {wrong[0]} among {ranks}. Ranks are numbered from 0 to {ranks - 1}.")
-    found = [] if config.parallel.engine == "fsdp2" else [
+    problems = [] if config.parallel.engine == "fsdp2" else [
         "parallel.engine is 'deepspeed', which cannot be rehearsed: it places weights itself, with its own kernels. "
         "Take parallel.engine=fsdp2, or start without a rehearsal."]
     if (config.model.vocab_size or vocabulary_size(config)) is None:
-        found.append("The size of the vocabulary is unknown until the tokenizer exists. Set model.vocab_size.")
-    if found := found or rank_problems(config, ranks):
-        raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(found)}")
+        problems.append("The size of the vocabulary is unknown until the tokenizer exists. Set model.vocab_size.")
+    if problems := problems or rank_problems(config, ranks):
+        raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(problems)}")
 
 
 def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: bool = True,

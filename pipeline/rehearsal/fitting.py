@@ -22,7 +22,7 @@ LONG = 32768
 """Sequences of at least so many tokens are split over ranks (cp) before products are (tp)."""
 
 
-def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
+def fit_in_memory(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
     """Whether a rank fits a GPU with `memory` bytes, and a sentence about it. If it does not fit, the sentence names
     the largest item, and settings that fit, each of them rehearsed."""
     size, has = readable(found.peak.bytes), readable(memory)
@@ -34,9 +34,9 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
     largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
     config = with_largest(config, found.ranks)
     item = next(item for item in found.peak.items if item.kind == largest)
-    said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. The largest part is {largest}, "
+    message = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. The largest part is {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")
-    return False, f"{said} {_advice(config, found, largest, memory, gpu)}"
+    return False, f"{message} {_advice(config, found, largest, memory, gpu)}"
 
 
 def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: bool) -> str:

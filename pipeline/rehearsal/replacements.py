@@ -36,7 +36,7 @@ class FlashKernel(Varlen):
 
     name = "varlen"
 
-    def lacks(self, where: Where) -> str:
+    def unsupported(self, where: Where) -> str:
         """Nothing: it never computes."""
         return ""
 
@@ -52,7 +52,7 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
     Raises:
         UserError: GPUs cannot run it either.
     """
-    missing = _missing_here(name, where) if ":" in name else ""
+    missing = _unsupported_there(name, where) if ":" in name else ""
     if ":" in name and not missing:
         return name, ""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
@@ -68,7 +68,7 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
     return NAME if chosen in ("varlen", "flex") else chosen, note
 
 
-def _missing_here(name: str, where: Where) -> str:
+def _unsupported_there(name: str, where: Where) -> str:
     """Why a plugin's backend cannot run on this machine; GPUs may run it. Empty if it cannot be loaded, which the
     engine reports."""
     try:
@@ -92,11 +92,11 @@ class _Kept(torch.autograd.Function):
 
 def norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
     """Replaces `nn.RMSNorm.forward`, as one kernel."""
-    here = x
+    value = x
     weight: Tensor = module.weight
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
-        here, weight = x.to_local(), weight.to_local(grad_placements=[Partial()])
-    out: Tensor = _Kept.apply(here, weight, here.new_zeros((*here.shape[:-1], 1), dtype=torch.float32))
+        value, weight = x.to_local(), weight.to_local(grad_placements=[Partial()])
+    out: Tensor = _Kept.apply(value, weight, value.new_zeros((*value.shape[:-1], 1), dtype=torch.float32))
     return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False) if isinstance(x, DTensor) else out
 
 

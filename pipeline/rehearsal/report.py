@@ -73,14 +73,14 @@ def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
         lost = bubble(config.model, parallel, plan.accumulation)
         text = "little, if all kinds of passes take equally long" if lost is None else f"{lost:.0%} of the time used"
         page.append(f"pipeline   {parallel.pp_schedule}, {parallel.stages} stages; lost by waiting: {text}")
-    ranks_here = [f"rank {one.rank:,}" for one in found]
+    equal_ranks = [f"rank {one.rank:,}" for one in found]
     page += ["", *aligned([
-        ["memory at its peak", *ranks_here], ["layers", *(one.layers for one in found)],
+        ["memory at its peak", *equal_ranks], ["layers", *(one.layers for one in found)],
         *([kind, *(readable(one.peak.kinds[kind]) for one in found)] for kind in KINDS),
         ["all", *(readable(one.peak.bytes) for one in found)]], str.rjust)]
     page += [f"largest on rank {fullest(found).rank:,}: {'; '.join(map(str, fullest(found).peak.items[:3]))}", ""]
     channels = sorted({channel for one in found for channel in one.traffic.calls})
-    page += aligned([["collectives of the step", "ranks", *ranks_here],
+    page += aligned([["collectives of the step", "ranks", *equal_ranks],
                      *([f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
                         *(_counted(one, channel) for one in found)] for channel in channels)], str.rjust)
     page += ["each with calls and bytes: what a rank sends or receives, whichever is more", ""]

@@ -45,9 +45,9 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
     """
     decided, notes, shape = rehearsable(config, ranks, gpu)
     with replacements.fake_world(rank, ranks) as world, as_on_gpus(config.train) if gpu else nullcontext():
-        found = take_step(decided, shape, world, all_micro_batches)
-    found.notes[:0] = notes
-    return found
+        result = take_step(decided, shape, world, all_micro_batches)
+    result.notes[:0] = notes
+    return result
 
 
 def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
@@ -98,8 +98,8 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
     precision = DTYPES[config.train.precision]
     engine = build_engine(config, shape, grid, precision, plan.accumulation, None)
     engine.proven = True  # the check of a start's first step is not part of a step
-    whole = all_micro_batches or grid.pipeline > 1 or plan.accumulation <= ENOUGH
-    count = plan.accumulation if whole else ENOUGH
+    every_micro_batch = all_micro_batches or grid.pipeline > 1 or plan.accumulation <= ENOUGH
+    count = plan.accumulation if every_micro_batch else ENOUGH
     assert shape.vocab_size is not None
     watch = Watch((shape.vocab_size // grid.tensor, shape.dim), plan.sequence_length // grid.context)
     sections = [Traffic() for _ in range(count)]
@@ -110,9 +110,10 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
         _name_state(engine, watch)
     traffic = Traffic()
     for number, section in enumerate(sections):
-        traffic.add(section, plan.accumulation - count + 1 if number == 1 and not whole else 1)
-    notes = [] if whole else [f"of {plan.accumulation} micro-batches the first, the second and the last were computed; "
-                              f"those between count as the second"]
+        traffic.add(section, plan.accumulation - count + 1 if number == 1 and not every_micro_batch else 1)
+    notes = [] if every_micro_batch else [
+        f"of {plan.accumulation} micro-batches the first, the second and the last were computed; "
+        f"those between count as the second"]
     waits = {place: calls for place, calls in watch.waits.items() if not place.startswith(RESULT)}
     return Rehearsal(ranks.rank, ranks.world, layers_of(shape, config.parallel, grid.pipeline_rank),
                      watch.memory.peak(), traffic, waits, watch.masks, notes)

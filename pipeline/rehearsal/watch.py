@@ -20,8 +20,8 @@ from drover.pipeline.core.errors import NotRehearsedError
 from drover.pipeline.rehearsal.memory import Memory
 from drover.pipeline.rehearsal.traffic import NAMESPACES, Traffic
 
-HERE = Path(__file__).resolve().parent
-HOUSE = HERE.parents[1]
+FOLDER = Path(__file__).resolve().parent
+HOUSE = FOLDER.parents[1]
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Tensors that own memory. Other types (DTensor, tensors in flight) wrap these."""
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
@@ -150,7 +150,7 @@ def place() -> str:
     """The innermost line of ours, outside of this package, as "file:line (function)"."""
     for frame in frames():
         file = _file(frame.f_code.co_filename)
-        if HOUSE in file.parents and file.parent != HERE and "site-packages" not in file.relative_to(HOUSE).parts:
+        if HOUSE in file.parents and file.parent != FOLDER and "site-packages" not in file.relative_to(HOUSE).parts:
             return f"{file.relative_to(HOUSE)}:{frame.f_lineno} ({frame.f_code.co_name})"
     return "outside of Drover"
 

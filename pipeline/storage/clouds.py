@@ -68,7 +68,7 @@ class Cloud:
         """All objects below a prefix that ends with a /; "" for all."""
         import obstore
         try:
-            with self._told(prefix, "list"):
+            with self._explained(prefix, "list"):
                 return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
                         for about in page]
         except _BrokenOffError as error:
@@ -82,7 +82,7 @@ class Cloud:
         """One object."""
         import obstore
         try:
-            with self._told(key, "look at"):
+            with self._explained(key, "look at"):
                 return self._entry(obstore.head(self._client, key))
         except Missing:
             return None
@@ -96,10 +96,10 @@ class Cloud:
                 return b"", entry  # an empty object has no ranges
             raise
 
-    def _range(self, key: str, start: int, asked: Any, etag: str) -> tuple[bytes, Entry]:
+    def _range(self, key: str, start: int, span: Any, etag: str) -> tuple[bytes, Entry]:
         import obstore
-        with self._told(key, "read"):
-            answer = obstore.get(self._client, key, options={"range": asked, **({"if_match": etag} if etag else {})})
+        with self._explained(key, "read"):
+            answer = obstore.get(self._client, key, options={"range": span, **({"if_match": etag} if etag else {})})
             entry = self._entry(answer.meta)
             if answer.range[0] != start:
                 raise UserError(f"{self._root}/{key}: asked for the bytes from {start:,} on, the server sent those "
@@ -111,7 +111,7 @@ class Cloud:
         import obstore
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
-        with self._told(key, "write"):
+        with self._explained(key, "write"):
             done = obstore.put(self._client, key, data, mode="create" if only_new else None, chunk_size=chunk,
                                max_concurrency=PARTS_AT_ONCE, use_multipart=size > chunk and not only_new)
             return done["e_tag"] or ""
@@ -120,7 +120,7 @@ class Cloud:
         """Remove objects; a missing one is no error."""
         import obstore
         try:
-            with self._told(keys[0] if len(keys) == 1 else "", "delete"):
+            with self._explained(keys[0] if len(keys) == 1 else "", "delete"):
                 obstore.delete(self._client, list(keys))
         except Missing:
             for key in keys if len(keys) > 1 else ():
@@ -134,7 +134,7 @@ class Cloud:
         return Entry(about["path"], about["size"], etag, about["last_modified"].timestamp())
 
     @contextmanager
-    def _told(self, key: str, operation: str) -> Iterator[None]:
+    def _explained(self, key: str, operation: str) -> Iterator[None]:
         """Turn errors into UserError, without the environment's secrets."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
         url = f"{self._root}/{key}"
@@ -223,13 +223,13 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
 
 def _written(settings: dict[str, str]) -> tuple[tuple[str, int, int], ...]:
     """Those of AWS's files that are there, their times and sizes: the keys in them may be renewed during a run."""
-    found = []
+    result = []
     for variable, usual in _AWS_FILES:
         file = os.path.expanduser(settings.get(variable, f"~/.aws/{usual}"))  # noqa: PTH111 - may have no home folder
         with suppress(OSError):
             about = Path(file).stat()
-            found.append((file, about.st_mtime_ns, about.st_size))
-    return tuple(found)
+            result.append((file, about.st_mtime_ns, about.st_size))
+    return tuple(result)
 
 
 def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
@@ -268,6 +268,6 @@ def plainly(text: str) -> str:
     message = re.search(r"<Message>([^<]*)</Message>", text)
     text = re.sub(r"<\?xml.*|<Error>.*|<html.*", "", text, flags=re.DOTALL | re.IGNORECASE)
     text = re.sub(r"\?[^\s]*(sig|Signature|token)=[^\s]*", "?***", text)
-    told = " ".join([text, *(found[1] for found in (code, message) if found)])
-    return " ".join(told.split()).rstrip(".: ")[:600]
+    text_and_codes = " ".join([text, *(result[1] for result in (code, message) if result)])
+    return " ".join(text_and_codes.split()).rstrip(".: ")[:600]
 

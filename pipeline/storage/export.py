@@ -48,8 +48,8 @@ def fetch_copy(url: str, folder: Path) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Download next to it under a unique name and rename: `<folder>.tmp` may be the user's.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        whole = Path(scratch) / folder.name
-        whole.mkdir()
-        size = mirror.fetch(whole, files)
-        publish(whole, folder)
+        staging = Path(scratch) / folder.name
+        staging.mkdir()
+        size = mirror.fetch(staging, files)
+        publish(staging, folder)
     return size

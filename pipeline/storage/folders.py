@@ -29,7 +29,7 @@ class Folder:
 
     def list(self, prefix: str) -> list[Entry]:
         """All files below a folder."""
-        with _told(f"/{prefix}", "list"):
+        with _explained(f"/{prefix}", "list"):
             return list(self._walk(prefix))
 
     def _walk(self, prefix: str) -> Iterator[Entry]:
@@ -47,14 +47,14 @@ class Folder:
         """One file."""
         path = Path(f"/{key}")
         try:
-            with _told(f"/{key}", "read"):
+            with _explained(f"/{key}", "read"):
                 return _entry(key, path.stat()) if path.is_file() else None
         except Missing:
             return None
 
     def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
         """The bytes [start, stop) as far as they exist, and the file's entry."""
-        with _told(f"/{key}", "read"), open(f"/{key}", "rb") as file:
+        with _explained(f"/{key}", "read"), open(f"/{key}", "rb") as file:
             entry = _entry(key, os.fstat(file.fileno()))
             if etag and entry.etag != etag:
                 raise Changed(f"file:///{key} has changed. Let no process write to it while it is read.")
@@ -65,7 +65,7 @@ class Folder:
         """Write a file; its ETag."""
         path = Path(f"/{key}")
         new = path.with_name(f"{path.name}.new-{os.urandom(4).hex()}-{os.getpid()}.tmp")
-        with _told(f"/{key}", "write"):
+        with _explained(f"/{key}", "write"):
             with open(data, "rb") if isinstance(data, Path) else io.BytesIO(data) as content, \
                     atomic_file(new if only_new else path) as file:
                 shutil.copyfileobj(content, file, _COPY)
@@ -82,12 +82,12 @@ class Folder:
     def delete(self, keys: Sequence[str]) -> None:
         """Remove files; a missing one is no error."""
         for key in keys:
-            with _told(f"/{key}", "delete"):
+            with _explained(f"/{key}", "delete"):
                 Path(f"/{key}").unlink(missing_ok=True)
 
 
 @contextmanager
-def _told(path: str, operation: str) -> Iterator[None]:
+def _explained(path: str, operation: str) -> Iterator[None]:
     """Turn errors into UserError."""
     try:
         yield

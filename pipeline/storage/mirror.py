@@ -101,9 +101,9 @@ class Owner:
 
     def refuse_lost(self) -> None:
         """UserError if another process has claimed the place since this one did."""
-        found = self._read()
-        if found is None or found["writer"] != self._writer:
-            by = f"{describe(found)} took it over" if found else f"{OWNER} was removed"
+        owner = self._read()
+        if owner is None or owner["writer"] != self._writer:
+            by = f"{describe(owner)} took it over" if owner else f"{OWNER} was removed"
             raise UserError(f"This process no longer owns {self.store.url}: {by}. It writes nothing there now. Give "
                             f"each run an address of its own.")
 
@@ -189,9 +189,9 @@ class Mirror:
             with self.store.stream(record["path"]) as stream:
                 return hashlib.file_digest(stream, "sha256").hexdigest()
         wrong = []
-        for record, found in zip(records, ordered_map(digest, records, AT_ONCE, name="copy"), strict=True):
-            if found != record["sha256"]:
-                wrong.append(f"{self.store.url_of(record['path'])}: sha256 {record['sha256'][:12]} -> {found[:12]}")
+        for record, result in zip(records, ordered_map(digest, records, AT_ONCE, name="copy"), strict=True):
+            if result != record["sha256"]:
+                wrong.append(f"{self.store.url_of(record['path'])}: sha256 {record['sha256'][:12]} -> {result[:12]}")
             advance()
         if wrong:
             raise UserError(all_problems(wrong, f"{len(wrong):,} files in {self.store.url} are not what was sent") +
@@ -250,8 +250,8 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
 
     old, finished = (owner.content or {}).get("files", []), False
     with suppress(Missing, DamagedCopyError):
-        found = mirror.read()
-        old, finished = [record["path"] for record in found["files"]], found["of"] == of
+        result = mirror.read()
+        old, finished = [record["path"] for record in result["files"]], result["of"] == of
 
     def is_there(record: Record) -> bool:
         entry, known = there.get(record["path"]), sent.get(record["path"])

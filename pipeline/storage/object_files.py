@@ -127,17 +127,17 @@ def find(pattern: str) -> list[ObjectFile]:
     if glob.has_magic(key):
         folder = "/".join(takewhile(lambda part: not glob.has_magic(part), parts))
         entries = list(bucket.list(folder))
-        found = [entry for entry in entries if entry.path == key] or \
+        result = [entry for entry in entries if entry.path == key] or \
             [entry for entry in entries if matches(entry.path.split("/"), parts)]
         why = f"no object matches (looked at {len(entries):,} under {bucket.url_of(folder)})"
     else:
         one = bucket.head(key) if key and not key.endswith("/") else None
-        found = [one] if one is not None else [
+        result = [one] if one is not None else [
             entry for entry in bucket.list(key) if matches(entry.path.split("/"), [*filter(None, parts), "**"])]
         why = "there is no object, and none under it"
-    if not found:
+    if not result:
         raise UserError(f"{pattern}: {why}. Correct the URL.")
-    return [ObjectFile(bucket.url_of(entry.path), entry.size, entry.etag, entry.modified) for entry in found]
+    return [ObjectFile(bucket.url_of(entry.path), entry.size, entry.etag, entry.modified) for entry in result]
 
 
 def matches(path: Sequence[str], pattern: Sequence[str]) -> bool:

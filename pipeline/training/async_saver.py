@@ -187,10 +187,10 @@ def in_turn(channel: HostChannel, first: Callable[[], Any], share: Callable[[Any
     """Work of all ranks together, in a thread of each. Rank 0 calls `first`; every rank calls `share` with its result;
     rank 0 calls `last` with their results, which `join` combines. Returns the error, the same on every rank, or None.
     place: see `portable`."""
-    begun = channel.same(tried(first, place) if channel.ranks.leads else None)
-    if isinstance(begun, Exception):
-        return begun
-    done = channel.joined(tried(lambda: share(begun), place), partial(_joined, join))
+    started = channel.same(tried(first, place) if channel.ranks.leads else None)
+    if isinstance(started, Exception):
+        return started
+    done = channel.joined(tried(lambda: share(started), place), partial(_joined, join))
     ended = tried(lambda: last(raised(done)), place) if channel.ranks.leads else None
     return channel.same(ended if isinstance(ended, Exception) else None)
 

@@ -95,22 +95,22 @@ class Checkpoints:
     def _finished(self) -> list[Path]:
         """Checkpoints that were once finished, including damaged ones, newest first. All others are removed, even if
         older than a valid one: a kill may have interrupted their removal. Called on rank 0."""
-        found = []
+        result = []
         for path in sorted(self.folder.glob("step-*"), reverse=True):
             if path.suffix == ".tmp":  # the next save removes those
                 continue
             if ".damaged" in path.name or (path / MARKER).exists():
-                found.append(path)
+                result.append(path)
             else:
                 self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or its removal was "
                          f"interrupted; removed")
                 shutil.rmtree(path)
-        return found
+        return result
 
     def damage(self, path: Path, records: Outputs) -> list[str]:
         """The problems of a checkpoint's files. Each rank hashes its share, and all get the result."""
-        found = [problem_of(path / record["path"], record) for record in records[self.ranks.rank::self.ranks.world]]
-        return [problem for part in self.ranks.gather(found) for problem in part if problem]
+        problems = [problem_of(path / record["path"], record) for record in records[self.ranks.rank::self.ranks.world]]
+        return [problem for part in self.ranks.gather(problems) for problem in part if problem]
 
     def prune(self, keep: int, permanent_every: int | None) -> None:
         """Remove all but the newest `keep` complete checkpoints, permanent and needed ones; markers go first."""

@@ -67,12 +67,12 @@ def compiled_graphs() -> int:
 
 def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[str]]:
     """Bytes of weights, gradients and optimizer state on the device, by module, summed over all blocks."""
-    found = defaultdict[str, Counter[str]](Counter)
+    result = defaultdict[str, Counter[str]](Counter)
     for name, kind, tensor in engine.held():
         if tensor.device == device:
             module = ".".join(re.sub(r"\.\d+\.", ".*.", name).split(".")[:-1][:3])
-            found[module][KINDS.get(kind, "optimizer's states")] += tensor.nbytes
-    return found
+            result[module][KINDS.get(kind, "optimizer's states")] += tensor.nbytes
+    return result
 
 
 def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int, run: str) -> str:

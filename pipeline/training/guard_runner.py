@@ -14,7 +14,7 @@ from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from drover.pipeline.training.engines.engine import StepResult
-from drover.pipeline.training.guards import Guards, Verdict
+from drover.pipeline.training.guards import GuardDecision, Guards
 
 Log = Callable[..., None]
 """(event, **details): to events.jsonl, from rank 0."""
@@ -40,34 +40,34 @@ class GuardRunner(Guards):
         self.data.leave_out(self.excluded)
 
     def judge_step(self, step: int, result: StepResult, progress: TrainingProgress, can_roll_back: bool,
-                   log: Log) -> Verdict:
+                   log: Log) -> GuardDecision:
         """Judge step number `step`. Print and log anything unusual, with the documents of the batch."""
         samples = self.excluded.take(progress.samples, self.batch_sequences).ranges
-        verdict = self.judge(step, result.loss, result.grad_norm, samples, can_roll_back)
-        assert result.applied == verdict.applied, "the device and the guards decided differently"
-        if verdict.event and self.ranks.leads:  # only rank 0 prints and logs, so only it reads the documents
-            documents = documents_of(self.data, verdict.samples)
+        decision = self.judge(step, result.loss, result.grad_norm, samples, can_roll_back)
+        assert result.applied == decision.applied, "the device and the guards decided differently"
+        if decision.event and self.ranks.leads:  # only rank 0 prints and logs, so only it reads the documents
+            documents = documents_of(self.data, decision.samples)
             meaning = {"skip": "the update was skipped", "rollback": "going back to the last checkpoint",
-                       "spike": "logged only"}[verdict.event]
-            self.say(f"{verdict.text}; {meaning}. Documents: {named(documents)}")
-            log(verdict.event, **verdict.details(), documents=[vars(document) for document in documents])
-        return verdict
+                       "spike": "logged only"}[decision.event]
+            self.say(f"{decision.text}; {meaning}. Documents: {named(documents)}")
+            log(decision.event, **decision.details(), documents=[vars(document) for document in documents])
+        return decision
 
     def describe(self, samples: Sequence[Range]) -> str:
         """See Guards. Rank 0 reads them while the others wait: if they exited first, rank 0 would be ended before it
         reports."""
         return str(self.ranks.same(named(documents_of(self.data, samples)) if self.ranks.leads else None))
 
-    def exclude(self, verdict: Verdict, back_to: int) -> None:
+    def exclude(self, decision: GuardDecision, back_to: int) -> None:
         """Exclude the samples of a step from training permanently. The record is on disk before anything is loaded."""
         if self.ranks.leads:
-            plan = self.data.order.plan_at(verdict.samples[-1][1])
-            add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, plan, verdict.text))
+            plan = self.data.order.plan_at(decision.samples[-1][1])
+            add_rollback(self.folder, Rollback(decision.step, back_to, decision.samples, plan, decision.text))
         self._read()
 
-    def step_fields(self, verdict: Verdict, before: int, after: int) -> Record:
+    def step_fields(self, decision: GuardDecision, before: int, after: int) -> Record:
         """Fields of a step's line in metrics.jsonl about skipped updates and excluded samples; empty if there are
         none."""
-        fields = {"skipped": verdict.skipped, "rollbacks": len(self.rollbacks),
+        fields = {"skipped": decision.skipped, "rollbacks": len(self.rollbacks),
                   "left_out": [list(part) for part in self.excluded.within(before, after)]}
         return {name: value for name, value in fields.items() if value}

@@ -53,7 +53,7 @@ class StepLimits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardDecision:
     """The decision on a step. event: skip, spike or rollback; None if the step is normal. text: a sentence with the
     numbers, for a person; empty if the step is normal."""
 
@@ -132,7 +132,7 @@ class Guards:
         return StepLimits() if self.config.spike == "log" else self._spike_limits()
 
     def judge(self, step: int, loss: float, grad_norm: float, samples: Sequence[Range],
-              can_roll_back: bool = True) -> Verdict:
+              can_roll_back: bool = True) -> GuardDecision:
         """Judge the step that was made under `limits()`.
 
         Args:
@@ -144,54 +144,54 @@ class Guards:
         Raises:
             UserError: too many updates in a row were skipped, or there were too many rollbacks.
         """
-        verdict = Verdict(step, tuple((int(first), int(end)) for first, end in samples), loss, grad_norm)
+        decision = GuardDecision(step, tuple((int(first), int(end)) for first, end in samples), loss, grad_norm)
         limits = self._spike_limits()
-        if verdict.finite and limits.allow(loss, grad_norm):
+        if decision.finite and limits.allow(loss, grad_norm):
             self._note(loss, grad_norm)
-            return verdict
-        if not verdict.finite:
-            return self._skip(verdict, f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}, not both finite")
+            return decision
+        if not decision.finite:
+            return self._skip(decision, f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}, not both finite")
         text = f"step {step}: {' and '.join(self._excesses(loss, grad_norm, limits))}"
         if self.config.spike == "rollback" and can_roll_back:
-            return self._roll_back(verdict, text)
+            return self._roll_back(decision, text)
         self.spikes_total += 1
         if self.config.spike == "log":
             self._note(loss, grad_norm)
-            return replace(verdict, event="spike", text=text)
+            return replace(decision, event="spike", text=text)
         if self.config.spike == "rollback":
             text += ", and there is no checkpoint yet to go back to"
-        return self._skip(verdict, text)
+        return self._skip(decision, text)
 
     def _note(self, loss: float, grad_norm: float) -> None:
         self.consecutive_skipped = 0
         self._losses.append(loss)
         self._norms.append(grad_norm)
 
-    def _skip(self, verdict: Verdict, text: str) -> Verdict:
+    def _skip(self, decision: GuardDecision, text: str) -> GuardDecision:
         self.skipped_total += 1
         self.consecutive_skipped += 1
         if self.consecutive_skipped <= self.config.max_skipped:
-            return replace(verdict, event="skip", text=text)
+            return replace(decision, event="skip", text=text)
         fix = ("To accept a higher level as normal, set train.guards.spike=log. To continue past bad data, raise "
-               "train.guards.max_skipped." if verdict.finite else
+               "train.guards.max_skipped." if decision.finite else
                "Look at the text (drover trace RUN --step N --text). If it is clean, lower train.lr or lengthen "
                f"train.warmup_steps, and continue with --accept-changes{PHASED}, or start again with --force.")
         raise UserError(
-            f"Training stopped at step {verdict.step}: {self.consecutive_skipped} updates in a row were skipped, and "
+            f"Training stopped at step {decision.step}: {self.consecutive_skipped} updates in a row were skipped, and "
             f"train.guards.max_skipped is {self.config.max_skipped}. The last was {text}; "
-            f"{self._where(verdict.samples)}. The weights are those from before the first of these steps, and the "
+            f"{self._where(decision.samples)}. The weights are those from before the first of these steps, and the "
             f"checkpoints are valid. {fix}")
 
-    def _roll_back(self, verdict: Verdict, text: str) -> Verdict:
+    def _roll_back(self, decision: GuardDecision, text: str) -> GuardDecision:
         if self.rollbacks_total >= self.config.max_rollbacks:
             raise UserError(
-                f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
-                f"is {self.config.max_rollbacks}. The reason was {text}; {self._where(verdict.samples)}. This "
+                f"Training stopped at step {decision.step}: another rollback is needed, and train.guards.max_rollbacks "
+                f"is {self.config.max_rollbacks}. The reason was {text}; {self._where(decision.samples)}. This "
                 f"update was not applied, and the checkpoints are valid. Look at the text (drover trace RUN --step N "
                 f"--text). Lower train.lr and continue with --accept-changes{PHASED}, or set train.guards.spike=log to "
                 f"accept such steps as normal.")
         self.rollbacks_total += 1
-        return replace(verdict, event="rollback", text=text)
+        return replace(decision, event="rollback", text=text)
 
     def _where(self, samples: Sequence[Range]) -> str:
         documents = self.describe(samples)
@@ -207,15 +207,15 @@ class Guards:
         return min(UNLIMITED, float(np.float32(median + self.config.spike_deviations * deviation)))
 
     def _excesses(self, loss: float, grad_norm: float, limits: StepLimits) -> list[str]:
-        found = []
+        result = []
         for name, value, limit, history, floor in (
                 ("the loss", loss, limits.loss, self._losses, LOSS_FLOOR),
                 ("the gradient norm", grad_norm, limits.grad_norm, self._norms, NORM_FLOOR)):
             if value > limit:
                 median, deviation = spread_of(history, floor)
-                found.append(f"{name} {value:.4g} is a spike against a median of {median:.4g} over the last "
+                result.append(f"{name} {value:.4g} is a spike against a median of {median:.4g} over the last "
                              f"{len(history)} updates (deviation {deviation:.3g}, limit {limit:.4g})")
-        return found
+        return result
 
 
 def spread_of(values: Sequence[float], floor: float) -> tuple[float, float]:

@@ -34,7 +34,7 @@ class Saving(Hook):
         late, failed = sums
         if failed:
             loop.saver.wait()  # raises, on every rank
-        loop.save_asked |= bool(late)
+        loop.save_requested |= bool(late)
 
 
 class Garbage(Hook):

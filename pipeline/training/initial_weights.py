@@ -33,7 +33,8 @@ TOKENIZER = "tokenizer.json"
 
 
 @contextmanager
-def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool) -> Iterator[InitialValues | None]:
+def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, has_checkpoint: bool
+                   ) -> Iterator[InitialValues | None]:
     """The initial values of the parameters, valid while the context is open; None if the run has a checkpoint.
 
     Args:
@@ -43,7 +44,7 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool)
         UserError: the weights of `train.init_from` are missing or damaged, or have another shape or tokenizer; the
             same on every rank. NaN and infinite values raise it later, when the weights are read.
     """
-    if begun:
+    if has_checkpoint:
         yield None
         return
     own, start = drawn(model, work.config.seed), work.config.train.init_from
@@ -93,26 +94,27 @@ def refuse_other_shape(path: Path, model: ModelConfig) -> None:
     may be unknown yet."""
     with open_weights(path) as weights:
         theirs = weights.config
-    found = [f"{name} is {here} here, {there} there" for name, (here, there) in model.differences(theirs, FREE).items()]
+    problems = [f"{name} is {own} here, {others} there"
+                for name, (own, others) in model.differences(theirs, FREE).items()]
     assert theirs.vocab_size is not None
     if model.vocab_size is not None and model.vocab_size < theirs.vocab_size:
-        found.append(f"vocab_size is {model.vocab_size} here, {theirs.vocab_size} there: it may only grow (set "
+        problems.append(f"vocab_size is {model.vocab_size} here, {theirs.vocab_size} there: it may only grow (set "
                      f"model.vocab_size={theirs.vocab_size}, and take the tokenizer that belongs to the weights)")
-    if found:
-        raise UserError(f"train.init_from: the weights in {path} are of another model:\n{listed(found)}\n"
+    if problems:
+        raise UserError(f"train.init_from: the weights in {path} are of another model:\n{listed(problems)}\n"
                         f"model.preset={path} takes their shape; rope_theta, rope_scaling and context_length may "
                         f"differ, and vocab_size may grow.")
 
 
 def changes(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
     """The intended changes as text: positions, and new rows of the vocabulary."""
-    found = [f"{name} {getattr(theirs, name)} -> {getattr(ours, name)}" for name in POSITIONS
+    result = [f"{name} {getattr(theirs, name)} -> {getattr(ours, name)}" for name in POSITIONS
              if getattr(theirs, name) != getattr(ours, name)]
     assert ours.vocab_size is not None and theirs.vocab_size is not None
     if ours.vocab_size > theirs.vocab_size:
-        found.append(f"{ours.vocab_size - theirs.vocab_size:,} new rows of the vocabulary, initialised as in a new "
+        result.append(f"{ours.vocab_size - theirs.vocab_size:,} new rows of the vocabulary, initialised as in a new "
                      f"model")
-    return found
+    return result
 
 
 def refuse_other_tokenizer(path: Path, ours: Path) -> str:
@@ -147,13 +149,13 @@ def tokenizer_of(path: Path) -> Path | None:
     if (run := run_of(path)) is None:
         return next((place for name in (TOKENIZER, MODEL_FILE) if (place := path / name).is_file()), None)
     try:
-        found, why = run.stage_folder("tokenizer") / "hf" / TOKENIZER, ""
+        result, why = run.stage_folder("tokenizer") / "hf" / TOKENIZER, ""
     except UserError as error:
-        found, why = run.own_folder("tokenizer"), f" {error}"
-    if not found.is_file():
-        raise UserError(f"train.init_from: the tokenizer of the weights in {path} is not there ({found}).{why}\nPut "
+        result, why = run.own_folder("tokenizer"), f" {error}"
+    if not result.is_file():
+        raise UserError(f"train.init_from: the tokenizer of the weights in {path} is not there ({result}).{why}\nPut "
                         f"it back, or start from the run's export (convert/hf), which has it too.")
-    return found
+    return result
 
 
 def _taking(path: Path) -> str:
@@ -175,9 +177,9 @@ def _known(path: Path) -> tuple[dict[int, str], Any]:
         tokens = opened.backend.get_vocab()
         return {index: token for token, index in tokens.items() if index not in unnamed}, None
     try:
-        found = Tokenizer.from_file(str(path))
+        result = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library has no other
         raise UserError(f"{path} cannot be compared with the run's tokenizer: reading it failed ({error}).") from None
-    model = json.loads(found.to_str())["model"]
-    return ({index: token for token, index in found.get_vocab().items()},
+    model = json.loads(result.to_str())["model"]
+    return ({index: token for token, index in result.get_vocab().items()},
             model["vocab"] if model["type"] == "Unigram" else model.get("merges"))

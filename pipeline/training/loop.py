@@ -36,7 +36,7 @@ from drover.pipeline.training.determinism import is_deterministic
 from drover.pipeline.training.device_facts import memory_explained
 from drover.pipeline.training.engines.engine import Engine, StepResult
 from drover.pipeline.training.guard_runner import GuardRunner
-from drover.pipeline.training.guards import Verdict
+from drover.pipeline.training.guards import GuardDecision
 from drover.pipeline.training.hooks import Hook
 from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.recorder import Recorder, train_s
@@ -60,7 +60,7 @@ class Loop:
         plan_changes: what changed in the plan since the checkpoint, a sentence each.
         startup: seconds of each part of the start. rehearsal: the arguments that rehearse this run's memory.
         token_check: None if the configuration turns it off.
-        save_asked: whether a hook requested a checkpoint after the current step.
+        save_requested: whether a hook requested a checkpoint after the current step.
         done: steps of this start.
         current: this rank's batch of the current or last step, and the target tokens of the global batch.
     """
@@ -87,7 +87,7 @@ class Loop:
     startup: dict[str, float]
     rehearsal: str
     token_check: TokenCheck | None
-    save_asked: bool = False
+    save_requested: bool = False
     done: int = 0
 
     def __post_init__(self) -> None:
@@ -112,12 +112,12 @@ class Loop:
             batch = self.batches.next()
             targets, padding = self._agree(batch)
             result = self._update(batch, targets)
-            verdict = self.guards.judge_step(self.progress.step + 1, result, self.progress, self.has_checkpoint,
+            decision = self.guards.judge_step(self.progress.step + 1, result, self.progress, self.has_checkpoint,
                                              self.recorder.event)
-            if verdict.event == "rollback":
-                self._roll_back(verdict)
+            if decision.event == "rollback":
+                self._roll_back(decision)
                 continue
-            self._advance(result, verdict, padding)
+            self._advance(result, decision, padding)
             if self._checkpoint_is_due():
                 self._save()
             self._log_step()
@@ -156,7 +156,7 @@ class Loop:
     def _agree(self, batch: Batch) -> tuple[int, int]:
         """All-reduce the hooks' votes, so that all ranks save, leave or fail after the same step, and the target tokens
         and padding of the batch. Returns the two of the global batch."""
-        self.save_asked = False
+        self.save_requested = False
         votes = [hook.votes(self) for hook in self.hooks]
         counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
         sums = iter(self.ranks.sum(*counted, *itertools.chain(*votes)))
@@ -181,7 +181,7 @@ class Loop:
         for hook in self.hooks:
             hook.before_update(self)
 
-    def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
+    def _advance(self, result: StepResult, decision: GuardDecision, padding: int) -> None:
         """Update the progress with the step and its record. `_log_step` writes the record later."""
         before, step_s = self.progress, time.perf_counter() - self.step_began
         end = self.guards.excluded.take(before.samples, self.batch.sequences).end
@@ -191,7 +191,7 @@ class Loop:
         record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
         if self.data.packings:
             record["padding_share"] = round(padding / self.batch.tokens, 6)
-        record |= self.guards.step_fields(verdict, before.samples, end)
+        record |= self.guards.step_fields(decision, before.samples, end)
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         for hook in self.hooks:
             hook.on_step(self, result, record)
@@ -203,7 +203,8 @@ class Loop:
         """Whether to save now: every so many steps or minutes, before leaving, at the end, and at the steps of
         `convert.average`."""
         due = self.due(self.config.train.checkpoint.every_steps)
-        return due or self.progress.step in self.config.convert.average or self.save_asked or self.stop.stop is not None
+        return (due or self.progress.step in self.config.convert.average or self.save_requested
+                or self.stop.stop is not None)
 
     def _save(self) -> None:
         """Start to save a checkpoint."""
@@ -222,7 +223,7 @@ class Loop:
         for hook in self.hooks:
             seen |= hook.look(self)
         if seen or "weight_norms" in record or self.due(self.config.train.log_every):
-            self.recorder.tell("step", record | seen)
+            self.recorder.write("step", record | seen)
 
     def _saved(self, step: int) -> None:
         for hook in self.hooks:
@@ -260,7 +261,7 @@ class Loop:
             self.say(f"{self.phase}; batch {self.batch}")
             self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
-    def _roll_back(self, verdict: Verdict) -> None:
+    def _roll_back(self, decision: GuardDecision) -> None:
         """Go back to the newest checkpoint, and exclude the samples of the judged step permanently.
 
         Raises:
@@ -270,13 +271,13 @@ class Loop:
         with self.paused():
             self.saver.wait()
             self.batches.close()
-            found = self.checkpoints.newest_valid()
-            if found is None:
-                raise UserError(f"{verdict.text}: training has to go back to a checkpoint, but none is left in "
+            result = self.checkpoints.newest_valid()
+            if result is None:
+                raise UserError(f"{decision.text}: training has to go back to a checkpoint, but none is left in "
                                 f"{self.checkpoints.folder}. Start again with --force, or with "
                                 f"train.guards.spike=skip.")
-            path, progress = found
-            self.guards.exclude(verdict, progress.step)
+            path, progress = result
+            self.guards.exclude(decision, progress.step)
             self.progress = dataclasses.replace(progress, restarts=self.progress.restarts,
                                                 precision=self.progress.precision,
                                                 plan_sha256=self.data.order.plan_at(progress.samples))
@@ -315,14 +316,14 @@ class Loop:
         for hook in self.hooks:
             hook.on_finish(self)
         self.saver.prune()  # checkpoints that waited for their upload were kept until now
-        found = self.checkpoints.newest_valid()
-        if found is None or found[1].step != self.config.train.steps:
+        result = self.checkpoints.newest_valid()
+        if result is None or result[1].step != self.config.train.steps:
             raise UserError(f"The checkpoint of the last step does not read back from {self.checkpoints.folder}. "
                             f"Check the disk and run the stage again; it continues from the last valid checkpoint.")
         self.recorder.event("finish", step=self.progress.step, **ending)
         self.recorder.close()
         if self.ranks.leads:
-            self._commit(found[0])
+            self._commit(result[0])
         self.ranks.barrier()
 
     def _settle(self) -> Record:

@@ -23,7 +23,7 @@ from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
 from drover.pipeline.parallel.compiling import compiles, uncompiled
-from drover.pipeline.parallel.context_parallel import whole_losses
+from drover.pipeline.parallel.context_parallel import full_losses
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, parameter_names
 from drover.pipeline.training.engines.engine import Engine
@@ -83,7 +83,7 @@ class Validation(Hook):
         def forward(tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
             loop.watchdog.pulse(first=self._first)
             if grid.context > 1:
-                return whole_losses(model, grid.mesh["context"], tokens, labels, documents, positions)
+                return full_losses(model, grid.mesh["context"], tokens, labels, documents, positions)
             return model(tokens, labels, documents=documents, positions=positions, reduction="none")
         with loop.recorder.looking():
             model.eval()
@@ -91,20 +91,20 @@ class Validation(Hook):
             loop.engine.free_unsharded()
             model.train()
         self._first = False
-        found = {source: result.bits_per_byte for source, result in measured.items()}
-        if missing := [source for source, bits in found.items() if not math.isfinite(bits)]:
+        results = {source: result.bits_per_byte for source, result in measured.items()}
+        if missing := [source for source, bits in results.items() if not math.isfinite(bits)]:
             loop.say(f"after step {loop.progress.step} the validation loss on {', '.join(missing)} is NaN")
-        return {"validation_bpb": {source: bits for source, bits in found.items() if source not in missing}}
+        return {"validation_bpb": {source: bits for source, bits in results.items() if source not in missing}}
 
 
 def validation_texts(loop: Loop) -> dict[str, ValidationText]:
     """The validation text by source. Called on rank 0, which broadcasts it."""
-    sources, found = loop.config.shard.source_names, {}
+    sources, result = loop.config.shard.source_names, {}
     for source, shards in open_shards(loop.batches.table, "validation", sources, loop.batches.folder).items():
         chosen = choose(shards, loop.config.train.validation_tokens)
         if len(chosen):
-            found[source] = ValidationText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
-    return found
+            result[source] = ValidationText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
+    return result
 
 
 class Samples(Hook):
@@ -145,7 +145,7 @@ class Samples(Hook):
                 loop.engine.free_unsharded()
         if loop.ranks.leads:
             for (prompt, _), ids in zip(self.prompts, drawn, strict=True):
-                loop.recorder.tell("sample", loop.progress.step, prompt, self.tokenizer.decode(ids))
+                loop.recorder.write("sample", loop.progress.step, prompt, self.tokenizer.decode(ids))
         return {}
 
 
@@ -204,8 +204,8 @@ class Fp8Watch(Hook):
         dist.all_reduce(counts)
         shares = (counts[..., 1:].amax(-1) / counts[..., 0].clamp(min=1)).tolist()
         return {name: {factor: (json_number(_short(value)), _short(share))
-                       for factor, value, share in zip(FACTORS, values, shares_here, strict=True)}
-                for name, values, shares_here in zip(names, largest.tolist(), shares, strict=True)
+                       for factor, value, share in zip(FACTORS, values, layer_shares, strict=True)}
+                for name, values, layer_shares in zip(names, largest.tolist(), shares, strict=True)
                 if values[0] != NOT_CONVERTED}
 
     @staticmethod
@@ -251,11 +251,11 @@ def _short(value: float) -> float:
 def fp8_curves(layers: Fp8Layers) -> dict[str, float | str]:
     """The extremes over layers, as curves: of each factor the largest and the smallest amax, and the largest share of
     zeros."""
-    found: dict[str, float | str] = {}
+    result: dict[str, float | str] = {}
     for factor in FACTORS:
         figures = [layer[factor] for layer in layers.values()]
         largest = [float(value) for value, _ in figures]
-        found |= {f"fp8_{factor}_amax": json_number(max(largest)),
+        result |= {f"fp8_{factor}_amax": json_number(max(largest)),
                   f"fp8_{factor}_amax_smallest": json_number(min(largest)),
                   f"fp8_{factor}_zeros": max(share for _, share in figures)}
-    return found
+    return result

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from drover.pipeline.training.loop import Loop
 
 PROFILE = "profile"
-ROWS, TOLD = 40, 5
+ROWS, PRINTED_ROWS = 40, 5
 """Operations in the table, and operations that the log names."""
 ALLOCATIONS = 200_000
 """The most allocations and releases in a memory snapshot."""
@@ -60,11 +60,11 @@ class Profiling(Hook):
             return
         with loop.watchdog.paused(loop.ranks.barrier):
             try:
-                told: Any = self._write(loop)
+                result: Any = self._write(loop)
             except (OSError, RuntimeError) as error:  # a profile that fails does not stop training
-                told = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
-            for rank, found in enumerate(loop.ranks.collect(told)):
-                self._tell(loop, rank, found)
+                result = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
+            for rank, results in enumerate(loop.ranks.collect(result)):
+                self._broadcast(loop, rank, results)
 
     def on_end(self, loop: Loop) -> None:
         """See Hook. If the profiled steps were not reached, log it."""
@@ -85,29 +85,29 @@ class Profiling(Hook):
         """Write this rank's profile. Returns the shares of its operations, {} if it is not profiled."""
         if self._profile is None:
             return {}
-        found, self._profile = self._profile, None
-        found.stop()
+        result, self._profile = self._profile, None
+        result.stop()
         folder, on = loop.work.folder / PROFILE, "device" if loop.ranks.device.type == "cuda" else "cpu"
         base = f"steps-{self._first}-{loop.progress.step}.rank{loop.ranks.rank}"
         with tempfile.TemporaryDirectory() as scratch:  # torch writes to paths, and not atomically
             trace, memory = Path(scratch) / "trace.json.gz", Path(scratch) / "memory.pickle"
-            found.export_chrome_trace(str(trace))
+            result.export_chrome_trace(str(trace))
             copy_file(trace, folder / f"{base}.{trace.name}")
             if on == "device":
                 torch.cuda.memory._dump_snapshot(str(memory))
                 torch.cuda.memory._record_memory_history(enabled=None)
                 copy_file(memory, folder / f"{base}.{memory.name}")
-        averages = found.key_averages()
+        averages = result.key_averages()
         write_text(folder / f"{base}.operations.txt", averages.table(sort_by=f"self_{on}_time_total", row_limit=ROWS))
         return shares_of(averages, on)
 
-    def _tell(self, loop: Loop, rank: int, found: dict[str, float] | str) -> None:
+    def _broadcast(self, loop: Loop, rank: int, found: dict[str, float] | str) -> None:
         if isinstance(found, str):
             loop.say(found)
         elif found:
             steps = self.config.steps
             loop.recorder.event(PROFILE, step=loop.progress.step, steps=steps, rank=rank, shares=found)
-            most = ", ".join(f"{name} {share:.0%}" for name, share in list(found.items())[:TOLD])
+            most = ", ".join(f"{name} {share:.0%}" for name, share in list(found.items())[:PRINTED_ROWS])
             loop.say(f"profiled {steps} steps up to step {loop.progress.step} on rank {rank}; most time: {most}; more "
                      f"in {loop.work.folder / PROFILE}")
 

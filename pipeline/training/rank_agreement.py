@@ -42,10 +42,10 @@ class RankAgreement:
         Raises:
             UserError: the ranks do not run the same thing, or their number is not the one that the launcher wanted.
         """
-        found = cls(ranks.gather(describe_this(ranks, work)))
-        if problem := found.problem():
+        result = cls(ranks.gather(describe_this(ranks, work)))
+        if problem := result.problem():
             raise UserError(problem)
-        return found
+        return result
 
     def problem(self) -> str:
         """Why these ranks must not train together, in a sentence or two; empty if they may."""
@@ -78,9 +78,9 @@ class RankAgreement:
         nothing: shown for an empty value. shown: the most characters of each value.
         """
         values = [member.get(key, "") for member in self.members]  # ranks that run other code may not know it
-        found = sorted(_places(values).items(), key=lambda item: -len(item[1]))
-        return "" if len(found) == 1 else ", ".join(
-            f"{value[:shown] or nothing} on {self._who(ranks)}" for value, ranks in found)
+        result = sorted(_places(values).items(), key=lambda item: -len(item[1]))
+        return "" if len(result) == 1 else ", ".join(
+            f"{value[:shown] or nothing} on {self._who(ranks)}" for value, ranks in result)
 
     def _who(self, ranks: Sequence[int]) -> str:
         nodes, several = list(dict.fromkeys(self.nodes[rank] for rank in ranks)), "s" * (len(ranks) > 1)
@@ -89,10 +89,10 @@ class RankAgreement:
 
 def _places(values: Sequence[str]) -> dict[str, list[int]]:
     """The places of each value."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for place, value in enumerate(values):
-        found.setdefault(value, []).append(place)
-    return found
+        result.setdefault(value, []).append(place)
+    return result
 
 
 def node_name() -> str:

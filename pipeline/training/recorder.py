@@ -53,7 +53,7 @@ class Recorder:
         """
         peak = peak_flops(self.ranks.device)
         self._peak = None if peak is None or not peaks_known else peak * self.ranks.world
-        self._begun_at, self._began, self._first_start = progress.step, time.perf_counter(), time.time()
+        self._started_at, self._began, self._first_start = progress.step, time.perf_counter(), time.time()
         self._plan_changes = 0
         if self.ranks.leads:
             self.log = open_log(self.work, progress.step)
@@ -93,7 +93,7 @@ class Recorder:
             record["compiled_share"] = round(share, 4)
         if self.ranks.leads:
             now_at = self.plan.tokens_at(after.step)
-            done = max(1, now_at - self.plan.tokens_at(self._begun_at))
+            done = max(1, now_at - self.plan.tokens_at(self._started_at))
             left_s = (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at)
             self._newest = Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=record["loss"],
                                     tokens_per_s=record["tokens_per_s"], goodput=record["goodput"])
@@ -126,10 +126,10 @@ class Recorder:
         """The share of the time since the first start that went into productive steps."""
         return round(min(1.0, self._trained / max(self._trained, now - self._first_start)), 4)
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def write(self, method: str, *arguments: Any) -> None:
         """Write to the log, on rank 0. See `TrainingLog.tell`."""
         if self.log is not None:
-            self.log.tell(method, *arguments)
+            self.log.write(method, *arguments)
 
     def event(self, event: str, **details: Any) -> None:
         """Record an event. Any thread may call this; the next `flush` writes it."""
@@ -138,7 +138,7 @@ class Recorder:
     def flush(self) -> None:
         """Write the events."""
         while self._events:
-            self.tell("event", *self._events.popleft())
+            self.write("event", *self._events.popleft())
 
     @contextmanager
     def looking(self) -> Iterator[None]:

@@ -112,8 +112,8 @@ class ReplicaCheck(Hook):
         if int(total):
             collected = self.ranks.collect([(weight.name, weight.place, value)
                                             for weight, value in zip(held, values, strict=True)])
-            if found := self.ranks.same(differences(self._labels, collected)):
-                raise UserError(explain(found, step, self._last_equal))
+            if result := self.ranks.same(differences(self._labels, collected)):
+                raise UserError(explain(result, step, self._last_equal))
         self._last_equal = step
 
 
@@ -128,17 +128,17 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, Dims, 
     for label, weights in zip(labels, held, strict=False):  # `held` is empty on all ranks but rank 0
         for name, place, value in weights:
             ranks[name, place][value].append(label)
-    found = []
+    result = []
     for (name, _), by_value in ranks.items():
         most, *others = sorted(by_value.values(), key=len, reverse=True)  # of equal bits, the largest group first
         odd = [label for group in others for label in group]
         if len(most) > len(odd) > 0:
-            found.append(f"{name}: {', '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the other "
+            result.append(f"{name}: {', '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the other "
                          f"{len(most)}")
         elif odd:
-            found.append(f"{name}: {' | '.join(', '.join(group) for group in (most, *others))} differ, and it is "
+            result.append(f"{name}: {' | '.join(', '.join(group) for group in (most, *others))} differ, and it is "
                          f"unknown which of them is right")
-    return found
+    return result
 
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:

@@ -65,7 +65,7 @@ def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> l
     if not (before.declared or plan.declared):
         return []
     changes = list(plan_changes(before, plan, progress.step))
-    past = [text for begun, text in changes if begun]
+    past = [text for started, text in changes if started]
     # The phases after the first begin at sample numbers that follow from the plan alone.
     if not (past or before.declared) and (used := plan.sequences_between(0, progress.step)) != progress.samples:
         past.append(f"{progress.samples:,} samples were used; with train.phases from the start it would be {used:,}. "
@@ -75,13 +75,13 @@ def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> l
             f"{path.name} was trained with another plan, and the plan of finished steps cannot change:\n{listed(past)}"
             f"\nRestore these. You may still change phases that have not started, the end of the current phase (after "
             f"step {progress.step}), and add phases. To start from scratch, use --force or name=<another>.")
-    found = [text for _, text in changes]
-    if found and progress.step < min(before.steps, plan.steps):
+    result = [text for _, text in changes]
+    if result and progress.step < min(before.steps, plan.steps):
         was, rate = planned_rate(progress.step, before), planned_rate(progress.step, plan)
         if was != rate:
-            found.append(f"the learning rate of step {progress.step + 1} changes from {was:.3g} to {rate:.3g}, since "
+            result.append(f"the learning rate of step {progress.step + 1} changes from {was:.3g} to {rate:.3g}, since "
                          f"the length of its schedule has changed")
-    return found
+    return result
 
 
 def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple[bool, str]]:
@@ -95,16 +95,16 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
         if old is None:
             yield False, f"train.phases[{new.number}] was added ({new})"
             continue
-        begun = old.first_step < step
+        started = old.first_step < step
         if new is None:
-            yield begun, f"train.phases[{old.number}] {'has begun and is gone' if begun else f'is gone ({old})'}"
+            yield started, f"train.phases[{old.number}] {'has started and is gone' if started else f'is gone ({old})'}"
             continue
         was, after = _settings(old, new.name), _settings(new, new.name)
         for key in was | after:
             if was.get(key) != after.get(key):
-                yield begun, f"{key}: {was.get(key)} -> {after.get(key)}"
+                yield started, f"{key}: {was.get(key)} -> {after.get(key)}"
         reached, end = min(step, old.end_step), "train.steps" if new.own is None else f"{new.name}.until"
-        if begun and reached > new.end_step:
+        if started and reached > new.end_step:
             yield True, (f"{end} is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and step {reached} "
                          f"of it is done")
         elif new.end_step != old.end_step:
@@ -113,10 +113,10 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
 
 def _settings(phase: Phase, name: str) -> dict[str, Any]:
     """The settings that a phase of this name must keep once it has started, by key."""
-    found = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
+    result = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
     if phase.number == 0:
-        found |= {f"train.{key}": getattr(phase.train, key) for key in OWN_CURVE}
-    return found | {f"{name}.{key}": value for key in CURVE if (value := getattr(phase.own, key, None)) is not None}
+        result |= {f"train.{key}": getattr(phase.train, key) for key in OWN_CURVE}
+    return result | {f"{name}.{key}": value for key in CURVE if (value := getattr(phase.own, key, None)) is not None}
 
 
 def _until(phase: Phase) -> str:
@@ -135,11 +135,13 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
                 restore(reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0])
 
 
-def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:
-    """The precision of all ranks, and the reason. begun: the checkpoint's, if there is one: `auto` must not change with
-    the machine."""
-    if wanted == "auto" and begun:
-        return begun, f"{begun}, as the run started"
-    found = ranks.gather(choose_precision(wanted, ranks.device))
-    chosen, why = found[0] if len({name for name, _ in found}) == 1 else ("fp32", "fp32: not every rank has fast bf16")
-    return chosen, f"{why}, {begun} before" if begun not in ("", chosen) else why
+def agreed_precision(wanted: str, started: str, ranks: Ranks) -> tuple[str, str]:
+    """The precision of all ranks, and the reason. started: the checkpoint's, if there is one: `auto` must not change
+    with the machine."""
+    if wanted == "auto" and started:
+        return started, f"{started}, as the run started"
+    result = ranks.gather(choose_precision(wanted, ranks.device))
+    chosen, why = result[0]
+    if len({name for name, _ in result}) > 1:
+        chosen, why = "fp32", "fp32: not every rank has fast bf16"
+    return chosen, f"{why}, {started} before" if started not in ("", chosen) else why

@@ -146,7 +146,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         torch.manual_seed(config.seed + ranks.rank)
         rehearsal = (f"--config {shlex.quote(str(work.run.folder.absolute() / 'config.yaml'))} "
                      f"model.vocab_size={model_config.vocab_size}")
-        with (initial_values(work, model_config, ranks, begun=newest is not None) as initial,
+        with (initial_values(work, model_config, ranks, has_checkpoint=newest is not None) as initial,
               memory_explained(None, ranks, progress.step, rehearsal, first=True)):
             engine = build_engine(decided, model_config, grid, DTYPES[precision], phase_batches[0].accumulation,
                                   initial)

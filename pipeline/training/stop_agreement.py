@@ -59,13 +59,13 @@ class StopAgreement(StopRequest, Hook):
 
     def on_votes(self, loop: Loop | None, sums: Sequence[float]) -> None:
         """Decide by the sums. Only rank 0 knows the text of the file."""
-        *counts, asked, number = map(round, sums)
-        found = {cause: count for cause, count in zip(CAUSES, counts, strict=True) if count}
-        rank = number if asked == 1 else None
-        self.stop = Stop(" and ".join(self._spelled(cause, count, rank) for cause, count in found.items()),
-                         all(CAUSES[cause] for cause in found)) if found else None
+        *counts, signalled, number = map(round, sums)
+        result = {cause: count for cause, count in zip(CAUSES, counts, strict=True) if count}
+        rank = number if signalled == 1 else None
+        self.stop = Stop(" and ".join(self._describe(cause, count, rank) for cause, count in result.items()),
+                         all(CAUSES[cause] for cause in result)) if result else None
 
-    def _spelled(self, cause: str, count: int, rank: int | None) -> str:
+    def _describe(self, cause: str, count: int, rank: int | None) -> str:
         if cause == "file":
             return self._words
         if cause == "time":

@@ -33,19 +33,19 @@ def packing_facts(data: TrainingData) -> Record:
     """Facts about the packing of documents and the planned tokens of phases; {} if documents are concatenated."""
     if not data.packings:
         return {}
-    found = planned_by(data.order)
+    result = planned_by(data.order)
     return {"packing": {"kind": "best_fit", **data.packing_facts()},
-            "planned": {"plan_sha256": data.order.links[-1], "tokens": found.phases, "padding": found.padding}}
+            "planned": {"plan_sha256": data.order.links[-1], "tokens": result.phases, "padding": result.padding}}
 
 
 def kernel_lines(config: Config, engine: Engine, device: torch.device, dtype: torch.dtype) -> list[str]:
     """The attention kernels and, if there is a choice (float32 on CPUs), matrix products'; and why not faster ones."""
     attention = engine.attention
-    found = [f"attention {attention.backend.name}{f', flash kernels {engine.flash}' * (device.type == 'cuda')}"]
+    result = [f"attention {attention.backend.name}{f', flash kernels {engine.flash}' * (device.type == 'cuda')}"]
     if device.type == "cpu" and dtype == torch.float32 and not config.train.compile:
-        found.append(f"float32 products {chosen()}")
+        result.append(f"float32 products {chosen()}")
     fallback = attention.fallback and (not config.train.across_documents or config.parallel.cp > 1)
-    return ["; ".join(found), *([attention.fallback] if fallback else [])]
+    return ["; ".join(result), *([attention.fallback] if fallback else [])]
 
 
 def _layout(config: Config, grid: Grid) -> str:

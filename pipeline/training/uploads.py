@@ -89,7 +89,7 @@ PATIENCE = timedelta(days=365)
 class Found:
     """The content of the store: steps with a complete copy, and the paths of incomplete ones, by step."""
 
-    whole: list[int]
+    complete: list[int]
     unfinished: dict[int, list[str]]
 
 
@@ -111,8 +111,8 @@ class CopiedCheckpoints:
             number = name.removeprefix("step-")
             if rest and name.startswith("step-") and number.isdigit():
                 objects.setdefault(int(number), []).append(entry.path)
-        whole = sorted(step for step, paths in objects.items() if f"{checkpoint_name(step)}/{COPY}" in paths)
-        return Found(whole, {step: paths for step, paths in sorted(objects.items()) if step not in whole})
+        complete = sorted(step for step, paths in objects.items() if f"{checkpoint_name(step)}/{COPY}" in paths)
+        return Found(complete, {step: paths for step, paths in sorted(objects.items()) if step not in complete})
 
     def remove(self, steps: Iterable[int]) -> None:
         """Remove copies, each one's copy.json first."""
@@ -121,7 +121,7 @@ class CopiedCheckpoints:
 
     def prune(self, keep: int, permanent_every: int | None) -> None:
         """Remove all but the newest `keep` copies and permanent ones."""
-        self.remove(step for step in self.found().whole[:-keep] if permanent_every is None or step % permanent_every)
+        self.remove(step for step in self.found().complete[:-keep] if permanent_every is None or step % permanent_every)
 
 
 @dataclass(frozen=True)
@@ -166,29 +166,29 @@ class Uploads(Hook):
             OSError: the disk is full, or does not work.
         """
         try:
-            found = self.checkpoints.newest_valid()
+            result = self.checkpoints.newest_valid()
         except UserError:  # all local ones are damaged
             if not self._copied:
                 raise
-            found = None
+            result = None
         damaged = list[int]()
-        for step in reversed([step for step in self._copied if found is None or step > found[1].step]):
+        for step in reversed([step for step in self._copied if result is None or step > result[1].step]):
             problem = self._fetch(step)
             if problem is None:
                 self.event("checkpoint_fetched", step=step)
-                found = self.checkpoints.newest_valid()
+                result = self.checkpoints.newest_valid()
                 break
             if not isinstance(problem, DamagedCopyError):
                 raise problem
             self.say(f"the copy of {checkpoint_name(step)} is damaged ({problem}); going back to the one before it")
             damaged.append(step)
-        if damaged and found is None:
+        if damaged and result is None:
             raise UserError(f"Every copy of a checkpoint in {self.url} is damaged (see above). Restore valid objects; "
                             f"or set train.checkpoint.copy_to=null, to start again without them.")
         if damaged:
             self.ranks.by_leader(lambda: self._remove(damaged, "Damaged copies in"))
             self.uploaded = max((step for step in self._copied if step not in damaged), default=-1)
-        return found
+        return result
 
     def on_start(self, loop: Loop) -> None:
         """Start uploading: first the checkpoint that training continues from, if it has no copy."""
@@ -261,10 +261,10 @@ class Uploads(Hook):
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing has started: the user may try other settings
             raise UserError(problem)
-        here = mine is not None and mine.folder == mark
-        if theirs is not None and not here:
+        local = mine is not None and mine.folder == mark
+        if theirs is not None and not local:
             self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
-        training = Training(theirs["id"] if theirs else mine.id if mine is not None and here else uuid4().hex, mark)
+        training = Training(theirs["id"] if theirs else mine.id if mine is not None and local else uuid4().hex, mark)
         write_sealed(folder / TRAINING, asdict(training))
         accepted = [*(change for change in (theirs or {}).get("accepted", []) if change not in self.work.accepted),
                     *self.work.accepted]
@@ -272,14 +272,14 @@ class Uploads(Hook):
             change_start(folder, accepted=accepted)
         self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint,
                           accepted=accepted)
-        found, complete = self._copies.found(), complete_checkpoints(folder)
-        if found.unfinished:
+        result, complete = self._copies.found(), complete_checkpoints(folder)
+        if result.unfinished:
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
-                     f"{', '.join(map(checkpoint_name, found.unfinished))}")
-            store.delete(path for paths in found.unfinished.values() for path in paths)
-        self._remove(aside := [step for step in found.whole
+                     f"{', '.join(map(checkpoint_name, result.unfinished))}")
+            store.delete(path for paths in result.unfinished.values() for path in paths)
+        self._remove(aside := [step for step in result.complete
                                if step > (step_of(complete[-1]) if complete else -1) and self._is_set_aside(step)])
-        return [step for step in found.whole if step not in aside], accepted
+        return [step for step in result.complete if step not in aside], accepted
 
     def _is_set_aside(self, step: int) -> bool:
         """Whether the copy is of a checkpoint that a user renamed here. Its marker decides, since another checkpoint
@@ -296,8 +296,8 @@ class Uploads(Hook):
         """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
         url, name = self.url, self.work.config.name
         if theirs is None:
-            found = self._copies.found()
-            steps = sorted([*found.whole, *found.unfinished])
+            result = self._copies.found()
+            steps = sorted([*result.complete, *result.unfinished])
             return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} that "
                     f"names their run. Drover changes nothing there. Set another train.checkpoint.copy_to, or move "
                     f"those folders away.") if steps else ""
@@ -450,12 +450,12 @@ class Uploads(Hook):
 def _listed(copy: Mirror, step: int) -> Outputs:
     """The files of a listed copy; DamagedCopyError if its copy.json is missing, damaged or of another step."""
     try:
-        found = copy.read()
+        result = copy.read()
     except Missing as error:
         raise DamagedCopyError(str(error)) from None
-    if found["of"] != str(step):
-        raise DamagedCopyError(f"{copy.store.url} holds the checkpoint of step {found['of']}")
-    return list(found["files"])
+    if result["of"] != str(step):
+        raise DamagedCopyError(f"{copy.store.url} holds the checkpoint of step {result['of']}")
+    return list(result["files"])
 
 
 def train_records(folder: Path, step: int) -> dict[str, bytes]:
@@ -465,7 +465,7 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
     Of metrics and samples only lines of earlier steps are taken. A start from the checkpoint first writes the lines of
     its own step (`Loop._start`), and whether they were written before the upload is a matter of chance.
     """
-    found = {}
+    result = {}
     for name in (*LOGS, *OTHERS):
         with suppress(FileNotFoundError):
             lines = (folder / name).read_bytes().splitlines(keepends=True)
@@ -473,8 +473,8 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
                 lines.pop()
             while name in OF_STEPS and lines and json.loads(lines[-1])["step"] >= step:
                 lines.pop()
-            found[name] = b"".join(lines)
-    return found
+            result[name] = b"".join(lines)
+    return result
 
 
 def take_records(fetched: Path, folder: Path, say: Say) -> None:
@@ -483,10 +483,10 @@ def take_records(fetched: Path, folder: Path, say: Say) -> None:
     for path in sorted(fetched.iterdir()):
         data, mine = path.read_bytes(), folder / path.name
         if mine.is_file():
-            here = mine.read_bytes()
-            if _continues(path.name, data, here):
+            local = mine.read_bytes()
+            if _continues(path.name, data, local):
                 continue
-            if here and not _continues(path.name, here, data):
+            if local and not _continues(path.name, local, data):
                 aside = renamed(mine, f"{mine.name}.replaced")
                 say(f"{mine.name} does not belong to the fetched checkpoint; renamed to {aside.name}")
         with atomic_file(mine) as file:

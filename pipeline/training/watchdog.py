@@ -167,9 +167,9 @@ def main_stack() -> tuple[str, ...]:
 def flight_records() -> dict[str, bytes]:
     """torch's flight recordings of the last collectives, by file ending; {} if it has none."""
     backend = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
-    found = {}
+    result = {}
     for kind, name in (("pickle", "_dump_nccl_trace"), ("json", "_dump_fr_trace_json")):
         content = getattr(backend, name)() if hasattr(backend, name) else b""
         if content:
-            found[kind] = content.encode() if isinstance(content, str) else content
-    return found
+            result[kind] = content.encode() if isinstance(content, str) else content
+    return result

@@ -18,7 +18,7 @@ CALLS = {"forward": 0, "backward": 0}
 class VarlenOnCpu(Varlen):
     """Varlen, which here can run."""
 
-    def lacks(self, where):
+    def unsupported(self, where):
         """Nothing."""
         return ""
 

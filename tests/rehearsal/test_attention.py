@@ -15,7 +15,7 @@ CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 class OnGpusOnly(Varlen):
     """Somebody's kernel."""
 
-    def lacks(self, where):
+    def unsupported(self, where):
         """See Backend."""
         return "needs a GPU" if where.device.type == "cpu" else ""
 

@@ -12,7 +12,7 @@ from drover.pipeline.config.tree import changed
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.rehearsal import fitting
 from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.rehearsal.fitting import verdict
+from drover.pipeline.rehearsal.fitting import fit_in_memory
 from drover.pipeline.rehearsal.report import ends_and_middle, lines
 from drover.tools.rehearse import main
 from tests.conftest import REPOSITORY
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_told_with_what_does(monkeypatch):
     [found] = rehearse_apart(config, 2, [0])
 
     def told(share):
-        return verdict(config, found, share * found.peak.bytes)
+        return fit_in_memory(config, found, share * found.peak.bytes)
     assert told(2)[0]
     tight, text = told(1.05)
     assert tight and "not estimated" in text

@@ -8,7 +8,7 @@ from drover.pipeline.training.loop import Loop
 from tests.refusal import refused
 
 
-@pytest.mark.parametrize("fails", ["hook.look", "recorder.tell"])
+@pytest.mark.parametrize("fails", ["hook.look", "recorder.write"])
 def test_a_measurement_that_fails_comes_after_the_save(fails):
     """Of the loop only `_train` and `_log_step` are real: a loop with one step left, whose new measurement or record
     fails. The rest only notes in which order it was called."""

@@ -60,14 +60,14 @@ def best_fit(lengths: Integers, room: int) -> tuple[Integers, Integers]:
     falling = lengths[order]
     edges = np.concatenate([[0], np.flatnonzero(np.diff(falling)) + 1, [len(order)]]).tolist()
     bins = _Bins(room)
-    found = np.empty(len(order), np.int64)
+    result = np.empty(len(order), np.int64)
     for at, end in pairwise(edges):
         while at < end:
             taken = bins.take(int(falling[at]), end - at)
-            found[at:at + len(taken)] = taken
+            result[at:at + len(taken)] = taken
             at += len(taken)
-    filled = np.bincount(found, minlength=bins.count)
-    return order[np.argsort(found, kind="stable")], np.concatenate([[0], np.cumsum(filled)])
+    filled = np.bincount(result, minlength=bins.count)
+    return order[np.argsort(result, kind="stable")], np.concatenate([[0], np.cumsum(filled)])
 
 
 class _Bins:

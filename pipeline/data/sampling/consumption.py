@@ -76,39 +76,39 @@ def says_consumption(train: TrainConfig) -> bool:
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:
     """Sources that would be gone through more often than train.max_epochs allows."""
     limits = train.max_epochs
-    found = []
+    result = []
     for source in consumption.available:
         named = limits if isinstance(limits, dict) else {source: limits}
         held = {name: most for name, most in named.items() if most is not None and source in (name, TOGETHER)}
         epochs = consumption.epochs(source)
-        found += [f"train.max_epochs allows {most:g} of {name}, and the plan takes {epochs:.2f} "
+        result += [f"train.max_epochs allows {most:g} of {name}, and the plan takes {epochs:.2f} "
                   f"({tokens_text(consumption.tokens(source))} of {tokens_text(consumption.available[source])} "
                   f"tokens{' of ' + source if name != source else ''}): give more text, a smaller share, or fewer "
                   f"tokens." for name, most in held.items() if epochs > most]
-    return found
+    return result
 
 
 def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
     """What will be consumed, a line for each source of each phase that uses it, and then of all of them."""
-    plan, found = PhasePlan.of(train), []
+    plan, result = PhasePlan.of(train), []
     seen = dict.fromkeys(consumption.available, 0)
     for number, (phase, taken) in enumerate(zip(plan.phases, consumption.phases, strict=True)):
         if plan.declared:
-            found.append(str(phase))
+            result.append(str(phase))
         for source, tokens in taken.items():
             seen[source] += tokens
             if tokens:
                 epochs, of = tokens / consumption.available[source], sum(taken.values())
                 so_far = f", {seen[source] / consumption.available[source]:.2f} so far" if number else ""
-                found.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
+                result.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
-        found += [f"  the epoch has {tokens_text(left)} tokens of {name} left where the length changes: they "
+        result += [f"  the epoch has {tokens_text(left)} tokens of {name} left where the length changes: they "
                   f"{'come first, packed again' if consumption.padding else 'are left to the next epoch'}"
                   for name, left in consumption.left[number].items() if left]
         if consumption.padding:
-            found.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
+            result.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
                          f"({consumption.padding[number] / max(1, phase.tokens):.2%}), of which nothing is learned")
-    return found
+    return result
 
 
 def many_epochs(train: TrainConfig, consumption: Consumption) -> dict[str, float]:

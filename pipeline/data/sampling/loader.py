@@ -79,14 +79,14 @@ class TrainingData:
             UserError: a shard cannot be read, or holds an id that is outside the vocabulary; on a GPU that would be an
                 assertion far from its cause.
         """
-        found = self.located(samples)
-        length = found[0][0].length
+        result = self.located(samples)
+        length = result[0][0].length
         rows = np.empty((len(samples), length + 1), np.uint32)
-        starts, used = zip(*(stream.fill(sequence, row) for (stream, sequence), row in zip(found, rows, strict=True)),
+        starts, used = zip(*(stream.fill(sequence, row) for (stream, sequence), row in zip(result, rows, strict=True)),
                            strict=True)
         if self.vocabulary is not None and rows.max() >= self.vocabulary:
             row, place = np.argwhere(rows >= self.vocabulary)[0].tolist()
-            sequences, sequence = found[row]
+            sequences, sequence = result[row]
             raise UserError(self._foreign(sequences, sequence, place))
         return assemble(rows, starts, used)
 

@@ -233,19 +233,19 @@ class Cursor:
         """Epoch, space and number in it of sequences by their number since the cursor began, int64."""
         pieces, part = np.divmod(self._shuffled(draws), self.each) if self.each > 1 else (draws, 0)
         epochs = self.epoch_of(pieces)
-        spaces, found = np.empty_like(draws), np.empty_like(draws)
+        spaces, result = np.empty_like(draws), np.empty_like(draws)
         for epoch, here in groups(epochs):
             segment, before, key = self.segment(epoch)
-            spaces[here], found[here] = segment.space, permute(pieces[here] - before, segment.pieces, key)
-        return epochs, spaces, found * self.each + part
+            spaces[here], result[here] = segment.space, permute(pieces[here] - before, segment.pieces, key)
+        return epochs, spaces, result * self.each + part
 
     def _shuffled(self, draws: np.ndarray) -> np.ndarray:
         """The sequences of each window shuffled."""
-        size, found = self.window * self.each, np.empty_like(draws)
+        size, result = self.window * self.each, np.empty_like(draws)
         for number, here in groups(draws // size):
-            found[here] = number * size + permute(draws[here] - number * size, size,
+            result[here] = number * size + permute(draws[here] - number * size, size,
                                                   (*self.key, self.length, self.first, number))
-        return found
+        return result
 
     def tokens(self, draws: int) -> int:
         """Tokens in the first `draws` sequences since the cursor began; of packed sequences as many as they have on
@@ -370,7 +370,7 @@ class Order:
     def locate(self, samples: np.ndarray) -> Located:
         """Where samples, int64 numbers of any shape, come from. Those beyond the end are of the last phase."""
         samples = np.asarray(samples, dtype=np.int64)
-        found = Located(*(np.empty_like(samples) for _ in Located._fields))
+        result = Located(*(np.empty_like(samples) for _ in Located._fields))
         parts, begins, _ = self._laid_out
         for number, within in groups(np.searchsorted(begins, samples, side="right") - 1):
             part = parts[number]
@@ -378,9 +378,9 @@ class Order:
             for pool, own in groups(pools):
                 here, cursor = within.copy(), part.cursors[pool]
                 here[within] = own
-                found.pool[here] = pool
-                found.epoch[here], found.space[here], found.sequence[here] = cursor.places(cursor.draws + draws[own])
-        return found
+                result.pool[here] = pool
+                result.epoch[here], result.space[here], result.sequence[here] = cursor.places(cursor.draws + draws[own])
+        return result
 
     def plan_at(self, samples: int) -> str:
         """SHA-256 of what has decided the first `samples` samples: the tokens, the seed and the phases begun."""
@@ -388,7 +388,7 @@ class Order:
 
     def taken(self, samples: int) -> list[Taken]:
         """What each phase takes in the first `samples` samples."""
-        found = []
+        result = []
         parts, begins, end = self._laid_out
         for part, stop in zip(parts, [*begins[1:].tolist(), max(samples, end)], strict=True):
             until = max(part.first, min(samples, stop))
@@ -402,8 +402,8 @@ class Order:
                 consumed[name] = draws[number] and (
                     cursor.tokens(cursor.draws + draws[number]) - cursor.tokens(cursor.draws) - left_out[name])
             trained = (until - part.first - len(numbers)) * part.phase.train.sequence_length
-            found.append(Taken(consumed, left_out, trained - sum(consumed.values())))
-        return found
+            result.append(Taken(consumed, left_out, trained - sum(consumed.values())))
+        return result
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Tokens trained on in the first `samples` samples over the tokens that there are, by pool."""

@@ -122,10 +122,11 @@ class Packing:
                 "documents_cut": cut, "cut_share": cut / max(1, documents)}
 
     def __str__(self) -> str:
-        found = self.figures()
-        return (f"best-fit packing: {found['sequences']:,} sequences of {self.length:,} tokens, "
-                f"{found['padding_share']:.3%} of them padding; {found['documents_cut']:,} of {found['documents']:,} "
-                f"documents ({found['cut_share']:.2%}) are longer and cut")
+        result = self.figures()
+        return (f"best-fit packing: {result['sequences']:,} sequences of {self.length:,} tokens, "
+                f"{result['padding_share']:.3%} of them padding; "
+                f"{result['documents_cut']:,} of {result['documents']:,} "
+                f"documents ({result['cut_share']:.2%}) are longer and cut")
 
     def has(self, row: int, *, checked: bool) -> bool:
         """Whether the file of a shard is there and of this plan; then note its counts. checked: compare the hash."""
@@ -203,8 +204,8 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
             except UserError as error:
                 problems.append(str(error))
     parts = group.gather((mine, packing.numbers[mine], packing.sha256[mine], made, damaged, problems))
-    if found := [problem for *_, own in parts for problem in own]:
-        raise UserError(all_problems(found, f"{len(found):,} token shards cannot be packed"))
+    if result := [problem for *_, own in parts for problem in own]:
+        raise UserError(all_problems(result, f"{len(result):,} token shards cannot be packed"))
     for own, numbers, digests, *_ in parts:
         packing.numbers[own], packing.sha256[own] = numbers, digests
     made = sum(part[3] for part in parts)
@@ -310,10 +311,10 @@ class Bins:
 
 def _drawn(count: int, drawn: int, key: tuple[int, ...]) -> NDArray[np.bool_]:
     """Which of `count` sequences are the first `drawn` in the order of `key`."""
-    found = np.zeros(count, bool)
+    result = np.zeros(count, bool)
     for start in range(0, drawn, AT_ONCE):
-        found[permute(np.arange(start, min(start + AT_ONCE, drawn)), count, key)] = True
-    return found
+        result[permute(np.arange(start, min(start + AT_ONCE, drawn)), count, key)] = True
+    return result
 
 
 Planner = Callable[[Planning], Packing]

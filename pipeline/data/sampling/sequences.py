@@ -61,14 +61,14 @@ class Windows:
         """The tokens of a sequence in their order, without padding, a span of each shard that has some; with label=1
         that of the last label, too."""
         start, stop = number * self.length, (number + 1) * self.length + label
-        index, found = int(self._ends.searchsorted(start, side="right")), []
+        index, result = int(self._ends.searchsorted(start, side="right")), []
         while start < stop:
             shard, end = self.shards[index], int(self._ends[index])
             base, at = end - shard.token_count, min(stop, end)
             if base < end:  # a shard without tokens has none of them
-                found.append(Span(shard, start - base, at - base))
+                result.append(Span(shard, start - base, at - base))
             start, index = at, index + 1
-        return found
+        return result
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """The rows, in their table, of the shards from which `fill` reads these sequences; ascending, each once."""

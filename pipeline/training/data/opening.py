@@ -64,11 +64,12 @@ def refuse_beyond(train: TrainConfig, data: TrainingData, say: Say) -> dict[str,
     Raises:
         UserError: that is more than train.max_epochs allows.
     """
-    found = planned_by(data.order)
-    many = many_epochs(train, found)
-    for text in [*(plan_lines(train, found) if says_consumption(train) else ()), *starmap(repetition, many.items())]:
+    consumption = planned_by(data.order)
+    many = many_epochs(train, consumption)
+    repetitions = starmap(repetition, many.items())
+    for text in [*(plan_lines(train, consumption) if says_consumption(train) else ()), *repetitions]:
         say(text)
-    if beyond := excesses(train, found):
+    if beyond := excesses(train, consumption):
         raise UserError(listed(beyond))
     return many
 
@@ -99,5 +100,5 @@ def refuse_cut_shards(folder: Path, table: ShardTable, ranks: Ranks) -> None:
         UserError: some are missing or shorter; the same on every rank.
     """
     parts = ranks.gather(size_problems(folder, table, range(ranks.rank, len(table), ranks.world)))
-    if found := [problem for part in parts for problem in part]:
-        raise UserError(all_problems(found, f"{len(found):,} of {len(table):,} token shards are damaged"))
+    if problems := [problem for part in parts for problem in part]:
+        raise UserError(all_problems(problems, f"{len(problems):,} of {len(table):,} token shards are damaged"))

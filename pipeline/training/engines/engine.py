@@ -150,14 +150,14 @@ class Engine(ABC):
         """The model's arguments for a micro-batch."""
         if not self.proven:
             self._attending += int(((batch.labels != IGNORED) & (batch.positions > 0)).sum())
-        whole: dict[str, Any] = {"tokens": batch.tokens, "labels": batch.labels}
+        arguments: dict[str, Any] = {"tokens": batch.tokens, "labels": batch.labels}
         if not self.across_documents:
-            return {**whole, "documents": batch.documents, "positions": batch.positions,
+            return {**arguments, "documents": batch.documents, "positions": batch.positions,
                     "document_lengths": [length for row in batch.lengths for length in row]}
         rows, length = batch.tokens.shape
         if self.windowed:  # plain causal attention knows no window: a row is one document to the backend
-            return {**whole, "documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
-        return whole
+            return {**arguments, "documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
+        return arguments
 
     def prove_gradients(self, loss: float, device: torch.device) -> None:
         """Stop, on all ranks alike, if a parameter got no gradient in the first step of this start. A graph that was
@@ -178,8 +178,8 @@ class Engine(ABC):
         total = torch.tensor([self._attending, *counts], dtype=torch.int64, device=device)
         dist.all_reduce(total)
         self.proven = True
-        attending, *found = total.tolist()
-        if loss != 0 and (missing := without_gradient(names, found, attending > 0)):
+        attending, *result = total.tolist()
+        if loss != 0 and (missing := without_gradient(names, result, attending > 0)):
             raise UserError(missing)
 
 

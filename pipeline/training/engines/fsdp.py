@@ -99,12 +99,12 @@ class FsdpEngine(Engine):
 
     def state_shards(self) -> Pieces:
         """See Engine. Replicated pieces are distributed among the ranks that hold them."""
-        found = {}
+        result = {}
         for name, kind, tensor in self._state():
             part = self.parts[name]
             if zlib.crc32(name.encode()) % part.copies == part.copy:  # the same choice on all of these ranks
-                found[f"{kind}.{name}"] = [TensorShard(tensor, part.offset, tuple(self.weights[name].shape))]
-        return found
+                result[f"{kind}.{name}"] = [TensorShard(tensor, part.offset, tuple(self.weights[name].shape))]
+        return result
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, weight in self.weights.items():

@@ -112,7 +112,7 @@ class ZeroEngine(Engine):
 
     def gradients(self) -> Pieces:
         """See Engine."""
-        found = {}
+        result = {}
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
             if self.stage == 3:
@@ -121,19 +121,19 @@ class ZeroEngine(Engine):
                 flat = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
             else:
                 continue
-            whole = self.stage < 3 and len(flat) == torch.Size(shape).numel()  # stage 1 in bf16 keeps all of it
-            found[name] = _cut(flat.narrow(0, fragment.start if whole else 0, fragment.count), shape, fragment)
-        return found
+            complete = self.stage < 3 and len(flat) == torch.Size(shape).numel()  # stage 1 in bf16 keeps all of it
+            result[name] = _cut(flat.narrow(0, fragment.start if complete else 0, fragment.count), shape, fragment)
+        return result
 
     def state_shards(self) -> Pieces:
         """See Engine."""
-        found: Pieces = {}
+        result: Pieces = {}
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
             for kind, flat in self._flat(fragment).items():
                 owned = flat.detach().narrow(0, fragment.at, fragment.count)
-                found[f"{kind}.{name}"] = _cut(owned, shape, fragment)
-        return found
+                result[f"{kind}.{name}"] = _cut(owned, shape, fragment)
+        return result
 
     def load(self, reader: CheckpointReader, updates: int) -> None:
         """See Engine."""

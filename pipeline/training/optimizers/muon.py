@@ -24,7 +24,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.training.optimizers.adamw import AdamW
 from drover.pipeline.training.optimizers.base import Optimizer, Weight
-from drover.pipeline.training.optimizers.whole_matrices import WholeMatrices
+from drover.pipeline.training.optimizers.whole_matrices import MatrixExchange
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Of the polynomial a x + b x^3 + c x^5, applied to singular values in each iteration: five of them bring whatever is
@@ -52,7 +52,7 @@ class Muon(Optimizer):
         self.matrices = [weight for weight in weights if weight.is_block_matrix]
         self.others = AdamW([weight for weight in weights if not weight.is_block_matrix], config)
         self.momentum = {weight.name: torch.zeros_like(own(weight.parameter.detach())) for weight in self.matrices}
-        self.whole = WholeMatrices({weight.name: weight.parameter for weight in self.matrices}, grid)
+        self.matrix_exchange = MatrixExchange({weight.name: weight.parameter for weight in self.matrices}, grid)
         self.dtype = torch.float64 if self.others.wide else COMPUTED_IN.get(grid.ranks.device.type, torch.float32)
 
     def state_names(self, name: str) -> tuple[str, ...]:
@@ -72,22 +72,22 @@ class Muon(Optimizer):
         """See Optimizer. A rejected update is computed too, since only the device knows that it is rejected."""
         self.others.step(lr, clip, applied)
         directions = self._directions(clip, applied)
-        updates = self.whole.transform(directions, partial(orthogonal, iterations=self.iterations))
+        updates = self.matrix_exchange.transform(directions, partial(orthogonal, iterations=self.iterations))
         for weight in self.matrices:
-            here, rate = own(weight.parameter), lr * weight.lr_factor
+            local, rate = own(weight.parameter), lr * weight.lr_factor
             size = rate * UPDATE_RMS * math.sqrt(max(weight.parameter.shape))
-            changed = here * (1 - rate * weight.weight_decay) - size * updates[weight.name].to(here.dtype)
-            here.copy_(torch.where(applied, changed, here))
+            changed = local * (1 - rate * weight.weight_decay) - size * updates[weight.name].to(local.dtype)
+            local.copy_(torch.where(applied, changed, local))
 
     def _directions(self, clip: Tensor, applied: Tensor) -> dict[str, Tensor]:
         """This rank's pieces of the matrices to orthogonalize. Updates the momentum."""
         names = [weight.name for weight in self.matrices]
         momenta = [self.momentum[name] for name in names]
-        found = [torch.zeros_like(momentum) if weight.parameter.grad is None else own(weight.parameter.grad)
+        result = [torch.zeros_like(momentum) if weight.parameter.grad is None else own(weight.parameter.grad)
                  for weight, momentum in zip(self.matrices, momenta, strict=True)]
-        torch._foreach_div_(found, clip)
-        fresh = torch._foreach_lerp(momenta, found, 1 - self.decay)
-        directions = torch._foreach_lerp(found, fresh, self.decay) if self.nesterov else fresh
+        torch._foreach_div_(result, clip)
+        fresh = torch._foreach_lerp(momenta, result, 1 - self.decay)
+        directions = torch._foreach_lerp(result, fresh, self.decay) if self.nesterov else fresh
         for momentum, new in zip(momenta, fresh, strict=True):
             momentum.copy_(torch.where(applied, new, momentum))
         return {name: direction.to(self.dtype) for name, direction in zip(names, directions, strict=True)}

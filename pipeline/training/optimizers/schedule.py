@@ -19,15 +19,16 @@ def planned_rate(step: int, plan: PhasePlan) -> float:
     now = plan.phase_of(step + 1).number
     phase = [phase for phase in begins if phase.number <= now][-1]
     end_step = min([plan.steps, *(later.first_step for later in begins if later.number > phase.number)])
-    at, steps, train, own = step - phase.first_step, max(1, end_step - phase.first_step), phase.train, phase.own
+    at, steps = step - phase.first_step, max(1, end_step - phase.first_step)
+    train, settings = phase.train, phase.own
     rate, warmup, form = train.lr, train.warmup_steps, str(train.schedule)
-    if own is not None and own.begins_curve:
+    if settings is not None and settings.begins_curve:
         if phase.number > 0:
-            rate, warmup = planned_rate(phase.first_step - 1, plan) if own.lr is None else 0.0, 0
-        rate = rate if own.lr is None else own.lr
-        warmup = warmup if own.warmup_steps is None else own.warmup_steps
-        form = own.schedule or ("constant" if own.lr_end is None else "linear")
-    end = rate * train.min_lr_share if own is None or own.lr_end is None else own.lr_end
+            rate, warmup = planned_rate(phase.first_step - 1, plan) if settings.lr is None else 0.0, 0
+        rate = rate if settings.lr is None else settings.lr
+        warmup = warmup if settings.warmup_steps is None else settings.warmup_steps
+        form = settings.schedule or ("constant" if settings.lr_end is None else "linear")
+    end = rate * train.min_lr_share if settings is None or settings.lr_end is None else settings.lr_end
     if at < warmup:
         return rate * (at + 1) / warmup
     if form == "constant":

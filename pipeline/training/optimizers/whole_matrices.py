@@ -42,7 +42,7 @@ def _cost(shape: Sequence[int]) -> int:
     return math.prod(shape) * min(shape)
 
 
-class WholeMatrices:
+class MatrixExchange:
     """Matrices sharded over `grid`, by name. Made and used on all ranks alike.
 
     Args:
@@ -56,7 +56,7 @@ class WholeMatrices:
         self.places = {name: [grid.part(parameter, rank) for rank in range(grid.copy_ranks)]
                        for name, parameter in parameters.items()}
         self.owners = assign_owners(self.shapes, grid.replicate * grid.copy_ranks)
-        self.here = grid.ranks.rank % grid.copy_ranks
+        self.copy_rank = grid.ranks.rank % grid.copy_ranks
         if grid.ranks.world > 1:  # making groups is a collective: do it now, not in the first step
             _ = grid.copy_group, grid.replicate > 1 and grid.replicate_group
 
@@ -70,22 +70,22 @@ class WholeMatrices:
         if self.grid.ranks.world == 1:
             return {name: function(piece) for name, piece in pieces.items()}
         like = next(iter(pieces.values()))
-        copy, here, ranks = self.grid.replica, self.here, range(self.grid.copy_ranks)
+        copy, copy_rank, ranks = self.grid.replica, self.copy_rank, range(self.grid.copy_ranks)
         owned = [self._owned(copy, rank) for rank in ranks]
-        mine = owned[here]
+        mine = owned[copy_rank]
         gathered = self._exchange([[pieces[name] for name in names] for names in owned],
                                   [[self.places[name][rank].size for name in mine] for rank in ranks], like)
         results = []
         for name, *parts in zip(mine, *gathered, strict=True):
-            whole = like.new_empty(self.shapes[name])
+            matrix = like.new_empty(self.shapes[name])
             for place, part in zip(self.places[name], parts, strict=True):
-                _cut(whole, place).copy_(part)
-            results.append(function(whole))
+                _cut(matrix, place).copy_(part)
+            results.append(function(matrix))
         returned = self._exchange([[_cut(result, self.places[name][rank]) for name, result in
                                     zip(mine, results, strict=True)] for rank in ranks],
-                                  [[self.places[name][here].size for name in names] for names in owned], like)
-        found = dict(zip(chain(*owned), chain(*returned), strict=True))
-        return self._share(found, like) if self.grid.replicate > 1 else found
+                                  [[self.places[name][copy_rank].size for name in names] for names in owned], like)
+        value = dict(zip(chain(*owned), chain(*returned), strict=True))
+        return self._share(value, like) if self.grid.replicate > 1 else value
 
     def _owned(self, copy: int, rank: int) -> list[str]:
         """The matrices that a rank of a copy owns."""
@@ -109,7 +109,7 @@ class WholeMatrices:
         """Add the pieces with this rank's place that other replicas computed."""
         owned = [[name for rank in range(self.grid.copy_ranks) for name in self._owned(copy, rank)]
                  for copy in range(self.grid.replicate)]
-        shapes = [[self.places[name][self.here].size for name in names] for names in owned]
+        shapes = [[self.places[name][self.copy_rank].size for name in names] for names in owned]
         own = _flat([found[name] for name in owned[self.grid.replica]], like)
         sent = like.new_zeros(max(sum(map(math.prod, sizes)) for sizes in shapes))
         sent[:len(own)] = own
@@ -119,9 +119,9 @@ class WholeMatrices:
         return dict(zip(chain(*owned), chain(*pieces), strict=True))
 
 
-def _cut(whole: Tensor, place: LocalShard) -> Tensor:
+def _cut(matrix: Tensor, place: LocalShard) -> Tensor:
     """The rectangle of a whole matrix that lies at a place, as a view."""
-    return whole[tuple(slice(start, start + count) for start, count in zip(place.offset, place.size, strict=True))]
+    return matrix[tuple(slice(start, start + count) for start, count in zip(place.offset, place.size, strict=True))]
 
 
 def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ class Wrapped(Optimizer):
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See Optimizer."""
-        found: dict[str, Any] = self.inner.state[self.weights[name].parameter]
-        return {state: own(found[state]) for state in self.names[name]}
+        result: dict[str, Any] = self.inner.state[self.weights[name].parameter]
+        return {state: own(result[state]) for state in self.names[name]}
 
     def step(self, lr: float, clip: Tensor, applied: Tensor) -> None:
         """See Optimizer."""

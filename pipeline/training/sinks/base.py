@@ -90,8 +90,8 @@ class About:
         train_folder: of the stage. A logger may keep its ID here across starts (`kept_id`). Training that starts from
             scratch has another folder.
         first_step: the steps that were done before this start. Later steps may be logged a second time.
-        told: the steps, samples and events that earlier starts have logged, repeated steps included: a start value for
-            a counter that must only grow.
+        reported: the steps, samples and events that earlier starts have logged, repeated steps included: a start value
+            for a counter that must only grow.
         settings: the configuration for display, as plain values: name, seed, and the sections model, train, parallel.
     """
 
@@ -99,7 +99,7 @@ class About:
     run_folder: Path
     train_folder: Path
     first_step: int
-    told: int
+    reported: int
     settings: Mapping[str, Any]
 
 
@@ -116,9 +116,9 @@ def curves(record: Record) -> dict[str, float]:
 
     A NaN loss is text in the record, and is not drawn.
     """
-    found = {f"train/{name}": float(value) for name, value in record.items()
+    result = {f"train/{name}": float(value) for name, value in record.items()
              if isinstance(value, (int, float)) and name not in CLOCKS}
-    return found | {f"{curve}/{source}": float(value) for name, curve in GROUPS.items()
+    return result | {f"{curve}/{source}": float(value) for name, curve in GROUPS.items()
                     for source, value in record.get(name, {}).items() if isinstance(value, (int, float))}
 
 
@@ -141,8 +141,8 @@ class KeptId:
 def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool]:
     """The ID of this training in a logger, made at the first call; and whether it was made now."""
     path = about.train_folder / f"{sink}.json"
-    if found := read_record(path, KeptId, "Remove it, and the logger starts a new run."):
-        return found.id, False
+    if result := read_record(path, KeptId, "Remove it, and the logger starts a new run."):
+        return result.id, False
     made = make()
     write_json(path, {"id": made})
     return made, True
@@ -169,8 +169,8 @@ class CurveSink:
         """See Sink."""
         if kind in ("finish", "stop"):
             self.ended = kind
-        if found := checkpoint_curves(kind, details):
-            self.log(found, details["step"])
+        if result := checkpoint_curves(kind, details):
+            self.log(result, details["step"])
 
 
 class TensorBoard(SinkSettings):
@@ -210,11 +210,11 @@ class JsonLines:
 
     Attributes:
         torn_bytes: bytes of incomplete lines that a killed run left at the files' ends, and that were cut off.
-        told: lines in the files at the start.
+        reported: lines in the files at the start.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.torn_bytes = self.told = 0
+        self.torn_bytes = self.reported = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._files = {name: self._open(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")}
 
@@ -224,7 +224,7 @@ class JsonLines:
         file.seek(0)
         for line in file:
             if line.endswith(b"\n"):
-                self.told += 1
+                self.reported += 1
             else:
                 self.torn_bytes += len(line)
                 file.truncate(file.tell() - len(line))
@@ -273,14 +273,14 @@ class BackgroundSink:
         return self._reason or ("" if error is None else
                                 without_secrets(f"{type(error).__name__}: {error}", os.environ))
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def write(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of the logger. Returns at once and raises nothing."""
         if not (self.failure or self._worker.put((method, arguments)) or self.failure):
             self._switch_off(f"it is {MOST_WAITING:,} calls behind")
 
     def close(self, until: float) -> None:
         """Close the logger after its queued calls, and wait for that until `time.monotonic()` is `until`."""
-        self.tell("close")
+        self.write("close")
         if not self.failure and not self._worker.close(max(0.0, until - time.monotonic())):
             self._switch_off("it had not taken in everything when training ended")
 
@@ -328,11 +328,11 @@ class TrainingLog:
         self._sinks = [BackgroundSink(sink.kind, lambda sink=sink: SINKS.made([sink])[0].open(about))  # type: ignore[misc]
                        for sink in sinks]
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def write(self, method: str, *arguments: Any) -> None:
         """Log a step, a sample or an event: a method of `Sink` with its arguments."""
         getattr(self._lines, method)(*arguments)
         for sink in self._sinks:
-            sink.tell(method, *arguments)
+            sink.write(method, *arguments)
         self._look()
 
     def close(self) -> None:
@@ -358,5 +358,6 @@ def open_log(work: Work, first_step: int) -> TrainingLog:
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name in SHOWN}
     settings["train"].pop("log_to")  # it may contain a private address
     lines = JsonLines(work.folder)
-    about = About(config.name, work.run.folder, work.folder, first_step, lines.told, {"name": config.name, **settings})
+    about = About(config.name, work.run.folder, work.folder, first_step, lines.reported,
+                  {"name": config.name, **settings})
     return TrainingLog(lines, about, list(config.train.log_to), work.say)

@@ -52,8 +52,8 @@ class _MLflowRun(CurveSink):
         self._client, self._prompts = client, dict[str, int]()
 
         def make() -> str:
-            found = client.get_experiment_by_name(experiment)
-            place = found.experiment_id if found else client.create_experiment(experiment)
+            result = client.get_experiment_by_name(experiment)
+            place = result.experiment_id if result else client.create_experiment(experiment)
             return str(client.create_run(place, run_name=about.name).info.run_id)
         self._id, new = kept_id(about, "mlflow", make)
         if not new:
@@ -107,7 +107,7 @@ class WeightsAndBiases(SinkSettings):
                          reinit="create_new")
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        return _WandbRun(run, about.told)
+        return _WandbRun(run, about.reported)
 
 
 class _WandbRun(CurveSink):

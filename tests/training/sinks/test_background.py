@@ -58,9 +58,9 @@ def log(tmp_path):
 def test_one_that_fails_is_switched_off_and_said_once_and_another_is_told_everything_in_order(log, fails):
     log_ = log(bad=told(fails), good=(good := told()))
     for step in range(1, 20):
-        log_.tell("step", {"step": step})
-        log_.tell("sample", step, "a", "b")
-        log_.tell("event", "checkpoint", {"step": step})
+        log_.write("step", {"step": step})
+        log_.write("sample", step, "a", "b")
+        log_.write("event", "checkpoint", {"step": step})
     log_.close()
     assert log.said == ["warning: the logger bad is disabled: SystemExit: no more of that. Training continues; "
                         "metrics.jsonl has everything"]
@@ -76,7 +76,7 @@ def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
     gate = threading.Event()
     log_ = log(slow=(slow := told(gate=gate)))
     for step in range(100):
-        log_.tell("step", {"step": step})
+        log_.write("step", {"step": step})
     log_.close()
     assert log.steps() == list(range(100)) and not slow.step.called and len(log.events()) == 1
     assert "it had not taken in everything when training ended" in "".join(log.said)
@@ -89,7 +89,7 @@ def test_one_that_falls_too_far_behind_is_switched_off_and_then_closed(monkeypat
     sink.step.side_effect = lambda record: gate.wait(HANG_S)
     behind = BackgroundSink("slow", lambda: sink)
     for step in range(20):
-        behind.tell("step", {"step": step})
+        behind.write("step", {"step": step})
         wait_for(lambda: sink.step.called)
     assert behind.failure == "it is 5 calls behind"
     gate.set()

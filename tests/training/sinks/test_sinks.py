@@ -31,13 +31,14 @@ def start(folder, said, *sinks, steps, first_step=0, end="finish"):
     lines = JsonLines(folder / "train")
     log = TrainingLog(lines, About("mine", folder, folder / "train", first_step, lines.told, SETTINGS),
                       [SINKS.read(sink) for sink in sinks], said.append)
-    log.tell("event", "resume" if first_step else "start", {"step": first_step})
+    log.write("event", "resume" if first_step else "start", {"step": first_step})
     for step, loss in steps:
-        log.tell("step", record(step, loss, **({"validation_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {})))
-    log.tell("event", "checkpoint", {"step": steps[-1][0], "stall_s": 0.25, "seconds": 1.5, "path": "x"})
-    log.tell("sample", steps[-1][0], "def (", f"text {steps[-1][1]}")
+        validated = {"validation_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {}
+        log.write("step", record(step, loss, **validated))
+    log.write("event", "checkpoint", {"step": steps[-1][0], "stall_s": 0.25, "seconds": 1.5, "path": "x"})
+    log.write("sample", steps[-1][0], "def (", f"text {steps[-1][1]}")
     if end:
-        log.tell("event", end, {"step": steps[-1][0]})
+        log.write("event", end, {"step": steps[-1][0]})
     log.close()
 
 
