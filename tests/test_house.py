@@ -249,6 +249,21 @@ def test_every_private_name_of_a_library_is_on_the_page():
     assert private_names() <= set(re.findall(r"`(_\w+)`", " ".join(rows)))
 
 
+def lines_of(path, name):
+    """How many lines a definition has, its decorators included."""
+    node = ast.parse(path.read_text())
+    for part in name.split("."):
+        node = next(one for one in node.body if getattr(one, "name", "") == part)
+    return node.end_lineno + 1 - min(one.lineno for one in [node, *node.decorator_list])
+
+
+def test_the_path_through_the_code_takes_an_hour():
+    rows = re.findall(r"^\| (.*) \| `(\S+\.py)` \|", (REPOSITORY / "docs/read-in-an-hour.md").read_text(), re.MULTILINE)
+    lines = [lines_of(REPOSITORY / file, name) for names, file in rows for name in re.findall(r"`([\w.]+)`", names)]
+    whole_files = [len((REPOSITORY / file).read_text().splitlines()) for names, file in rows if names == "all"]
+    assert len(lines) > 15 and 600 < sum(lines) + sum(whole_files) <= 1200
+
+
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"\b(?:model|pipeline|launch|tools|tests|drover)/[\w/]+\.py",
                                                        PAGE))))
 def test_a_file_on_the_page_about_the_architecture_exists(name):

@@ -29,7 +29,7 @@ def start(folder, said, *sinks, steps, first_step=0, end="finish"):
     """One start of a training, which is told some (step, loss), with a checkpoint, a text and validation loss at the
     last."""
     lines = JsonLines(folder / "train")
-    log = TrainingLog(lines, About("mine", folder, folder / "train", first_step, lines.told, SETTINGS),
+    log = TrainingLog(lines, About("mine", folder, folder / "train", first_step, lines.reported, SETTINGS),
                       [SINKS.read(sink) for sink in sinks], said.append)
     log.write("event", "resume" if first_step else "start", {"step": first_step})
     for step, loss in steps:
@@ -74,7 +74,7 @@ STEPS = [(1, 4.0), (2, 3.0), (3, 2.0), (3, 1.75), (4, 1.5)]
 def test_json_lines_go_on_after_a_torn_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
     lines = JsonLines(tmp_path)
-    assert (lines.torn_bytes, lines.told) == (15, 1)
+    assert (lines.torn_bytes, lines.reported) == (15, 1)
     lines.step({"step": 2})
     lines.close()
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]

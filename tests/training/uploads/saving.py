@@ -70,7 +70,7 @@ class Run:
     @property
     def whole(self):
         """The steps of which the store has a whole copy."""
-        return self.copies.found().whole
+        return self.copies.found().complete
 
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
