@@ -32,7 +32,7 @@ class Count(CustomGraphPass):
 
 def overlapped(ranks, **settings):
     """`train_steps` with parallel.async_tp, and the exchanges of each graph that was compiled on this rank."""
-    library, count = torch.backend.Library("symm_mem", "IMPL", "CPU"), Count()
+    library, count = torch.library.Library("symm_mem", "IMPL", "CPU"), Count()
     for name in OPERATORS:
         library.impl(name, getattr(symmetric_memory, f"_{name}"))
     with contextlib.ExitStack() as patches:

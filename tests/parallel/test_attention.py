@@ -57,7 +57,7 @@ with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
 
 
 @pytest.mark.parametrize("name, module, content", [
-    ("fa3", "flash_attn_interface.py", "import torch\nlibrary = torch.backend.Library('flash_attn_3', 'DEF')\n"
+    ("fa3", "flash_attn_interface.py", "import torch\nlibrary = torch.library.Library('flash_attn_3', 'DEF')\n"
      "library.define('fwd(Tensor q) -> Tensor')\nlibrary.define('bwd(Tensor q) -> Tensor')\n"),
     ("fa4", "flash_attn/cute/interface.py", "_flash_attn_fwd = _flash_attn_bwd = None\n")])
 def test_torch_takes_the_kernels_of_the_package_that_is_looked_for(tmp_path, name, module, content):
