@@ -25,7 +25,6 @@ from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, read_start, sound_start
 from drover.pipeline.contract.state import read_state
-from drover.pipeline.contract.tasks import Part, marked_parts
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, write_json, write_sealed, write_text
 from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
@@ -138,14 +137,13 @@ def _states(folder):
     write_sealed(folder / "STATE.json", {"status": "running", "step": 3, "units": 1, "job": "15", "at": ago(3)})
     write_json(folder / STARTED, {"fingerprint": {"config": {"a": 1}, "inputs": {}, "files": {}}, "chain": "c1",
                                   "force_id": "x", "files": [], "accepted": []})
-    Part(0, 4, "encode").mark(folder, "ab", {})
     write_json(folder / "launch/encode.lock", {"job": "15", "restart": 0, "host": "n", "pid": 3, "at": 1.8e9})
 
 
 def _read_states(folder):
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
-    sound_start(folder), marked_parts(folder, 4, "encode", "ab")
+    sound_start(folder)
     JobLock(folder, "encode", "16", 0, NoScheduler()).holder()
     read_start(folder)
 

@@ -110,7 +110,7 @@ def _parted(override: str) -> tuple[str, str]:
 
 def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     """A file merged over its bases. above: the files that named it as a base."""
-    own, chain = read_yaml(path, advice), (*above, path.resolve())
+    own, chain = read_yaml(path, advice, pipe=not above), (*above, path.resolve())
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
                         f"`base:`.")

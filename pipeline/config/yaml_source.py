@@ -162,17 +162,18 @@ def override(tree: Tree, dotted: str, text: str, *, as_text: bool = False) -> Tr
     return dict(placed(tree, dotted.split(".")))
 
 
-def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
-    """The values of one YAML file. It may be a pipe, as the shell makes of `<(...)`.
+def read_yaml(path: Path, advice: str = "Give an existing file.", *, pipe: bool = False) -> Tree:
+    """The values of one YAML file.
 
     Args:
         advice: what to do if the file is missing.
+        pipe: whether it may be a pipe, as the shell makes of `<(...)`. In a foreign folder it would never end.
 
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
     try:
-        data = path.open("rb").read(LARGEST) if path.is_fifo() else read_bytes(path, LARGEST)
+        data = path.open("rb").read(LARGEST) if pipe and path.is_fifo() else read_bytes(path, LARGEST)
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1

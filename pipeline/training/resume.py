@@ -97,7 +97,7 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
             continue
         started = old.first_step < step
         if new is None:
-            yield started, f"train.phases[{old.number}] {'has started and is gone' if started else f'is gone ({old})'}"
+            yield started, f"train.phases[{old.number}] {'has begun and is gone' if started else f'is gone ({old})'}"
             continue
         was, after = _settings(old, new.name), _settings(new, new.name)
         for key in was | after:

@@ -86,7 +86,7 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
              f"{tmp_path}/none.model cannot be read"),
             (["tokenizer.vocab_size=65536"], "tokenizer.vocab_size 65536 is too large for the training text"),
             (["tokenizer.kind=bpe", "tokenizer.path=/nowhere/tokenizer.model"],
-             "for a ready file of such ranks take tokenizer.kind=tiktoken")):
+             "a file of ranks like Llama 3's is of kind tiktoken")):
         assert told in run("tokenizer", copy, "--force", *settings, expect=2).err
         assert manifest_of(copy, "tokenizer") is None
 
