@@ -13,8 +13,8 @@ import os
 import platform
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,11 @@ from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
-    ATTEMPTS,
     KILLED,
     STATE,
     STOP,
     StageState,
     log_attempt,
-    now,
     read_attempts,
     read_state,
     write_state,
@@ -56,6 +54,7 @@ from drover.pipeline.contract.state import (
 from drover.pipeline.contract.tasks import CLAIMS
 from drover.pipeline.contract.telling import RANK_VARIABLES
 from drover.pipeline.core.console import counted
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, renamed
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
@@ -84,8 +83,6 @@ class Runner:
         self.decision: Decision | None = None
         self.last: tuple[Path, StepEnd] | None = None
         self.begun_from: int | None = None
-        self._logged = list[Record]()  # by this runner, written or not
-        self._unwritten = ""  # why a strike could not be recorded, or why the last record that failed did
         # Over all restarts of the job. A start that no launcher made may have left its word: it must not count as ours.
         said = read_state(spec.folder)
         starts = [int(path.suffix[1:]) for path in self.logs.glob(f"{here.name}.*") if path.suffix[1:].isdigit()]
@@ -113,7 +110,8 @@ class Runner:
             while True:
                 self.last = None
                 if (decision := self._ready()) is None:
-                    decision = self._begin("job", nodes=here.nodes, host=platform.node()) or self._preflight()
+                    self._log("job", nodes=here.nodes, host=platform.node())
+                    decision = self._preflight()
                 if decision and decision.action == "restart":
                     self.say(decision.reason)
                     self.number += 1
@@ -206,13 +204,9 @@ class Runner:
         while not self.stopping:
             spec = self.spec
             self.begun_from = self._newest_step()
-            try:
+            with recorded():
                 folder = self._make_folder()
-            except OSError as error:
-                return self._end(self._unrecorded(self.logs, str(error)))
-            if unrecorded := self._begin("attempt", ranks=spec.ranks or 1, nodes=here.nodes,
-                                         **{"from": self.begun_from}):
-                return self._end(unrecorded)
+            self._log("attempt", ranks=spec.ranks or 1, nodes=here.nodes, **{"from": self.begun_from})
             outcome = self._start(folder)
             decision = decide(outcome, spec)
             if decision.status in ("done", "preempted") and (self._newest_step() or 0) > (self.begun_from or 0):
@@ -341,11 +335,8 @@ class Runner:
                      f"which has a cause in common: none of them gets a strike")
             return counts
         for node, reason in found.items():
-            counts[node] = 1
-            try:
+            with recorded():
                 counts[node] = add_strike(self.run_folder, node, job, reason)
-            except OSError as error:
-                self._unwritten = str(error)
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 
@@ -377,9 +368,6 @@ class Runner:
     # ---- the end
 
     def _end(self, decision: Decision) -> int:
-        if decision.action == "requeue" and (self._unwritten or self._missing()):
-            decision = without_requeue(decision, f"what happened cannot be recorded ({self._unwritten}), so that the "
-                                                 f"job's next start would not know of it", self.spec)
         if decision.action == "requeue":
             if self.stopping:
                 return TERMINATED
@@ -426,53 +414,27 @@ class Runner:
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
         alike = ("stage", "chain", "job") if own or self.shares else ("stage", "chain")
         names = self._names()
-        return [event for event in [*self._recorded(), *self._missing()]
-                if all(event.get(name) == names[name] for name in alike)]
-
-    def _recorded(self) -> list[Record]:
-        """All that is recorded, as far as it can be read."""
-        try:
-            return read_attempts(self.run_folder)
-        except OSError as error:
-            self._unwritten = str(error)
-            return []
-
-    def _missing(self) -> list[Record]:
-        """What this runner has logged and cannot read back: after a failed write, or where the records are gone."""
-        recorded = {(event["job"], event["event"], event["at"]) for event in self._recorded()}
-        return [event for event in self._logged if (event["job"], event["event"], event["at"]) not in recorded]
+        with recorded():
+            events = read_attempts(self.run_folder)
+        return [event for event in events if all(event.get(name) == names[name] for name in alike)]
 
     def _names(self) -> Record:
         """What a record says of which start it is."""
         return {"stage": self.spec.stage, "job": self.here.name, "restart": self.here.restart, "start": self.number,
                 "chain": self.spec.chain}
 
-    def _begin(self, event: str, **details: Any) -> Decision | None:
-        """Record what is about to start; the decision to stop if that, or what is missing of earlier records, cannot be
-        recorded. The job's later starts know by these records alone how many there were: they would never end."""
-        self._log(event, **details)
-        for record in self._missing():
-            self._write(record)
-        if not self._missing():
-            self._unwritten = ""
-            return None
-        return self._unrecorded(self.run_folder / ATTEMPTS, self._unwritten or "what is written is not read back")
-
-    def _unrecorded(self, folder: Path, why: str) -> Decision:
-        self.last = None
-        return Decision("stop", "failed", f"start {self.number} cannot be recorded in {folder} ({why}). Without this "
-                        f"record nobody would know how many starts failed, so nothing is started. Make the folder "
-                        f"writable (permissions, chattr, free space), and submit the same command again", 1,
-                        final=True)
-
     def _log(self, event: str, **details: Any) -> None:
         """Record something that happened in this start, or in the one that `details` name."""
-        self._logged.append({"event": event, "at": now(), **self._names(), **details})
-        self._write(self._logged[-1])
+        with recorded():
+            log_attempt(self.run_folder, event, **{**self._names(), **details})
 
-    def _write(self, record: Record) -> None:
-        try:
-            log_attempt(self.run_folder, **record)
-        except OSError as error:  # what runs continues; `_begin` starts nothing more
-            self._unwritten = str(error)
-            self.say(f"`{record['event']}` could not be logged: {error}")
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Refuse to go on without records: by them alone a job's later starts know how many there were. They would never
+    end."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"Starts cannot be recorded ({error}), so the job ends. Make the folder writable (permissions, "
+                        f"chattr, free space), and submit the same command again.") from None

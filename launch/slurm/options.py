@@ -120,30 +120,20 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
             yield f"launch.srun_args has {word}; write the long name of srun's option {word[:2]} (man srun)."
         elif name in DECIDED or name in SRUN or name.startswith("container"):
             yield f"launch.srun_args has {word}, which the launcher or launch.container sets. Leave it out."
-    if launch.gpu_type and not launch.request_gpus:
-        yield "launch.gpu_type requests GPUs of a type, but launch.request_gpus is false. Leave one out."
     yield from container_problems(launch)
     for name, place in {"run folder": jobs[0].run if jobs else "", "working directory": str(Path.cwd())}.items():
         if found := re.search(r"\\|%[jtAa]" if name == "run folder" else r"\\", place):
             yield (f"The {name} {place} has {found[0]} in its path, which Slurm reads as something else. Use another "
                    f"folder{' (runs_dir, name)' * (name == 'run folder')}.")
     for job in jobs:
-        asked, memory = gpus_asked(job), {"mem-per-cpu", "mem-per-gpu"} & options_of(job).keys()
-        if asked is not None and launch.gpu_type:
-            yield (f"{job.key}: launch.gpu_type and {asked[0]} in launch.extra both choose the GPUs of the job. Leave "
-                   f"one out.")
-        if asked is not None and not launch.request_gpus:
-            yield (f"{job.key}: {asked[0]} in launch.extra requests GPUs, but launch.request_gpus is false. Leave one "
-                   f"out.")
-        if asked is not None and asked[1] != job.gpus_per_node:
+        asked = gpus_asked(job)
+        ways = [*([f"{asked[0]} in launch.extra"] if asked else []), *["launch.gpu_type"] * bool(launch.gpu_type),
+                *["launch.request_gpus=false"] * (not launch.request_gpus)]
+        if job.gpus_per_node and len(ways) > 1:
+            yield f"{job.key}: {' and '.join(ways)} decide what GPUs the job requests. Leave one out."
+        if asked and asked[1] != job.gpus_per_node:
             yield (f"{job.key}: launch.extra requests {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
                    f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them equal.")
-        if asked is not None and asked[0] == "gpus" and job.survives_nodes:
-            yield (f"{job.key}: launch.extra requests GPUs for the whole job (gpus), but a step may have fewer nodes "
-                   f"(spare_nodes, min_nodes). Use gpus-per-node or launch.gpus_per_node.")
-        if memory and job.asked.mem is not None:
-            yield (f"{job.key}: launch.mem and {memory.pop()} in launch.extra both set the memory of the job. Leave "
-                   f"one out.")
 
 
 def container_problems(launch: LaunchConfig) -> Iterator[str]:

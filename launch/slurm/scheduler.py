@@ -156,8 +156,7 @@ class Scheduler:
 
     def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
         """Exclude `nodes` from a waiting job, in addition to those it already excludes; None, or why that failed."""
-        return self._change(id, "ExcNodeList", lambda known: ",".join(sorted(
-            {*nodes, *(self.hostnames(known) if known else ())})))
+        return self._change(id, "ExcNodeList", lambda known: ",".join(filter(None, [known, *sorted(nodes)])))
 
     def wait_for_another(self, id: str, before: str, now: str) -> str | None:
         """Let a waiting job depend on the job `now` instead of `before`; None, or why that failed."""
@@ -181,29 +180,10 @@ class Scheduler:
         return self._rows("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}",
                           "format=account,partition,qos")
 
-    def most_jobs(self, user: str, account: str | None, qos: str | None) -> int | None:
-        """The most jobs that a user may have in the queue, by the association and the QOS (None: the default ones);
-        None if there is no limit or no accounting database."""
-        show = ("sacctmgr", "--noheader", "--parsable2", "show")
-        usual = [account] if account else [name for name, in self._rows(*show, "user", user, "format=defaultaccount")]
-        if not usual:  # the database does not answer
-            return None
-        own = [row[2:] for row in self._rows(*show, "assoc", f"user={user}",
-                                             "format=account,partition,defaultqos,maxsubmitjobs")
-               if row[0] in usual and not row[1]]
-        names = [qos] if qos else [name for name, _ in own]
-        all_qos = self._rows(*show, "qos", "format=name,maxsubmitjobsperuser")
-        limits = [most for _, most in own] + [most for name, most in all_qos if name in names]
-        return min((int(most) for most in limits if most.isdecimal()), default=None)
-
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`), without nodes that Slurm does not know."""
         return {row[0]: row[1] for row in self._rows(
             "sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")}
-
-    def hostnames(self, nodes: str) -> list[str]:
-        """The names in a list such as `n[1-3,7]`; [] if Slurm does not answer."""
-        return self._ask("scontrol", "show", "hostnames", nodes).out.split()
 
     def node_address(self, name: str) -> str:
         """The address of a node; its name if Slurm does not answer."""

@@ -1,8 +1,7 @@
 """The logs of a stage's starts in `logs/<stage>/<job>.<start>/`: one file for each node; on one machine one file.
 
-The rank is written before each line of a node's file, by Slurm (`srun --label`) or by `drover.launch.on_host`. Slurm
-splits lines of more than PIECE bytes into lines of that length, each with the label. No other rank's line can come
-between the pieces.
+Slurm writes the rank before each line of a node's file (`srun --label`). It splits lines of more than PIECE bytes into
+lines of that length, each with the label. No other rank's line can come between the pieces.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -57,24 +55,6 @@ def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         if label.strip().isdigit():
             yield int(label), text if len(text) <= PIECE else text[:-1]
     file.seek(-len(line), os.SEEK_CUR)  # Slurm is still writing this one
-
-
-@dataclass
-class Labelled:
-    """A node's log for the lines of one rank, as `labelled` reads them."""
-
-    file: IO[bytes]
-    rank: int
-
-    def write(self, line: bytes) -> None:
-        """Add a whole line, newline included."""
-        text, label = line.removesuffix(b"\n"), b"%d: " % self.rank
-        self.file.write(b"".join(label + text[at:at + PIECE] + b"\n" for at in range(0, len(text) + 1, PIECE)))
-
-    def writelines(self, lines: Iterable[bytes]) -> None:
-        """Add whole lines."""
-        for line in lines:
-            self.write(line)
 
 
 def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list[str]:

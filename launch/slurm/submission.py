@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import secrets
 import sys
@@ -15,7 +14,7 @@ from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
 from drover.launch.slurm.jobs import FOLDER, submit
 from drover.launch.slurm.nodes import failing, few, named
-from drover.launch.slurm.scheduler import Scheduler, has_accounting, most_elements, of_another_job
+from drover.launch.slurm.scheduler import Scheduler, most_elements, of_another_job
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.pipeline.config.loading import config_hash
@@ -31,14 +30,9 @@ from drover.pipeline.core.errors import UserError
 
 
 def with_site_limits(config: Config) -> Config:
-    """The configuration with limits that Slurm knows, where the configuration has none."""
-    launch, scheduler = config.launch, Scheduler()
-    settings = scheduler.site_settings()
-    found = {"array": most_elements(settings)}
-    if has_accounting(settings):
-        found["jobs"] = scheduler.most_jobs(getpass.getuser(), launch.account, launch.qos)
-    return changed(config, {f"launch.limits.{name}": most for name, most in found.items()
-                            if most and getattr(launch.limits, name) is None})
+    """The configuration with the limit of arrays that Slurm knows, where it has none."""
+    most = config.launch.limits.array or most_elements(Scheduler().site_settings())
+    return changed(config, {"launch.limits.array": most}) if most else config
 
 
 def for_slurm(run: Run, options: Options) -> Options:

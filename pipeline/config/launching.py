@@ -132,8 +132,8 @@ class Container(Section):
 
 
 class SiteLimits(Section):
-    """What the site allows, for cluster profiles. null: Drover asks Slurm for `array` and `jobs`, and Slurm decides
-    the rest."""
+    """What the site allows, for cluster profiles. null: Drover asks Slurm for `array`, and Slurm decides the rest.
+    """
 
     nodes: PositiveInt | None = None
     """Most nodes of one job."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.launch.job import joblock, runner, srun
-from drover.launch.job.host import StepEnd, process_end
+from drover.launch.job import joblock, srun
+from drover.launch.job.host import StepEnd
 from drover.launch.job.joblock import JobLock
 from drover.launch.job.preflight import Found
 from drover.launch.slurm.chain import Chain, ChainJob
@@ -18,10 +18,11 @@ from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, read_lines
 from tests.launch.fake_job import KILLED, chain_of, make_job
 from tests.launch.launcher import holding
-from tests.refusal import table
+from tests.refusal import refused, table
 
 RESTART, DONE = "crashed restart", "done leave"
 
@@ -158,85 +159,28 @@ def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
     assert job.environments[0]["MASTER_ADDR"] == "n1", "as Slurm says, the last one"
 
 
-def lose_records(job, where):
-    """From now on no record can be kept, each time in another way; earlier ones may be gone."""
-    attempts = job.run / "launch/attempts"
-    if attempts.exists():
-        attempts.rename(attempts.with_name("earlier"))
-    if where == "folder":
-        attempts.touch()
+@pytest.mark.parametrize("place", ["logs", "launch/attempts", "launch/nodes.jsonl"])
+def test_a_job_whose_starts_cannot_be_recorded_ends(job, place):
+    """Nobody could count them, nor the strikes of a bad node. Slurm requeues nothing."""
+    if place.endswith("jsonl"):
+        (job.run / place).mkdir()
     else:
-        attempts.mkdir()
-        (attempts / "12.jsonl").symlink_to(where)
+        (job.run / place).touch()
+    refused(UserError, r"Starts cannot be recorded \(.*Make the folder writable", job.go, preflight=True,
+            trial=Found({"n2": "no GPU"} if place.endswith("jsonl") else {}))
+    assert not job.commands and not job.slurm.requeued
 
 
-def test_a_start_whose_logs_have_no_place_is_not_made(job):
-    (job.run / "logs").touch()
-    status, log = job.go()
-    assert (status, job.commands, job.state().status) == (1, [], "failed") and "start 0 cannot be recorded in" in log
+@pytest.mark.parametrize("plan", ["crash", "asked"])
+def test_an_end_that_cannot_be_recorded_ends_the_job(job, plan):
+    def full(each):
+        attempts = job.run / "launch/attempts"
+        attempts.rename(attempts.with_name("earlier"))
+        attempts.touch()
+        return job.play(plan, job.run / "logs/train/12.0", None)
 
-
-@pytest.mark.parametrize("where", ["folder", "/dev/full", "/dev/null"])
-@pytest.mark.parametrize("starts", [0, 1, 2])
-def test_a_start_that_cannot_be_recorded_is_not_made(job, where, starts):
-    """Nobody could count it. /dev/full fails, and from /dev/null nothing can be read back. Slurm requeues nothing: the
-    next start would know of no start before it."""
-    def crash(each):
-        if len(job.commands) == starts:
-            lose_records(job, where)
-        return job.play("crash", job.run / "logs/train" / f"12.{len(job.commands) - 1}", None)
-
-    if not starts:
-        lose_records(job, where)
-    status, log = job.go(*[crash] * 30, max_restarts=20)
-    assert (status, len(job.commands), job.slurm.requeued) == (1, starts, []), log
-    assert f"start {starts} cannot be recorded in {job.run}/launch/attempts (" in job.state().reason
-    assert job.state().status == "failed"
-
-
-@pytest.mark.parametrize("later, status, words", [(0, 1, "submit the same command again"), (1, 0, "the next job of")])
-def test_what_cannot_be_recorded_is_not_queued_again(job, later, status, words):
-    def asked(each):
-        lose_records(job, "/dev/full")
-        return job.play("asked", job.run / "logs/train/12.0", None)
-
-    found, log = job.go(asked, links=1 + later)
-    assert (found, job.slurm.requeued) == (status, []) and words in log, log
-
-
-def test_a_bad_node_whose_strikes_cannot_be_recorded_does_not_queue_the_job_again(job):
-    """It would never have the second strike that ends this."""
-    (job.run / "launch/nodes.jsonl").mkdir()
-    status, log = job.go(preflight=True, trial=Found({"n2": "no GPU"}))
-    assert (status, job.slurm.requeued) == (1, []) and "n2: no GPU; what happened cannot be recorded (" in log, log
-
-
-def test_a_disk_that_is_full_for_a_moment_stops_nothing(job, monkeypatch):
-    """What could not be written is written later, in order. No state, strike and heartbeat is written meanwhile."""
-    real, fails = runner.log_attempt, ["attempt", "ended"]
-
-    def full(*_, **more):
-        raise OSError(28, "No space left on device")
-
-    def once(folder, event, **more):
-        if event in fails:
-            fails.remove(event)
-            full()
-        real(folder, event, **more)
-
-    monkeypatch.setattr(runner, "log_attempt", once)
-    monkeypatch.setattr(runner, "write_state", full)
-    monkeypatch.setattr(joblock, "BEAT_S", 0.0)
-
-    def beats(each):
-        with monkeypatch.context() as patch:
-            patch.setattr(joblock, "write_json", full)
-            assert each(), "nobody takes the stage over while Slurm says that this job runs"
-        return process_end(1)
-
-    status, log = job.go(beats, "work")
-    assert status == 0 and "`attempt` could not be logged: [Errno 28] No space left on device" in log and not fails
-    assert [event["start"] for event in job.events("attempt")] == [0, 1] and job.ends() == [RESTART, DONE]
+    refused(UserError, "Starts cannot be recorded", job.go, full, max_restarts=20)
+    assert len(job.commands) == 1 and not job.slurm.requeued
 
 
 # ---- starts before this one

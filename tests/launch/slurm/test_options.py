@@ -57,10 +57,9 @@ def test_other_options_and_the_type_of_the_gpus(asked):
     {"c": "9"} -> launch.extra has c; write the long name of sbatch's option -c (man sbatch).
     {"test-only": true} -> Use --dry-run
     {"container-image": "x"} -> Use launch.container
-    {"gres": "gpu:h100:8"} -> train: launch.gpu_type and gres in launch.extra both choose the GPUs
-    {"mem-per-cpu": "4G"} -> train: launch.mem and mem-per-cpu in launch.extra both set the memory"""))
+    {"gres": "gpu:h100:8"} -> train: gres in launch.extra and launch.gpu_type decide what GPUs the job requests"""))
 def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
-    said = launcher.refused(f"--stage encode,train {DRY} train.micro_batch=1 launch.gpus_per_node=8 launch.mem=64G "
+    said = launcher.refused(f"--stage encode,train {DRY} train.micro_batch=1 launch.gpus_per_node=8 "
                             f"launch.train.nodes=2 launch.gpu_type=h100", f"launch.extra={extra}")
     assert told in said
 
@@ -83,7 +82,7 @@ def test_a_site_that_does_not_count_gpus(asked, launcher):
     assert (job["ntasks_per_node"], job["gres"]) == (8, "nvme:1") and not any("gpus" in name for name in job)
     for settings in ("launch.gpu_type=h100", "'launch.extra={gres: \"gpu:8\"}'", "'launch.extra={gpus-per-task: 1}'"):
         said = launcher.refused(f"--stage train {DRY} launch.gpus_per_node=8 launch.request_gpus=false {settings}")
-        assert "but launch.request_gpus is false. Leave one out." in said
+        assert "and launch.request_gpus=false decide what GPUs the job requests. Leave one out." in said
 
 
 @pytest.mark.parametrize("settings", [

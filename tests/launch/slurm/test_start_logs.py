@@ -2,7 +2,7 @@
 
 import pytest
 
-from drover.launch.slurm.start_logs import MOST, PIECE, Labelled, last_word, output
+from drover.launch.slurm.start_logs import MOST, PIECE, last_word, output
 
 
 @pytest.mark.parametrize("text, whole", [
@@ -15,15 +15,6 @@ def test_the_lines_of_one_rank(tmp_path, text, whole):
     path.write_text(text)
     with open(path, "rb") as file:
         assert b"".join(output(file, 1)).decode() == whole
-
-
-@pytest.mark.parametrize("length", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
-def test_labels_that_are_written_here_are_read_as_slurms_are(tmp_path, length):
-    with open(tmp_path / "node0.log", "ab") as log:
-        for rank in (0, 1, 12):
-            Labelled(log, rank).writelines([b"%d" % rank * length + b"\n", b"end\n"])
-    with open(tmp_path / "node0.log", "rb") as file:
-        assert b"".join(output(file, 12)) == b"12" * length + b"\nend\n"
 
 
 @pytest.mark.parametrize("lines, word", [
