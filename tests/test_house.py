@@ -328,7 +328,8 @@ def test_imports_take_in_only_what_is_needed(code, needed):
 
 
 @pytest.mark.parametrize("code", [
-    "import drover.model, drover.launch.job.rank", "import drover.pipeline.report, drover.pipeline.encode"])
+    "import drover.model, drover.launch.job.rank", "import drover.pipeline.report, drover.pipeline.encode",
+    "import drover.launch.job.task"])
 def test_workers_and_ranks_start_without_the_configuration(code):
     status, text, modules = imported_by("-c", code, cwd=REPOSITORY)
     assert status == 0, text

@@ -39,7 +39,7 @@ from drover.launch.slurm.chain import ChainJob, read_chain
 from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lost, named
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
-from drover.pipeline.contract.job import StageJob
+from drover.pipeline.contract.job import RANK_VARIABLES, StageJob
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
     KILLED,
@@ -52,7 +52,6 @@ from drover.pipeline.contract.state import (
     write_state,
 )
 from drover.pipeline.contract.tasks import CLAIMS
-from drover.pipeline.contract.telling import RANK_VARIABLES
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, renamed

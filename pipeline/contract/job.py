@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of torch.distributed, which the launcher sets for each rank."""
+
 
 @dataclass(frozen=True)
 class StageJob:

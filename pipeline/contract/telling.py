@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.job import this_job
+from drover.pipeline.contract.job import RANK_VARIABLES, this_job
 from drover.pipeline.contract.manifest import Manifest, OutsideFiles
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
@@ -39,7 +39,6 @@ LISTEN_S, LISTEN_DONE_S = 20.0, 120.0
 short, because the user waits. If the stage is done it is long: a late rank would take the missing store for a crash."""
 FIRST_LOOK_S, LATER_LOOKS_S = 0.02, 1.0
 _KEY, _HEARD, _PRESENT = "work", "heard", "present"
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REPORT_AFTER_S, REPORT_AFTER_LAUNCH_S = 5.0, 60.0
 """How long a rank waits for others until it prints that. Ranks that a launcher has started may import for long."""
 _LEFT_OVER = (f" torchrun and Drover's launcher set {', '.join(RANK_VARIABLES)} for each rank. If you start no other "

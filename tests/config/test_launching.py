@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from drover.launch.plan import asked_of
-from drover.pipeline.config.launching import minutes
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.core.time_limits import minutes
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.refusal import table
