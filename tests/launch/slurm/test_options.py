@@ -119,7 +119,7 @@ def test_limits_of_the_shell_stay_there(asked):
 def test_the_log_is_where_its_path_says(launcher, folder):
     found = planned(launcher.accepted(f"--stage all --nodes 2 {DRY}", f"runs_dir={launcher.work}/{folder}"))
     path = f"{launcher.work}/{folder}/trial/launch/submitit".replace("%", "%%")
-    assert [found[key]["output"] for key in ("train", "encode-parts")] == [
+    assert [found[key]["output"] for key in ("train", "encode")] == [
         f"{path}/%j_0_log.out", f"{path}/%A_%a_0_log.out"]
 
 
