@@ -430,7 +430,7 @@ class Runner:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Refuse to go on without records: by them alone a job's later starts know how many there were. They would never
+    """Refuse to continue without records: by them alone a job's later starts know how many there were. They would never
     end."""
     try:
         yield
