@@ -42,7 +42,7 @@ from drover.launch.forecast import Disk, disk
 from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.rehearsing import rehearse_training
-from drover.launch.slurm.jobs import parameters
+from drover.launch.slurm.options import parameters
 from drover.launch.slurm.submission import for_slurm, submit_chain, with_site_limits
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.places import make_folder

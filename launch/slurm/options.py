@@ -1,4 +1,5 @@
-"""The options of sbatch: the setting that decides each, and those that a user may add in `launch.extra`."""
+"""What a job requests: the parameters of submitit's executor, the setting that decides each option of sbatch, and those
+that a user may add in `launch.extra`."""
 
 from __future__ import annotations
 
@@ -8,11 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from drover.launch.plan import OPTIONS, Job
+from drover.launch.slurm.chain import token
+from drover.launch.slurm.scheduler import literal
 from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.plugins import plugin_folders
+from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.files import sha256_json
 
+FOLDER = Path("launch") / "submitit"
+"""Submitit's folder in the run: scripts, pickles, results, and the logs of the jobs themselves."""
+SPECS = Path("launch") / "jobs"
 RANKS = "launch.gpus_per_node or launch.processes"
 NONE = ""
 SRUN = ("label", "overlap", "distribution", "kill-on-bad-exit")
@@ -96,6 +106,65 @@ def gpus_asked(job: Job) -> tuple[str, float] | None:
                 per_node = {"gpus": count / job.all_nodes, "gpus-per-task": count * job.tasks_per_node}
                 return name, per_node.get(name, count)
     return None
+
+
+def spec_path(config: Config, job: Job) -> Path:
+    return config.folder.absolute() / SPECS / f"{job.chain}-{job.key}.json"
+
+
+def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, Any]:
+    """The parameters of submitit's SlurmExecutor for a job (docs/slurm.md has the table). Those without a value are
+    left out, except `wckey`: submitit would set one.
+
+    ids: of the jobs that it depends on, by their keys.
+    """
+    launch = config.launch
+    extra = options_of(job)
+    waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
+    waits += [f"afterany:{ids[job.follows]}"] if job.follows else []
+    waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
+    waits += [str(extra.pop("dependency"))] if "dependency" in extra else []
+    # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.
+    own = f"-{sha256_json(str(config.folder.resolve()))[:6]}" if job.stage == "train" else ""
+    kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
+    gpus = f"{kind}{job.gpus_per_node}" if job.gpus_per_node and launch.request_gpus and not gpus_asked(job) else None
+    log = "%A_%a_0_log.out" if job.elements else "%j_0_log.out"
+    # The runner starts the ranks itself, by srun, again and again in one job: submitit starts it without srun.
+    named = {
+        "job_name": job.name + own, "time": job.minutes, "nodes": job.all_nodes,
+        "ntasks_per_node": job.tasks_per_node, "cpus_per_task": job.cpus_per_task, "gpus_per_node": gpus,
+        "mem": job.asked.mem, "partition": job.asked.partition, "dependency": ",".join(waits),
+        **{name: extra.pop(name, None) for name in (*OPTIONS, "exclude")},
+        "comment": f"{token(job.chain, job.key)} {extra.pop('comment', '')}".rstrip(),
+        "signal_delay_s": launch.signal_s,
+        "array_parallelism": (getattr(job.asked, "at_once", None) or len(job.elements)) if job.elements else None,
+        "use_srun": False, "stderr_to_stdout": True, "setup": _setup(config, job), "teardown": _teardown(config, job)}
+    additional = {
+        "chdir": str(Path.cwd()), "kill-on-invalid-dep": "yes" if job.dependencies else None,
+        "output": f"{literal(config.folder.absolute() / FOLDER)}/{log}",
+        # The limits of the shell that submits are the login node's (CPU seconds, locked memory). Jobs get their node's.
+        "propagate": "NONE", "requeue" if launch.requeue else "no-requeue": True, **extra}
+    return {**{name: value for name, value in named.items() if value not in (None, "")}, "wckey": None,
+            "additional_parameters": {name: value for name, value in sorted(additional.items()) if value is not None}}
+
+
+def _setup(config: Config, job: Job) -> list[str]:
+    """Lines of the job's script before the runner."""
+    path = ":".join(shlex.quote(folder) for folder in (job.code, *plugin_folders()))
+    return [*preamble(config.launch),
+            f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
+            # On scancel the shell waits for the runner to clean up.
+            "trap stopped=yes TERM INT; trap : USR1 USR2"]
+
+
+def _teardown(config: Config, job: Job) -> list[str]:
+    """Lines of the job's script after the runner: if something killed it, the job is queued again."""
+    killed = (f"{outer_python(config.launch, job.contained)} -m drover.launch.job "
+              f"{shlex.quote(str(spec_path(config, job)))}")
+    this = "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+    again = (f"[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {killed}; "
+             f"for pause in 1 5 20 60 0; do scontrol requeue {this} && break; sleep $pause; done; }}")
+    return ["status=$?", *[again] * config.launch.requeue, "exit $status"]
 
 
 def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:

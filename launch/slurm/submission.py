@@ -1,23 +1,29 @@
-"""A submission to Slurm: what its jobs get, and how they are submitted as one chain."""
+"""A submission to Slurm: what its jobs get, and how they are submitted through submitit as one chain."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
-from drover.launch.slurm.chain import CHAIN, Chain, in_queue
-from drover.launch.slurm.jobs import FOLDER, submit
+from drover.launch.slurm.chain import CHAIN, Chain, ChainJob, in_queue, token
 from drover.launch.slurm.nodes import failing, few, named
-from drover.launch.slurm.scheduler import Scheduler, most_elements, of_another_job
+from drover.launch.slurm.options import FOLDER, outer_python, parameters, spec_path
+from drover.launch.slurm.scheduler import OWN, Scheduler, most_elements, of_another_job
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import refuse_foreign_files
-from drover.pipeline.config.loading import config_hash
+from drover.launch.slurm.wait_reasons import refusal
+from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
 from drover.pipeline.config.tree import Config, changed
@@ -27,6 +33,15 @@ from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
 from drover.pipeline.core.console import echo, say
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
+
+if TYPE_CHECKING:
+    from drover.launch.job.task import StageTask
+
+SBATCH_S = 60
+"""Time limit of sbatch. It may have queued the job even so, which the token in the job's comment shows."""
+MOST_TIMEOUTS = 1_000_000
+"""Time limits after which submitit still queues a job again: the runner decides that."""
 
 
 def with_site_limits(config: Config) -> Config:
@@ -90,6 +105,119 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
          f"`drover status {run.folder} --watch` shows the progress; the same command"
          f"{' without --force' * options.force} submits what is left")
     return 0
+
+
+def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
+    """Submit the jobs that have something to do, each after its dependencies, and record each in the chain.
+
+    Raises:
+        UserError: sbatch refused a job. The error names the jobs that are queued already.
+    """
+    frozen = Path(chain.config)
+    run = config.folder.absolute()
+    save_config(config, frozen)
+    # Besides the code these decide what a job does: configuration, plugins, and the modules in the plugins' folders.
+    files = {str(path): sha256_file(path) for path in (frozen, *plugin_files())}
+    chain.write(run)
+    submitted: dict[str, ChainJob] = {}
+    for job in jobs:
+        if not job.to_run:
+            continue
+        try:
+            with uninterrupted():  # so that every job that Slurm has is recorded
+                submitted[job.key] = submit_job(config, replace(job, files=files),
+                                                {key: entry.id for key, entry in submitted.items()})
+                chain = replace(chain, jobs=tuple(submitted.values()))
+                chain.write(run)
+        except (UserError, OSError, KeyboardInterrupt) as error:
+            queued = " ".join(entry.id for entry in submitted.values())
+            why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
+            with suppress(OSError, UserError):  # the refusal itself is what the user must see
+                replace(chain, refused=why).write(run)
+            raise UserError(f"{why} " + (
+                f"The jobs before it are queued; `drover cancel {run}` removes them "
+                f"({queued})." if queued else "Nothing else is queued.")) from None
+    return [*submitted.values()]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the block once the time is up."""
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"sbatch did not answer within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
+    """Submit one job: `submit` of submitit's executor, or for an array its `map_array`.
+
+    ids: of the jobs that it depends on, by their keys.
+
+    Raises:
+        UserError: Slurm did not accept it.
+    """
+    from submitit import SlurmExecutor
+    from submitit.core.utils import JobPaths
+    from submitit.helpers import clean_env, environment_variables
+
+    from drover.launch.job.task import StageTask
+
+    folder = config.folder.absolute() / FOLDER
+    spec = spec_path(config, job)
+    job.save(spec)
+    # Who can write a pickle decides what the job does.
+    folder.mkdir(mode=0o700 if config.launch.check_owners else 0o777, exist_ok=True)
+    task = StageTask(str(spec))
+    own = {name: os.environ[name] for name in OWN if name in os.environ}
+    try:
+        executor = SlurmExecutor(folder, MOST_TIMEOUTS, python=outer_python(config.launch, job.contained))
+        executor.update_parameters(**parameters(config, job, ids))
+        with clean_env(of_another_job(os.environ)), environment_variables(**own), time_limit(SBATCH_S):
+            first = executor.map_array(task, job.elements)[0] if job.elements else executor.submit(task)
+        number = first.job_id.partition("_")[0]
+    except (RuntimeError, OSError) as error:
+        mine = Scheduler().mine()
+        queued = [known.id for known in mine or () if known.comment.split(" ")[0] == token(job.chain, job.key)]
+        if not queued:
+            said = str(error.__cause__ if isinstance(error.__cause__, TimeoutError) else error)
+            why, advice = refusal(said, "to run without Slurm, on this machine, use --cluster local")
+            if mine is None:
+                why += f"; squeue does not answer, so the job may be queued: `drover cancel {config.folder}` finds it"
+            raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
+        number = queued[0]  # sbatch's answer was lost: its pickles have no names yet
+        _store(task, job, folder, number)
+    log = JobPaths(folder, f"{number}_%a" if job.elements else number).stdout
+    return ChainJob(job.name, job.stage, job.kind, number, job.elements or None,
+                    tuple(ids[need] for need in job.dependencies), str(log), str(spec))
+
+
+def _store(task: StageTask, job: Job, folder: Path, number: str) -> None:
+    """Store the task where a job looks for it, for each element of an array."""
+    from submitit.core.utils import JobPaths
+    from submitit.helpers import DelayedSubmission
+
+    for element in job.elements or (None,):
+        submission = DelayedSubmission(task, element)
+        submission.set_timeout(job.minutes, MOST_TIMEOUTS)
+        name = number if element is None else f"{number}_{element}"
+        submission.dump(JobPaths(folder, name).submitted_pickle)
 
 
 def _new_id() -> str:

@@ -16,7 +16,7 @@ import yaml
 from drover.launch.job.spec import JobSpec
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import go_on
-from drover.launch.slurm import jobs, submission
+from drover.launch.slurm import submission
 from drover.launch.slurm.nodes import add_strike
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
@@ -201,7 +201,7 @@ def test_two_submissions_of_a_run_do_not_meet(slurm):
 
 def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypatch):
     """Where sbatch is cut off, the queue is asked for the job's token."""
-    monkeypatch.setattr(jobs, "SBATCH_S", 1)
+    monkeypatch.setattr(submission, "SBATCH_S", 1)
     monkeypatch.setattr(submission, "_new_id", lambda: "now")
     queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
     said = slurm.refused("--stage shard", SLOW="1")
