@@ -24,7 +24,6 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, before, follows_training
 from drover.pipeline.core.console import counted, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
-from drover.pipeline.core.time_limits import minutes
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from drover.pipeline.storage.store import Store, preflight

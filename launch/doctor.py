@@ -21,7 +21,6 @@ from drover.pipeline.core.command_line import Parser, Program
 from drover.pipeline.core.console import counted, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
-from drover.pipeline.core.time_limits import minutes
 
 
 def add_options(parser: Parser) -> None:

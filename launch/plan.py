@@ -18,7 +18,6 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
 from drover.pipeline.contract.validity import State
-from drover.pipeline.core.time_limits import minutes
 
 MOST_ELEMENTS = 64
 """The most elements of a stage's array by default; more are up to the site's settings."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drover.pipeline.config.section import LocalPath, Location, Section, nested
+from drover.pipeline.core.time_limits import minutes
 
 
 def _joined(value: Any) -> Any:
