@@ -13,11 +13,12 @@ import os
 import platform
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drover.launch.job.decisions import (
     TERMINATED,
@@ -58,11 +59,15 @@ from drover.pipeline.core.files import Record, renamed
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
+RECORD_S, RECORD_PAUSE_S = 30.0, 2.0
+"""For the run folder to take a record, before the job ends; and between two tries."""
 PAUSE_S, LONGEST_PAUSE_S = 3.0, 20.0
 """Before a start after several that brought nothing: longer with each."""
 SLURM_EARLY_S = 60.0
 """How much earlier than asked Slurm may send a signal: the one before the time limit may have come by then."""
 TAKEN_OVER = "another start of this job has taken the stage over"
+
+T = TypeVar("T")
 
 
 class Runner:
@@ -203,8 +208,7 @@ class Runner:
         while not self.stopping:
             spec = self.spec
             self.begun_from = self._newest_step()
-            with recorded():
-                folder = self._make_folder()
+            folder = self._recorded(self._make_folder)
             self._log("attempt", ranks=spec.ranks or 1, nodes=here.nodes, **{"from": self.begun_from})
             outcome = self._start(folder)
             decision = decide(outcome, spec)
@@ -334,8 +338,7 @@ class Runner:
                      f"which has a cause in common: none of them gets a strike")
             return counts
         for node, reason in found.items():
-            with recorded():
-                counts[node] = add_strike(self.run_folder, node, job, reason)
+            counts[node] = self._recorded(partial(add_strike, self.run_folder, node, job, reason))
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 
@@ -413,8 +416,7 @@ class Runner:
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
         alike = ("stage", "chain", "job") if own or self.shares else ("stage", "chain")
         names = self._names()
-        with recorded():
-            events = read_attempts(self.run_folder)
+        events = self._recorded(partial(read_attempts, self.run_folder))
         return [event for event in events if all(event.get(name) == names[name] for name in alike)]
 
     def _names(self) -> Record:
@@ -424,16 +426,18 @@ class Runner:
 
     def _log(self, event: str, **details: Any) -> None:
         """Record something that happened in this start, or in the one that `details` name."""
-        with recorded():
-            log_attempt(self.run_folder, event, **{**self._names(), **details})
+        self._recorded(partial(log_attempt, self.run_folder, event, **{**self._names(), **details}))
 
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Refuse to continue without records: by them alone a job's later starts know how many there were. They would never
-    end."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"Starts cannot be recorded ({error}), so the job ends. Make the folder writable (permissions, "
-                        f"chattr, free space), and submit the same command again.") from None
+    def _recorded(self, action: Callable[[], T]) -> T:
+        """Read or write a record. A store that fails for a moment is tried again. Without records the job ends: by them
+        alone its later starts know how many there were, or they would never end."""
+        last_try = time.monotonic() + RECORD_S
+        while True:
+            try:
+                return action()
+            except OSError as error:
+                if time.monotonic() > last_try:
+                    raise UserError(f"Starts cannot be recorded ({error}), so the job ends. Make the folder writable "
+                                    f"(permissions, chattr, free space), and submit the same command again.") from None
+                self.say(f"starts cannot be recorded now ({error}); trying again")
+            time.sleep(RECORD_PAUSE_S)

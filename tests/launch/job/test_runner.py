@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.launch.job import joblock, srun
+from drover.launch.job import joblock, runner, srun
 from drover.launch.job.host import StepEnd
 from drover.launch.job.joblock import JobLock
 from drover.launch.job.preflight import Found
@@ -159,8 +159,27 @@ def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
     assert job.environments[0]["MASTER_ADDR"] == "n1", "as Slurm says, the last one"
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Records are tried again at once, and once."""
+    monkeypatch.setattr(runner, "RECORD_S", 0.01)
+    monkeypatch.setattr(runner, "RECORD_PAUSE_S", 0.02)
+
+
+def test_a_folder_that_takes_no_record_for_a_moment_ends_no_job(job, impatient, monkeypatch):
+    write, failures = runner.log_attempt, [OSError("Stale file handle")]
+
+    def failing(*given, **details):
+        if failures:
+            raise failures.pop()
+        write(*given, **details)
+    monkeypatch.setattr(runner, "log_attempt", failing)
+    status, log = job.go("work")
+    assert status == 0 and job.ends() == [DONE] and "cannot be recorded now (Stale file handle); trying again" in log
+
+
 @pytest.mark.parametrize("place", ["logs", "launch/attempts", "launch/nodes.jsonl"])
-def test_a_job_whose_starts_cannot_be_recorded_ends(job, place):
+def test_a_job_whose_starts_cannot_be_recorded_ends(job, impatient, place):
     """Nobody could count them, nor the strikes of a bad node. Slurm requeues nothing."""
     if place.endswith("jsonl"):
         (job.run / place).mkdir()
@@ -172,7 +191,7 @@ def test_a_job_whose_starts_cannot_be_recorded_ends(job, place):
 
 
 @pytest.mark.parametrize("plan", ["crash", "asked"])
-def test_an_end_that_cannot_be_recorded_ends_the_job(job, plan):
+def test_an_end_that_cannot_be_recorded_ends_the_job(job, impatient, plan):
     def full(each):
         attempts = job.run / "launch/attempts"
         attempts.rename(attempts.with_name("earlier"))
