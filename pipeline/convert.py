@@ -152,9 +152,9 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, split: str
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
     ids, texts = _text(work, split)
     return_freed_memory()
-    found = compare_logits(folder, config, read, ids)
-    work.say(f"transformers computes it block by block ({config.layers} layers): {found.sentence}")
-    return {**asdict(found), "tensors_compared": compared, **_compare_tokens(work, folder, texts)}
+    result = compare_logits(folder, config, read, ids)
+    work.say(f"transformers computes it block by block ({config.layers} layers): {result.sentence}")
+    return {**asdict(result), "tensors_compared": compared, **_compare_tokens(work, folder, texts)}
 
 
 def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any]:
@@ -179,13 +179,13 @@ def _text(work: Work, split: str) -> tuple[Any, list[str]]:
     from drover.pipeline.data.remote_tokens import shards_of
 
     length = min(CHECKED_TOKENS, work.config.model.context_length)
-    found, texts, tokenizer = [], [], _tokenizer(work)
+    result, texts, tokenizer = [], [], _tokenizer(work)
     for shard in (shard for own in shards_of(work, split).values() for shard in own):
         for index in range(min(shard.documents, 50)):
             tokens = shard.document_tokens(index).tolist()
-            found += tokens
+            result += tokens
             texts.append(tokenizer.decode(tokens[1:-1]))
-    return torch.tensor([found[:length]]), texts
+    return torch.tensor([result[:length]]), texts
 
 
 def _tokenizer(work: Work) -> Any:

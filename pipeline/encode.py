@@ -116,25 +116,25 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
     source, path = payload["record"], folder / f"{shard_name(payload['record'])}.arrow"
     shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
     reference = _tokenizer(vocabulary, payload["sha256"])
-    found, problem = None, ""
+    result, problem = None, ""
     if fast:
         try:
-            found = _encoded(shards, source, _fast(vocabulary, payload["sha256"]), reference, payload["dtype"])
-            problem = other_ids(found, reference)
+            result = _encoded(shards, source, _fast(vocabulary, payload["sha256"]), reference, payload["dtype"])
+            problem = other_ids(result, reference)
         except EncoderError as error:
             problem = str(error)
-    if found is None or problem:
-        found = _encoded(shards, source, reference, reference, payload["dtype"])
-        if by_itself := other_ids(found, reference):
+    if result is None or problem:
+        result = _encoded(shards, source, reference, reference, payload["dtype"])
+        if by_itself := other_ids(result, reference):
             raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {by_itself}. Please report "
                             f"it; it does not depend on encode.encoder.")
-    content = write_shard(path, found.tokens, found.offsets, found.text_bytes, found.keys, metadata={
+    content = write_shard(path, result.tokens, result.offsets, result.text_bytes, result.keys, metadata={
         "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
         "eos_id": str(reference.eos_id)})
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
-                           **rare_counts(found.tokens, reference), input=source["path"],
+                           **rare_counts(result.tokens, reference), input=source["path"],
                            input_sha256=source["sha256"])
-    prove(path, record, source, reference, found.proved)
+    prove(path, record, source, reference, result.proved)
     return {"outputs": [record], "encoder": "reference" if problem or not fast else "fast", "fallback": problem}
 
 
@@ -209,9 +209,9 @@ def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
     problems = []
     for split, sources in texts["splits"].items():
         for source, own in sources.items():
-            found = tokens["splits"].get(split, {}).get(source, {})
-            problems += [f"{split} {source}: {own[name]} {name} in the text shards, {found.get(name, 0)} in the token "
-                         f"shards" for name in ("docs", "text_bytes") if found.get(name) != own[name]]
+            result = tokens["splits"].get(split, {}).get(source, {})
+            problems += [f"{split} {source}: {own[name]} {name} in the text shards, {result.get(name, 0)} in the token "
+                         f"shards" for name in ("docs", "text_bytes") if result.get(name) != own[name]]
     if problems:
         raise UserError(f"The token shards do not hold what the text shards hold:\n{listed(problems)}\n"
                         f"Run encode with --force; if that does not help, run shard with --force.")

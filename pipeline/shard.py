@@ -265,8 +265,8 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inp
     if little := [file for file in incomplete(inputs) if file.is_little]:
         work.say(f"warning: little or nothing of {len(little):,} files was read: {named(little)}")
     for source, card in counts["cards"].items():
-        for field, found in card.get("fields", {}).items():
-            work.say(f"source {source}: meta field {field} in {found['in']:,} of {found['of']:,} documents")
+        for field, result in card.get("fields", {}).items():
+            work.say(f"source {source}: meta field {field} in {result['in']:,} of {result['of']:,} documents")
     if counts["rejected"]:
         work.say(f"warning: {counts['rejected']:,} documents could not be read; {work.folder / REJECTED} names them")
     for name, own in counts.get("filters", {}).items():
@@ -284,7 +284,7 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inp
     for name, tasks in counts.get("contamination", {}).items():
         for task, own in tasks.items():
             short = f" ({own['too_short']:,} are too short for a search)" if own["too_short"] else ""
-            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} were found in "
+            work.say(f"filter {name}: {own['result']:,} of {own['items']:,} items of {task}{short} were found in "
                      f"{own['documents']:,} documents")
 
 

@@ -106,16 +106,16 @@ def audit(folder: Path) -> Audit:
     ledger = Ledger(run_in(folder))
     starts = [event for event in ledger.events if event["event"] in ("start", "resume")]
     tolerance, why = _tolerance(starts)
-    found = Audit(restarts=len(starts) - 1, replanned=logged - len(ledger.lines), tolerance=tolerance, why=why)
-    _repeats(ledger, found)
-    gaps = _coverage(ledger.final, found)
-    _left_out(ledger, found)
-    _checkpoints(ledger, found)
-    found.faults += [f"after step {event.get('step')} {OTHER_ORDER} than before: a sequence may come again, or never"
+    result = Audit(restarts=len(starts) - 1, replanned=logged - len(ledger.lines), tolerance=tolerance, why=why)
+    _repeats(ledger, result)
+    gaps = _coverage(ledger.final, result)
+    _left_out(ledger, result)
+    _checkpoints(ledger, result)
+    result.faults += [f"after step {event.get('step')} {OTHER_ORDER} than before: a sequence may come again, or never"
                      for event in ledger.events if OTHER_ORDER in event.get("changes", ())]
     if not gaps:  # else their numbers may be anything
-        _sequences(ledger.data, ledger.excluded().outside(0, found.samples), found)
-    return found
+        _sequences(ledger.data, ledger.excluded().outside(0, result.samples), result)
+    return result
 
 
 def _tolerance(starts: Sequence[Record]) -> tuple[float, str]:
@@ -280,9 +280,9 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Audit and print; 1 if there are faults."""
-    found = audit(options.run)
-    echo(json.dumps(asdict(found), indent=1) if options.json else "\n".join(found.lines()))
-    return bool(found.faults)
+    result = audit(options.run)
+    echo(json.dumps(asdict(result), indent=1) if options.json else "\n".join(result.lines()))
+    return bool(result.faults)
 
 
 main = Program("python -m drover.tools.audit", __doc__, add_options, work)

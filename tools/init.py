@@ -89,8 +89,8 @@ def add_options(parser: Parser) -> None:
 
 def _count(text: str) -> int:
     """A number such as 10M."""
-    if isinstance(found := read_tokens(text), int):
-        return found
+    if isinstance(result := read_tokens(text), int):
+        return result
     raise UserError(f"--params takes a number above 0, such as 10M, not {text}.")
 
 

@@ -65,9 +65,9 @@ def work(options: argparse.Namespace) -> None:
         shapes = {name: preset(name).with_vocabulary(options.vocab_size) for name in options.names or PRESETS}
     except ValueError as error:
         raise UserError(str(error)) from None
-    found = [facts(name, shape, options) for name, shape in shapes.items()]
+    result = [facts(name, shape, options) for name, shape in shapes.items()]
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(result, indent=1))
         return
     if options.kv_cache:
         columns = KV_CACHE
@@ -82,7 +82,7 @@ def work(options: argparse.Namespace) -> None:
         note = (f"KV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training "
                 f"state: {TRAINING_BYTES} bytes\na parameter (AdamW, bf16 with float32 masters). Presets without a "
                 f"vocabulary of their own: {options.vocab_size:,}.")
-    rows = [[form.format(**one) for form in columns.values()] for one in found]
+    rows = [[form.format(**one) for form in columns.values()] for one in result]
     echo("\n".join([*aligned([[*columns], *rows], str.rjust), "", note]))
 
 

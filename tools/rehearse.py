@@ -44,14 +44,14 @@ def work(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides)
     numbers = options.rank or ends_and_middle(config, options.ranks)
-    found = rehearse_apart(config, options.ranks, numbers, gpu=not options.cpu)
+    result = rehearse_apart(config, options.ranks, numbers, gpu=not options.cpu)
     fits, text = True, ""
     if options.memory is not None:
-        fits, text = fit_in_memory(config, fullest(found), options.memory * 1e9, gpu=not options.cpu)
+        fits, text = fit_in_memory(config, fullest(result), options.memory * 1e9, gpu=not options.cpu)
     if options.json:
-        print(json.dumps({"fits": fits, "verdict": text, "ranks": [one.as_json() for one in found]}, indent=1))
+        print(json.dumps({"fits": fits, "verdict": text, "ranks": [one.as_json() for one in result]}, indent=1))
     else:
-        print("\n".join([*lines(config, found), *([f"memory     {text}"] if text else [])]))
+        print("\n".join([*lines(config, result), *([f"memory     {text}"] if text else [])]))
     return 0 if fits else 1
 
 

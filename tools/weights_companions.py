@@ -70,22 +70,22 @@ def companions_of(weights: Weights) -> Companions:
         ids = record["token_ids"]
     else:
         return _of_run(folder, weights.config.context_length)
-    found = _in_folder(folder)
-    if found.vocabulary and not {*TOKENIZER} & found.files.keys():
-        found.tokenizer = _tokenizer(found.vocabulary, weights.config.vocab_size or 0)
-    if found.tokenizer and not ids:
-        ids = {"bos_token_id": found.tokenizer.bos_id, "eos_token_id": found.tokenizer.eos_id}
-    found.token_ids = ids
-    return found
+    result = _in_folder(folder)
+    if result.vocabulary and not {*TOKENIZER} & result.files.keys():
+        result.tokenizer = _tokenizer(result.vocabulary, weights.config.vocab_size or 0)
+    if result.tokenizer and not ids:
+        ids = {"bos_token_id": result.tokenizer.bos_id, "eos_token_id": result.tokenizer.eos_id}
+    result.token_ids = ids
+    return result
 
 
 def _in_folder(folder: Path) -> Companions:
-    found = Companions({name: folder / name for name in NAMES if (folder / name).is_file()})
+    result = Companions({name: folder / name for name in NAMES if (folder / name).is_file()})
     for path in sorted((folder / TEMPLATES).glob("*.jinja")):
-        found.files[f"{TEMPLATES}/{path.name}"] = path
+        result.files[f"{TEMPLATES}/{path.name}"] = path
     places = (folder / MODEL_FILE, folder / _KEPT_BY_THE_HUB)
-    found.vocabulary = next((path for path in places if path.is_file()), None)
-    return found
+    result.vocabulary = next((path for path in places if path.is_file()), None)
+    return result
 
 
 def _of_run(checkpoint: Path, context_length: int) -> Companions:
@@ -94,20 +94,20 @@ def _of_run(checkpoint: Path, context_length: int) -> Companions:
     if not (run / "config.yaml").is_file():
         return Companions()
     folder = run_in(run).stage_folder("tokenizer")
-    found = _in_folder(folder / "hf")
-    found.vocabulary = folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else None
-    found.context_length = context_length
+    result = _in_folder(folder / "hf")
+    result.vocabulary = folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else None
+    result.context_length = context_length
     try:
         record = vocabulary_record(folder)
     except UserError:
         record = None  # the tokenizer is gone: `carried_files` prints that there is none
     if record is not None:
-        found.token_ids = {"bos_token_id": record["bos_id"], "eos_token_id": record["eos_id"]}
-        found.trained_with = load_tokenizer(folder) if record["kind"] == "sentencepiece" else None
+        result.token_ids = {"bos_token_id": record["bos_id"], "eos_token_id": record["eos_id"]}
+        result.trained_with = load_tokenizer(folder) if record["kind"] == "sentencepiece" else None
     if (kept := settings_file(checkpoint)).is_file():
-        found.files[kept.name] = kept
-        found.token_ids = {name: value for name, value in read_settings(kept).items() if name in IDS}
-    return found
+        result.files[kept.name] = kept
+        result.token_ids = {name: value for name, value in read_settings(kept).items() if name in IDS}
+    return result
 
 
 def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[str]]:

@@ -91,14 +91,14 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
     """
     incomplete: set[str] = set()
     try:
-        found = find()
+        result = find()
     except UserError as error:
         if strict:
             raise
-        found, incomplete = (sorted(error.found, key=itemgetter(0)), error.sources) \
+        result, incomplete = (sorted(error.found, key=itemgetter(0)), error.sources) \
             if isinstance(error, AbsentInputError) else ([], set(map(_source, known)))
-    there = list(_looked_at(found, strict))
-    incomplete |= {name.partition("/")[0] for (name, _), record in zip(found, there, strict=True) if record is None}
+    there = list(_looked_at(result, strict))
+    incomplete |= {name.partition("/")[0] for (name, _), record in zip(result, there, strict=True) if record is None}
     records = [record for record in there if record is not None]
     by_path, by_name = ({str(record[key]): record for record in known} for key in ("path", "name"))
     todo = dict[str, list[Record]]()

@@ -56,9 +56,9 @@ def wrong(file: Expected, found: str) -> str:
 
 def refuse_longer(file: Expected) -> None:
     """UserError if the file is there with more bytes than expected, so that nothing endless is hashed."""
-    found = file.path.stat().st_size
-    if file.size is not None and found > file.size:
-        raise UserError(f"{file.path} {file.origin}: {file.size:,} -> {found:,} bytes. {file.fix}; then the same "
+    result = file.path.stat().st_size
+    if file.size is not None and result > file.size:
+        raise UserError(f"{file.path} {file.origin}: {file.size:,} -> {result:,} bytes. {file.fix}; then the same "
                         f"command continues.")
 
 
@@ -66,8 +66,8 @@ def refuse_changed(file: Expected) -> None:
     """UserError if the file exists with other content. If it is missing, the code that reads it reports this."""
     with suppress(FileNotFoundError):
         refuse_longer(file)
-        if (found := sha256_file(file.path)) != file.sha256:
-            raise UserError(wrong(file, found))
+        if (result := sha256_file(file.path)) != file.sha256:
+            raise UserError(wrong(file, result))
 
 
 class InputCheck:
@@ -123,12 +123,12 @@ class InputCheck:
 def _problem(file: Expected, over: threading.Event) -> str:
     """The error message of a file that is not as expected; "" if it is, or if it was not read to its end."""
     try:
-        found = _hash(file.path, over)
+        digest = _hash(file.path, over)
     except OSError as error:
         return f"{file.path} cannot be read: {error.strerror}. {file.fix}; then the same command continues."
     except Exception as error:  # noqa: BLE001 - if the thread died silently, the file would count as correct
         return f"{file.path} could not be compared with its recorded hash: {type(error).__name__}: {error}."
-    return "" if found in (file.sha256, None) else wrong(file, str(found))
+    return "" if digest in (file.sha256, None) else wrong(file, str(digest))
 
 
 def _hash(path: Path, over: threading.Event) -> str | None:

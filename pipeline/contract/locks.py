@@ -102,9 +102,9 @@ def await_file_system(look: Callable[[], T], ready: Callable[[T], bool]) -> T:
     """The result of `look()`; in a chain of jobs, wait until it is `ready`, at most NETWORK_S. It is for files that
     another node has written: the client of a network file system may remember for a while that a file was missing."""
     until = time.monotonic() + NETWORK_S * bool(this_job().chain)
-    while not ready(found := look()) and time.monotonic() < until:
+    while not ready(result := look()) and time.monotonic() < until:
         time.sleep(1.0)
-    return found
+    return result
 
 
 def _open(folder: Path, name: str) -> IO[str]:
@@ -149,8 +149,8 @@ def _in_use(folder: Path, what: str, holder: str) -> UserError:
 def _is_ending(holder: str) -> bool:
     """Whether the holder of a lock is a process of this machine that is ending. On a busy machine, threads of a killed
     process may need seconds to end, and the last of them releases the lock."""
-    found = re.match(r"process (\d+) on (\S+?)(,|\s|$)", holder)
-    return found is not None and found[2] == platform.node() and has_ended(int(found[1]))
+    match = re.match(r"process (\d+) on (\S+?)(,|\s|$)", holder)
+    return match is not None and match[2] == platform.node() and has_ended(int(match[1]))
 
 
 def has_ended(process: int) -> bool:

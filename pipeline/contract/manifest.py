@@ -139,14 +139,14 @@ def digest(outputs: Sequence[Record]) -> str:
 def not_as_used(manifests: Mapping[str, Manifest]) -> dict[str, str]:
     """Finished stages whose outputs are not those that later ones were made from, with a sentence's part that names
     these: a manifest's own checksum does not show that somebody wrote another. manifests: by stage."""
-    found = dict[str, list[str]]()
+    result = dict[str, list[str]]()
     for later, manifest in manifests.items():
         inputs = manifest.fingerprint.get("inputs", {})
         for stage in inputs.keys() & manifests.keys():
             if inputs[stage] != manifests[stage].digest:
-                found.setdefault(stage, []).append(later)
+                result.setdefault(stage, []).append(later)
     return {stage: f"its outputs are not those that {', '.join(users)} {'was' if len(users) == 1 else 'were'} made from"
-            for stage, users in sorted(found.items())}
+            for stage, users in sorted(result.items())}
 
 
 def check_record(record: Record, kind: Any, stage: str) -> None:

@@ -78,10 +78,10 @@ class Run:
         thousand outputs, and one start needs it a dozen times."""
         try:
             with opened(folder / MANIFEST) as file:  # network file systems ask their server when a file is opened
-                found = os.fstat(file.fileno())
+                result = os.fstat(file.fileno())
         except OSError:
             return read_manifest(folder)  # None, or an error
-        which = (found.st_ino, found.st_size, found.st_mtime_ns)
+        which = (result.st_ino, result.st_size, result.st_mtime_ns)
         known = self._manifests.get(folder)
         if known is None or known[0] != which:
             manifest = read_manifest(folder)
@@ -139,12 +139,12 @@ class Run:
     def absences(self, stages: list[str]) -> list[str]:
         """Messages about files that finished stages among `stages` have read and that are missing now. They count as
         unchanged."""
-        found = {stage: self._outside(stage).absent(manifest.files) for stage in stages
+        result = {stage: self._outside(stage).absent(manifest.files) for stage in stages
                  if (manifest := self.manifest(stage)) and manifest.files}
         return [f"{len(names):,} of the files that the stage {stage} read "
                 f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); the outputs made from them "
                 f"are still used"
-                for stage, names in found.items() if names]
+                for stage, names in result.items() if names]
 
     def _outside(self, stage: str) -> Outside:
         """The outside files of a finished stage, of both kinds."""

@@ -208,10 +208,10 @@ class Work:
         kept.flush()
         if left:
             raise self._stopped(name, len(records), len(units), idle=not self.made and not waited)
-        found = [records[unit.name] for unit in units]
+        result = [records[unit.name] for unit in units]
         self.earlier = sha256_json([self.earlier, *(
-            [output["path"], output["sha256"]] for record in found for output in record.get("outputs", []))])
-        return found
+            [output["path"], output["sha256"]] for record in result for output in record.get("outputs", []))])
+        return result
 
     def _stopped(self, name: str, done: int, units: int, *, idle: bool) -> Stopped:
         """Build the error for an interrupted pass. If this start was `idle` (it finished no unit), and the one before

@@ -98,8 +98,8 @@ class Stage:
 
     def input_files(self, config: Config, *kinds: str) -> list[tuple[str, InputFile]]:
         """Files from outside of the run as (name, path), sorted by name. kinds: `files`, `unit_files`, or both."""
-        return sorted((found for kind in kinds or ("files", "unit_files")
-                       for found in self.call(kind, config, otherwise=())), key=itemgetter(0))
+        return sorted((result for kind in kinds or ("files", "unit_files")
+                       for result in self.call(kind, config, otherwise=())), key=itemgetter(0))
 
     def may_renew(self, old: Record, new: Record) -> bool:
         """Whether a stage with the old fingerprint may be made with the new one without `--force`."""
@@ -114,12 +114,12 @@ class Stage:
 
     def source_files(self) -> list[Path]:
         """The source files that make this stage's outputs, relative to the repository, sorted."""
-        found: set[Path] = set()
+        result: set[Path] = set()
         for entry in (*self.code, f"pipeline/{self.name}.py"):
             path = REPOSITORY / entry
             inside = (file for file in path.rglob("*") if file.suffix in (".py", ".j2", ".css"))
-            found.update(inside if path.is_dir() else [path] if path.is_file() else [])
-        return sorted(path.relative_to(REPOSITORY) for path in found)
+            result.update(inside if path.is_dir() else [path] if path.is_file() else [])
+        return sorted(path.relative_to(REPOSITORY) for path in result)
 
 
 STAGES = {stage.name: stage for stage in (
@@ -200,13 +200,13 @@ def before(stages: list[str], through: list[str] | None = None) -> list[str]:
 
     With `through`, only paths through these stages are followed.
     """
-    found: set[str] = set()
+    result: set[str] = set()
     frontier = list(stages)
     while frontier:
-        new = set(STAGES[frontier.pop()].needs) - found
-        found |= new
+        new = set(STAGES[frontier.pop()].needs) - result
+        result |= new
         frontier += [stage for stage in new if through is None or stage in through]
-    return [stage for stage in STAGES if stage in found]
+    return [stage for stage in STAGES if stage in result]
 
 
 def follows_training(name: str) -> bool:

@@ -188,9 +188,9 @@ def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> No
 
 def read_attempts(run_folder: Path) -> list[Record]:
     """All events of `log_attempt`, in order; [] for a run without any."""
-    found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
+    result = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
              for event in read_lines(path, Attempt, appended=True)]
-    return sorted(found, key=lambda event: str(event["at"]))
+    return sorted(result, key=lambda event: str(event["at"]))
 
 
 class _Event(TypedDict):

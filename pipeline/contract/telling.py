@@ -234,6 +234,6 @@ class ReceivedRun(Run):
         if stage not in self._inputs:
             return None
         sent = self._inputs[stage]
-        found = Manifest(stage, fingerprint={}, outputs=sent["outputs"], counts=sent["counts"], config_sha256="")
-        found.__dict__["digest"] = sent["digest"]  # of all outputs, which this message may not contain
-        return found
+        result = Manifest(stage, fingerprint={}, outputs=sent["outputs"], counts=sent["counts"], config_sha256="")
+        result.__dict__["digest"] = sent["digest"]  # of all outputs, which this message may not contain
+        return result

@@ -97,11 +97,11 @@ class ProgressBar:
 
 def spelled(ranks: Sequence[int]) -> str:
     """Ascending numbers, such as ranks, in short: 0-2, 5."""
-    found = []
+    result = []
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
-        found.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ", ".join(found)
+        result.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(result)
 
 
 def counted(number: int, word: str) -> str:

@@ -85,13 +85,13 @@ class AbsentInputError(UserError):
 
 def refusals(*calls: Callable[[], Any]) -> list[str]:
     """The messages of the calls that raise a UserError."""
-    found = list[str]()
+    result = list[str]()
     for call in calls:
         try:
             call()
         except UserError as error:
-            found.append(str(error))
-    return found
+            result.append(str(error))
+    return result
 
 
 def all_told(*calls: Callable[[], Any]) -> list[Any]:

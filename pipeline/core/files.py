@@ -295,15 +295,15 @@ def problem_of(path: Path, record: Record, *, hashed: bool = True) -> str:
     the hash."""
     try:
         size = refuse_irregular(path).st_size
-        found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
+        digest = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     if size != record["bytes"]:
         return f"{path} has {size:,} bytes instead of {record['bytes']:,}"
-    return "" if found == record["sha256"] else \
-        f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {found[:12]}"
+    return "" if digest == record["sha256"] else \
+        f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {digest[:12]}"
 
 
 def problems_of(folder: Path, records: Iterable[Record]) -> Iterator[str]:
@@ -386,9 +386,9 @@ def seal_of(path: Path) -> Sealed:
 def sealing(data: bytes) -> Sealed:
     """The same for a file's content, or for a line with its newline."""
     end = max(0, len(data) - _SEAL_BYTES)
-    if found := _SEAL.search(data, end):
-        digest = hashlib.sha256(data[:found.start()]).hexdigest().encode()
-        return "sealed" if digest in found.groups() else "damaged"
+    if match := _SEAL.search(data, end):
+        digest = hashlib.sha256(data[:match.start()]).hexdigest().encode()
+        return "sealed" if digest in match.groups() else "damaged"
     return "damaged" if _WAS_SEAL.search(data, end) else "not sealed"
 
 
@@ -433,7 +433,7 @@ class Ledger:
 
     def lines(self) -> Iterator[tuple[str, str, Any]]:
         """Name, key and record of every finished task."""
-        found: dict[tuple[str, str], tuple[int, Any]] = {}
+        result: dict[tuple[str, str], tuple[int, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             with suppress(FileNotFoundError), opened(path) as file:  # --force removes the folder
                 for line in bounded_lines(file):
@@ -441,9 +441,9 @@ class Ledger:
                         if sealing(line) == "sealed":
                             value = typed(parsed_json(line), Commit)
                             task = value["task"], value["key"]
-                            if task not in found or found[task][0] <= value["at"]:
-                                found[task] = value["at"], value["record"]
-        yield from ((*task, record) for task, (_, record) in found.items() if record is not None)
+                            if task not in result or result[task][0] <= value["at"]:
+                                result[task] = value["at"], value["record"]
+        yield from ((*task, record) for task, (_, record) in result.items() if record is not None)
 
 
 def read_sealed(path: Path) -> Any:
@@ -471,8 +471,8 @@ def read_record(path: Path, kind: type[Kind], advice: str = "Make it again.", ve
         if version is not None and isinstance(value, dict) and value.get("format") != version:
             raise OtherVersionError(f"{path} was written by another version of Drover (format "
                                     f"{str(value.get('format'))[:20]}, this one reads {version}). {advice}")
-        found: Kind = typed(value, kind)
-        return found
+        result: Kind = typed(value, kind)
+        return result
     except FileNotFoundError:
         return None
     except OSError as error:

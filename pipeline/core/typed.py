@@ -59,10 +59,10 @@ def _as(kind: Any) -> Make:
 
 def _checked(make: Make, checks: Iterable[Callable[[Any], Any]]) -> Make:
     def read(value: Any) -> Any:
-        found = make(value)
+        result = make(value)
         for check in checks:
-            check(found)
-        return found
+            check(result)
+        return result
     return read
 
 
@@ -95,8 +95,8 @@ def _record(kind: Any) -> Make:
             raise ValueError(f" has no {name}")
         for name in sorted(value.keys() - makes.keys()) if is_class else ():
             raise ValueError(f" has {reprlib.repr(name)}, which is not known")
-        found = _entries(value.items(), makes, _as(Any))
-        return kind(**found) if is_class else found
+        result = _entries(value.items(), makes, _as(Any))
+        return kind(**result) if is_class else result
     return read
 
 
@@ -107,14 +107,14 @@ def _refuse(value: Any) -> NoReturn:
 def _entries(items: Iterable[tuple[Any, Any]], makes: dict[Any, Make], otherwise: Make = _refuse
              ) -> dict[Any, Any]:
     """Convert each value by the function for its key, or else by `otherwise`."""
-    found, key = {}, None
+    result, key = {}, None
     try:
         for key, item in items:
-            found[key] = makes.get(key, otherwise)(item)
+            result[key] = makes.get(key, otherwise)(item)
     except ValueError as error:
         text = str(error)
         raise ValueError(f".{key}{text if text[:1] in ' .' else f': {text}'}") from None
-    return found
+    return result
 
 
 def is_inside(text: str) -> None:

@@ -57,9 +57,9 @@ def has_column(present: list[str], name: str) -> bool:
 
 def other_delimiter(present: list[str]) -> str:
     """A hint where the one column of a CSV file has the delimiter of another dialect in its name; else empty."""
-    found = next((own for own in "\t;|," if own in present[0]), "") if len(present) == 1 else ""
-    return f" (if they are separated by {json.dumps(found)}, set the source's `delimiter: {json.dumps(found)}`)" \
-        if found else ""
+    result = next((own for own in "\t;|," if own in present[0]), "") if len(present) == 1 else ""
+    return f" (if they are separated by {json.dumps(result)}, set the source's `delimiter: {json.dumps(result)}`)" \
+        if result else ""
 
 
 def stored_columns(data: Any, kind: str) -> list[str]:

@@ -79,14 +79,14 @@ def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str
     Returns:
         As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages.
     """
-    cards, shown, found = [DataCard().record()], dict[str, dict[str, list[Any]]](), []
+    cards, shown, result = [DataCard().record()], dict[str, dict[str, list[Any]]](), []
     for record in records:
         cards.append(record["card"])
-        found.append({name: own["languages"] for name, own in record["findings"].items() if "languages" in own})
+        result.append({name: own["languages"] for name, own in record["findings"].items() if "languages" in own})
         for name, reasons in record["card"]["examples"].items():
             for reason, own in reasons.items():
                 _show(shown, name, reason, own, examples)
     card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
     card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
-    languages = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS) for name, counts in total(found).items()}
+    languages = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS) for name, counts in total(result).items()}
     return {**card, "examples": shown, **({"languages": languages} if languages else {})}

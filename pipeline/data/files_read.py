@@ -100,11 +100,11 @@ class FileRead:
 def files_read(inputs: Iterable[dict[str, Any]]) -> list[FileRead]:
     """The files in the order of `inputs`, the units' records of files and of parts of them; without those that a
     dataset's own library has read."""
-    found: dict[str, FileRead] = {}
+    result: dict[str, FileRead] = {}
     for part in inputs:
         if "source" in part:
-            found.setdefault(part["name"], FileRead(part["source"], part["file"], part["bytes"])).add(part)
-    return list(found.values())
+            result.setdefault(part["name"], FileRead(part["source"], part["file"], part["bytes"])).add(part)
+    return list(result.values())
 
 
 def counts_of_files(files: Sequence[FileRead]) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def counts_of_dataset(dataset: dict[str, Any], documents: int, rejected: int) ->
 
 def incomplete(files: Iterable[FileRead]) -> list[FileRead]:
     """Those of which something could not be read, those with the most such bytes first."""
-    found = (file for file in files if file.rejected)
-    return sorted(found, key=lambda file: (-file.lost_bytes, file.source, file.file))
+    result = (file for file in files if file.rejected)
+    return sorted(result, key=lambda file: (-file.lost_bytes, file.source, file.file))
 
 
 def named(files: Sequence[FileRead]) -> str:

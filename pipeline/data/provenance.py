@@ -82,10 +82,10 @@ def pieces_of(data: TrainingData, documents: Collection[tuple[int, int]], end: i
     for start in range(0, end if wanted else 0, AT_ONCE):
         samples = np.arange(start, min(start + AT_ONCE, end))
         located = data.order.locate(samples)
-        found = np.zeros(len(samples), bool)
+        result = np.zeros(len(samples), bool)
         for space, pool, held in wanted:
-            found |= (located.space == space) & (located.pool == pool) & np.isin(located.sequence, held)
-        yield from (piece for piece in pieces(data, samples[found])
+            result |= (located.space == space) & (located.pool == pool) & np.isin(located.sequence, held)
+        yield from (piece for piece in pieces(data, samples[result])
                     if (piece.shard.record["path"], piece.document) in names)
         count(len(samples))
 
@@ -103,11 +103,11 @@ def _holding(sequences: Sequences, documents: Iterable[tuple[int, int]]) -> np.n
 
 def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[SeenDocument]:
     """The documents in the samples of `ranges`, each once, in the order in which they come."""
-    found: dict[tuple[Path, int], tuple[TokenShard, list[int]]] = {}
+    result: dict[tuple[Path, int], tuple[TokenShard, list[int]]] = {}
     for piece in pieces(data, sample_numbers(ranges)):  # a shard that was forgotten meanwhile is another object later
-        found.setdefault((piece.shard.path, piece.document), (piece.shard, []))[1].append(piece.sample)
+        result.setdefault((piece.shard.path, piece.document), (piece.shard, []))[1].append(piece.sample)
     return [SeenDocument(shard.source, path.name, document, shard.document_key(document), samples)
-            for (path, document), (shard, samples) in found.items()]
+            for (path, document), (shard, samples) in result.items()]
 
 
 def named(documents: Sequence[SeenDocument]) -> str:

@@ -424,9 +424,9 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                         continue
                     value = text.again()
                 except TooLongError:
-                    found = limit.exceeded(number + 1, file.give_up(file.content - text.ahead()), lost=True)
-                    yield found if number or within == "array" else found._replace(
-                        reason=f"{found.reason}; where it holds the records in a field, take them out (jq -c "
+                    result = limit.exceeded(number + 1, file.give_up(file.content - text.ahead()), lost=True)
+                    yield result if number or within == "array" else result._replace(
+                        reason=f"{result.reason}; where it holds the records in a field, take them out (jq -c "
                                f"'.FIELD[]' FILE.json > FILE.jsonl)")
                     return
                 except (ValueError, RecursionError) as error:

@@ -87,11 +87,11 @@ def download_shards(work: Work, table: ShardTable, rows: Iterable[int], *, shows
 def recorded_shards(work: Work, table: ShardTable, rows: Iterable[int]) -> list[Expected]:
     """The files of the shards in these rows, with the hashes that encode recorded."""
     folder = shard_folder(work, table)
-    found = [output(folder, table.record(row), "encode") for row in rows]
+    result = [output(folder, table.record(row), "encode") for row in rows]
     if work.config.train.tokens_from is None:
-        return found
+        return result
     return [replace(file, origin=f"on {platform.node()} {file.origin}",
-                    fix="Delete it, so that it is downloaded again") for file in found]
+                    fix="Delete it, so that it is downloaded again") for file in result]
 
 
 def shards_of(work: Work, split: str) -> dict[str, Shards]:

@@ -111,8 +111,8 @@ class ShardTable:
     def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
         """The shards of one split (and source), in the order of their paths."""
         chosen = np.array([kind[0] == split and source in (None, kind[1]) for kind in self.kinds], bool)
-        found = np.flatnonzero(chosen[self.kind]).tolist()
-        return np.array(sorted(found, key=self.paths.__getitem__), np.int64)
+        result = np.flatnonzero(chosen[self.kind]).tolist()
+        return np.array(sorted(result, key=self.paths.__getitem__), np.int64)
 
     def content(self, split: str) -> Iterator[list[str]]:
         """(path, sha256) of each shard of a split, in the manifest's order: what identifies the tokens."""
@@ -174,5 +174,5 @@ def open_shards(table: ShardTable, split: str, sources: Iterable[str], folder: P
 
 def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:
     """A sentence for each of these shards whose file is missing or has another size: one stat a shard."""
-    found = (TokenShard(folder / table.paths[row], table.record(row)).size_problem() for row in rows)
-    return [problem for problem in found if problem]
+    problems = (TokenShard(folder / table.paths[row], table.record(row)).size_problem() for row in rows)
+    return [problem for problem in problems if problem]

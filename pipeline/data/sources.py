@@ -44,7 +44,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     Raises:
         AbsentInputError: naming every file or glob that matches nothing and every file of no known format.
     """
-    found: list[tuple[str, InputFile]] = []
+    result: list[tuple[str, InputFile]] = []
     problems: dict[str, list[str]] = {}
     for source in config.shard.sources:
         paths, wrong = _paths(source)
@@ -53,12 +53,12 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
         wrong += [f"source {source.name}: two files are called {name} where bytes that are not UTF-8 are written as "
                   f"\\xNN. Rename one." for name in twice]
         problems |= {source.name: wrong} if wrong else {}
-        found += named
+        result += named
     if problems:
         every = [problem for wrong in problems.values() for problem in wrong]
-        raise AbsentInputError(all_problems(every, "The sources of the corpus cannot all be read", len(every)), found,
+        raise AbsentInputError(all_problems(every, "The sources of the corpus cannot all be read", len(every)), result,
                                set(problems))
-    return found
+    return result
 
 
 def reading_units(config: ShardConfig, files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,20 +129,20 @@ def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
 
 def _stdlib_paths(source: StdlibSource) -> list[Path]:
     left_out = NOT_STDLIB if source.include_tests else NOT_STDLIB | TEST_FOLDERS
-    found: list[Path] = []
+    result: list[Path] = []
     for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
         inside[:] = set(inside) - left_out  # not walked: installed packages may have tens of thousands of folders
-        found += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
-    return found
+        result += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+    return result
 
 
 def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
-    found: dict[InputFile, None] = {}
+    result: dict[InputFile, None] = {}
     problems = []
     for pattern in source.paths:
         if is_url(pattern):
             try:
-                found.update(dict.fromkeys(find(pattern)))
+                result.update(dict.fromkeys(find(pattern)))
             except UserError as error:
                 problems.append(f"source {source.name}: {error}")
             continue
@@ -162,9 +162,9 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             problems.append(f"source {source.name}: " + (f"no file matches {pattern}" if has_wildcard else
                             _what_it_is(pattern, full)) +
                             f" ({_looked_in(full)}). Correct `paths`.")
-        found.update(dict.fromkeys(files))
-    own = once(path for path in found if isinstance(path, Path))
-    return [*own, *(path for path in found if not isinstance(path, Path))], problems
+        result.update(dict.fromkeys(files))
+    own = once(path for path in result if isinstance(path, Path))
+    return [*own, *(path for path in result if not isinstance(path, Path))], problems
 
 
 def _is_broken(path: Path) -> bool:

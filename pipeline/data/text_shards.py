@@ -162,8 +162,8 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
             fault = error
         while hashed.read(_BUFFER):
             pass
-    if (found := digest.hexdigest()) != expected.sha256:
-        raise UserError(wrong(expected, found)) from fault
+    if (result := digest.hexdigest()) != expected.sha256:
+        raise UserError(wrong(expected, result)) from fault
     if fault is not None:
         raise UserError(f"{path} is no text shard: {fault}. {_FIX}") from fault
     _refuse_other_count(path, count, record["docs"])

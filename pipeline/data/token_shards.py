@@ -43,14 +43,14 @@ def open_sized(path: Path, size: int, fix: str) -> Descriptor:
     """A file opened for reading; UserError if that fails, or if it has another size. fix: what the error advises."""
     try:
         file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-        found = refuse_irregular(file.number).st_size
+        result = refuse_irregular(file.number).st_size
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise UserError(f"{path} cannot be opened: this process may have no more open files. Raise the hard limit "
                             f"(ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
         raise UserError(f"{path} cannot be read: {error.strerror}. {fix}") from None
-    if found != size:
-        raise UserError(_damaged(path, found, size, fix))
+    if result != size:
+        raise UserError(_damaged(path, result, size, fix))
     return file
 
 
@@ -85,11 +85,11 @@ class TokenShard:
     def size_problem(self) -> str:
         """A sentence if the file is missing or has the wrong size, else "". It is not opened."""
         try:
-            found = self.path.stat().st_size
+            size = self.path.stat().st_size
         except OSError as error:
             return f"{self.path} cannot be read: {error.strerror}. {_FIX}"
         wanted = self.record["bytes"]
-        return "" if found == wanted else _damaged(self.path, found, wanted, _FIX)
+        return "" if size == wanted else _damaged(self.path, size, wanted, _FIX)
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
@@ -171,15 +171,15 @@ class TokenShard:
 
     def _starts_in_file(self, start: int, stop: int) -> NDArray[np.int64]:
         """The offsets in [start, stop), the end of the last document left out."""
-        at, found = self._first_from(start), []
+        at, result = self._first_from(start), []
         while at < self.documents:
             block = self._sound(self._read_offsets(at, min(at + BLOCK, self.documents)), start, self.token_count)
             count = int(np.searchsorted(block, stop))
-            found.append(block[:count])
+            result.append(block[:count])
             if count < len(block):
                 break
             at += len(block)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return np.concatenate(result) if result else np.empty(0, np.int64)
 
     def _first_from(self, position: int) -> int:
         """Number of the first document that begins at `position` or later; how many there are, if none does.

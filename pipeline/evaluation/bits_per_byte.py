@@ -144,7 +144,7 @@ def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
     documents = np.arange(len(pairs)).repeat(-(-pairs // window))
     starts, sizes, _ = Pieces(np.zeros_like(pairs), pairs, np.zeros(len(pairs), bool)).cut(window)
     order, ends = best_fit(sizes, window)
-    pieces = [TextPiece(*map(int, found)) for found in zip(documents[order], starts[order], (starts + sizes)[order],
+    pieces = [TextPiece(*map(int, result)) for result in zip(documents[order], starts[order], (starts + sizes)[order],
                                                            strict=True)]
     return [pieces[first:end] for first, end in pairwise(ends.tolist())]
 

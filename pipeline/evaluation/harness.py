@@ -87,9 +87,9 @@ class HarnessModel(HFLM):
             order = order[size:]
         score = super()._loglikelihood_tokens
         scored = self._shared(batches, lambda batch: score([requests[number] for number in batch], True))
-        found = {number: one for batch, results in zip(batches, scored, strict=True)
+        result = {number: one for batch, results in zip(batches, scored, strict=True)
                  for number, one in zip(batch, results, strict=True)}
-        return [found[number] for number in range(len(pairs))]
+        return [result[number] for number in range(len(pairs))]
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
         """Ids of both. If a token crosses the cut, each is encoded by itself: otherwise the harness would score too few

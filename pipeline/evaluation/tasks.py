@@ -64,15 +64,15 @@ class TaskFile:
         return {split: self._paths(entry) for split, entry in splits.items()}
 
     def _paths(self, entry: Any) -> list[str]:
-        found: list[str] = []
+        result: list[str] = []
         for item in entry if isinstance(entry, list) else [entry]:
             path = os.path.normpath(self.path.parent.absolute() / str(item))
             root = Path(path).anchor
             matches = sorted(map(str, Path(root).glob(path[len(root):]))) if glob.has_magic(path) else [path]
             if not matches:
                 raise UserError(f"The task {self.name} ({self.path}) reads {item}, but no file matches {path}.")
-            found += matches
-        return found
+            result += matches
+        return result
 
     def inputs(self) -> list[tuple[str, Path]]:
         """All files that decide the task, with names that do not depend on where the folder is."""
@@ -108,7 +108,7 @@ def tasks_named(asked: list[str], places: list[Path], where: str) -> list[TaskFi
 
 def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
     """Every task under the folders, by name; a later folder wins. UserError for broken YAML or a missing folder."""
-    found: dict[str, TaskFile] = {}
+    result: dict[str, TaskFile] = {}
     for place in places:
         if not place.is_dir():
             raise UserError(f"{place} should hold tasks (evaluate.task_folders), but it is not a folder.")
@@ -121,8 +121,8 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
             if name in here:
                 raise UserError(f"The task {name} is defined twice: in {here[name].path} and in {path}. Rename one.")
             here[name] = TaskFile(name, path, settings, tuple(files))
-        found.update(here)
-    return found
+        result.update(here)
+    return result
 
 
 def _yaml_files(place: Path) -> list[Path]:

@@ -143,22 +143,22 @@ def _begin(began: float, launcher: Sequence[Record]) -> float:
 
 def _starts(events: Sequence[Record], lines: Iterable[Record]) -> list[Start]:
     """The records that training itself wrote, by start."""
-    found: list[Start] = []
+    result: list[Start] = []
     for event in events:
         if event["event"] in ("start", "resume") and event.keys() >= _STARTED:
             ready = _seconds(event["time"])
-            found.append(Start(ready - event["startup_s"], ready, event["step"], event.get("ranks", 1),
+            result.append(Start(ready - event["startup_s"], ready, event["step"], event.get("ranks", 1),
                                bool(event.get("job"))))
-    marks: list[list[Record]] = [[] for _ in found]
-    ready_at = [start.ready for start in found]
+    marks: list[list[Record]] = [[] for _ in result]
+    ready_at = [start.ready for start in result]
     for record in [*({**event, "time": _seconds(event["time"])} for event in events if "time" in event),
                    *(line for line in lines if line.keys() >= _COUNTED)]:
         # The event is stamped to the millisecond, and so is the clock of the lines.
         if (number := bisect_right(ready_at, record["time"])) > 0:
             marks[number - 1].append(record)
-    for start, own in zip(found, marks, strict=True):
+    for start, own in zip(result, marks, strict=True):
         _account(start, sorted(own, key=lambda record: record["time"]))
-    return found
+    return result
 
 
 def _account(start: Start, marks: Sequence[Record]) -> None:
@@ -221,10 +221,10 @@ def _between(lost: dict[str, float], launcher: Sequence[Record], end: float, beg
 
 def _launcher(run_folder: Path, began: float) -> list[Record]:
     """What the launcher wrote of train, from the job on in which training first began."""
-    found = [{**record, "at": _seconds(record["at"])} for record in read_attempts(run_folder)
+    result = [{**record, "at": _seconds(record["at"])} for record in read_attempts(run_folder)
              if record.get("stage") == "train"]
-    jobs = [record["at"] for record in found if record["event"] == "job" and record["at"] <= began + SKEW_S]
-    return [record for record in found if record["at"] >= max(jobs, default=inf)]
+    jobs = [record["at"] for record in result if record["event"] == "job" and record["at"] <= began + SKEW_S]
+    return [record for record in result if record["at"] >= max(jobs, default=inf)]
 
 
 def _hang_times(train_folder: Path) -> list[float]:

@@ -99,11 +99,11 @@ def write_record(folder: Path, record: HungRank) -> None:
 
 def read_hang(folder: Path) -> list[HungRank]:
     """The records of the ranks of one start, in their order; truncated ones are skipped."""
-    found: list[HungRank] = []
+    result: list[HungRank] = []
     for path in folder.glob("node*.jsonl"):
         with suppress(OSError):
-            found += read_lines(path, HungRank, appended=True)
-    return sorted(found, key=lambda record: record.rank)
+            result += read_lines(path, HungRank, appended=True)
+    return sorted(result, key=lambda record: record.rank)
 
 
 def judge_hang(folder: Path, ranks: int) -> Hang:
@@ -144,12 +144,12 @@ def _are_few(missing: Sequence[int], records: Sequence[HungRank], ranks: int) ->
 
 def _groups(records: Sequence[HungRank]) -> list[list[HungRank]]:
     """Ranks that stopped at one step in one place, the largest group first."""
-    found: dict[Any, list[HungRank]] = {}
+    result: dict[Any, list[HungRank]] = {}
     for record in records:
         # Rank 0 starts the stage's work by another path through the entry than the ranks to which it broadcasts.
         place = tuple(call for call in record.calls if ENTRY not in call)
-        found.setdefault((record.step, place), []).append(record)
-    return sorted(found.values(), key=lambda group: (*_weight(group), group[0].rank))
+        result.setdefault((record.step, place), []).append(record)
+    return sorted(result.values(), key=lambda group: (*_weight(group), group[0].rank))
 
 
 def _weight(group: Sequence[HungRank]) -> tuple[int, bool]:

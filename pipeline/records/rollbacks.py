@@ -41,8 +41,8 @@ class Rollbacks:
 
 def read_rollbacks(folder: Path) -> list[Rollback]:
     """The rollbacks of the train stage in `folder`, oldest first."""
-    found = read_record(folder / ROLLBACKS, Rollbacks, "Put it back from a copy of the run.")
-    return list(found.rollbacks) if found else []
+    result = read_record(folder / ROLLBACKS, Rollbacks, "Put it back from a copy of the run.")
+    return list(result.rollbacks) if result else []
 
 
 def add_rollback(folder: Path, rollback: Rollback) -> None:

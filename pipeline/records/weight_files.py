@@ -23,10 +23,10 @@ def weights_folder(path: Path) -> Path:
                         f"Hugging Face's form (config.json).")
     if not (path / RUN).is_file():
         return path
-    found = complete_checkpoints(path / "train")
-    if not found:
+    result = complete_checkpoints(path / "train")
+    if not result:
         raise UserError(f"The run {path} has no complete checkpoint yet.")
-    return found[-1]
+    return result[-1]
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -37,11 +37,11 @@ def weight_files(path: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return [folder / INDEX, *sorted(folder.glob("*.safetensors"))]
     patterns = (HUGGING_FACE, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
-    found = sorted(file for pattern in patterns for file in folder.glob(pattern))
-    if not found:
+    result = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    if not result:
         raise UserError(f"{folder} holds no weights: neither {MARKER} nor {HUGGING_FACE}. Meta's format is not read: "
                         f"download the safetensors of the same model.")
-    return found
+    return result
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:
@@ -49,7 +49,7 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
     if config.train.init_from is None:
         return []
     try:
-        found = weight_files(Path(config.train.init_from))
+        result = weight_files(Path(config.train.init_from))
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None
-    return [(f"init_from/{path.name}", path) for path in found]
+    return [(f"init_from/{path.name}", path) for path in result]

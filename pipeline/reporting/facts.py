@@ -72,8 +72,8 @@ class Facts:
 
     def series(self, field: str, of: Sequence[Record] | None = None) -> dict[int, float]:
         """The finite values of a field by step, of all steps or of these records."""
-        found = {record["step"]: value(field, record) for record in (self.metrics if of is None else of)}
-        return {step: float(number) for step, number in found.items()
+        result = {record["step"]: value(field, record) for record in (self.metrics if of is None else of)}
+        return {step: float(number) for step, number in result.items()
                 if number is not None and math.isfinite(float(number))}
 
 

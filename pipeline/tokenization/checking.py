@@ -140,21 +140,21 @@ def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
     adds an id that the model will not have. The files next to a ready tokenizer.json decide that."""
     (bos, eos), ids = tokenizer.bounds, exported("a", verbose=False)["input_ids"]
     plain = exported("a", add_special_tokens=False, verbose=False)["input_ids"]
-    found = [f"its {role} is {there} ({exported.convert_ids_to_tokens(there)}), not {here} ({name})"
+    result = [f"its {role} is {there} ({exported.convert_ids_to_tokens(there)}), not {here} ({name})"
              for role, there, here, name in (("BOS", exported.bos_token_id, tokenizer.bos_id, bos),
                                              ("EOS", exported.eos_token_id, tokenizer.eos_id, eos))
              if there not in (None, here)]
     if ids not in [[*first, *plain, *last] for first in ([], [tokenizer.bos_id]) for last in ([], [tokenizer.eos_id])]:
-        found.append(f"it encodes 'a' as {ids}, not as {plain} between BOS {tokenizer.bos_id} and EOS "
+        result.append(f"it encodes 'a' as {ids}, not as {plain} between BOS {tokenizer.bos_id} and EOS "
                      f"{tokenizer.eos_id}")
     unused = {exported.unk_token, exported.mask_token}  # some classes of transformers always add one
     if beyond := [name for name, token in exported.get_added_vocab().items()
                   if token >= tokenizer.size and name not in unused]:
-        found.append(f"it adds {len(beyond):,} tokens ({', '.join(beyond[:EXAMPLES])}) beyond the {tokenizer.size:,} "
+        result.append(f"it adds {len(beyond):,} tokens ({', '.join(beyond[:EXAMPLES])}) beyond the {tokenizer.size:,} "
                      f"ids of the model")
-    if found:
+    if result:
         raise UnusableInputError(
-            f"transformers does not read the exported tokenizer as training does: {'; '.join(found)}. {CORRECT}")
+            f"transformers does not read the exported tokenizer as training does: {'; '.join(result)}. {CORRECT}")
 
 
 def refuse_failures(tally: Mapping[str, int], failures: list[str], cures: Sequence[str] = ()) -> None:

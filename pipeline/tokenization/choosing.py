@@ -58,7 +58,7 @@ def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Recor
 
 def beginnings_by_source(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
     """The `beginnings` of each source, with `most_bytes` for each."""
-    return [found for own in by_source(records).values() for found in beginnings(own, most_bytes)]
+    return [result for own in by_source(records).values() for result in beginnings(own, most_bytes)]
 
 
 def documents_of(folder: Path, record: Record, limit: int | None) -> Iterator[Document]:
@@ -77,7 +77,7 @@ def _size(records: Sequence[Record]) -> int:
 
 def by_source(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The shards of each source."""
-    found: dict[str, list[Record]] = {}
+    result: dict[str, list[Record]] = {}
     for record in records:
-        found.setdefault(record["source"], []).append(record)
-    return found
+        result.setdefault(record["source"], []).append(record)
+    return result

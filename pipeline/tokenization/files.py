@@ -98,8 +98,8 @@ def ready_file(settings: TokenizerConfig) -> Path:
 
 def files_beside(path: Path) -> list[Path]:
     """The files of COMPANIONS next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
-    found = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]
-    return found if found and found[0].name == SETTINGS else []
+    result = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]
+    return result if result and result[0].name == SETTINGS else []
 
 
 def kind_of_model(path: Path) -> str:

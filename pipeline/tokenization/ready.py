@@ -88,21 +88,21 @@ def surrounding_problems(path: Path, tokenizer: Tokenizer) -> list[str]:
     """Why a tokenizer.json cannot be exported: it names BOS or EOS tokens that it does not have, or it puts other ids
     around a text than BOS and EOS, with which Drover trains."""
     library, (bos, eos) = tokenizer.backend, tokenizer.bounds
-    found = [f"{path.with_name(SETTINGS)} names the {role} {name}, which tokenizer.json does not have: transformers "
+    problems = [f"{path.with_name(SETTINGS)} names the {role} {name}, which tokenizer.json does not have: transformers "
              f"would add it with an id of its own. Name a token that is there ({bos}, {eos}), or remove the entry."
              for role, name in named_bounds(path).items() if name is not None and library.token_to_id(name) is None]
     first, last = tokenizer.bos_id, tokenizer.eos_id
     before, after = surrounding(tokenizer)
     if before not in ([], [first]) or after not in ([], [last]):
         put = ", ".join(f"{token} ({library.id_to_token(token) or 'no token'})" for token in (*before, *after))
-        found.append(
+        problems.append(
             f"The post_processor of {path} puts {put} around a text, but BOS is {first} ({bos}) and EOS {last} "
             f"({eos}): the exported model would get other ids than in training. Name its tokens in {SETTINGS} "
             f"(bos_token, eos_token) if they are right. Otherwise correct it in Python: from tokenizers import "
             f"Tokenizer, processors; t = Tokenizer.from_file({str(path)!r}); t.post_processor = "
             f"processors.TemplateProcessing(single=[{bos!r}, '$A'], special_tokens=[({bos!r}, {first})]); "
             f"t.save({str(path)!r})")
-    return found
+    return problems
 
 
 def surrounding(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

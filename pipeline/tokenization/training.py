@@ -153,15 +153,15 @@ def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> N
     with raised_behind(chunks) as given:
         tokenizer.train_from_iterator(given, trainers.BpeTrainer(
             vocab_size=wanted, initial_alphabet=sorted(alphabet), show_progress=False))
-    found = sorted((token, bytes(alphabet[character] for character in name))
+    result = sorted((token, bytes(alphabet[character] for character in name))
                    for name, token in tokenizer.get_vocab().items())
-    if len(found) < wanted:
-        if len(found) == len(alphabet):
+    if len(result) < wanted:
+        if len(result) == len(alphabet):
             raise UserError(f"There is nothing to merge in the text to train the vocabulary on: tokenizer.train_mb is "
                             f"{settings.train_mb}. Raise it, look at the shard stage's sources, or take "
                             f"tokenizer.kind=byte.")
-        raise too_large(settings, len(found) + len(SPECIAL_TOKENS))
-    write_ranks(path, (token for _, token in found))
+        raise too_large(settings, len(result) + len(SPECIAL_TOKENS))
+    write_ranks(path, (token for _, token in result))
 
 
 def too_large(settings: TokenizerConfig, ids: int) -> UserError:
@@ -175,13 +175,13 @@ def too_large(settings: TokenizerConfig, ids: int) -> UserError:
 def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:
     """The trainer's error as a UserError; the error itself if the user cannot fix it."""
     message, covered = str(error), settings.character_coverage
-    if found := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
-        return too_large(settings, int(found[1]))
-    if found := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message):
+    if match := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
+        return too_large(settings, int(match[1]))
+    if match := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message):
         lower = f" or lower the second ({LEAST_COVERAGE} is the least)" if covered > LEAST_COVERAGE else ""
-        return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too small: {found[2]} ids are needed for the "
+        return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too small: {match[2]} ids are needed for the "
                          f"special ids, the bytes and every character of the text up to tokenizer.character_coverage "
-                         f"{covered}. Raise the first to {padded(int(found[2]))} or more{lower}, or take "
+                         f"{covered}. Raise the first to {padded(int(match[2]))} or more{lower}, or take "
                          f"tokenizer.kind=bpe, which spells rare characters in bytes.")
     if "!sentences_.empty()" in message:
         return UserError(f"There is no text to train the vocabulary on: tokenizer.train_mb is {settings.train_mb}, "

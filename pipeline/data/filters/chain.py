@@ -63,27 +63,27 @@ class Chain:
                 continue
             name = name_of(own)
             try:
-                found = own(document)
-                if found is document:
+                result = own(document)
+                if result is document:
                     continue
-                if not isinstance(found, str):
-                    _check(document, found)
-                    found = replace(found, place=document.place)  # which a filter of one's own may forget
-                    member = to_json(found)
+                if not isinstance(result, str):
+                    _check(document, result)
+                    result = replace(result, place=document.place)  # which a filter of one's own may forget
+                    member = to_json(result)
             except Exception as error:
                 raise UnusableInputError(
                     f"The filter {name} of shard.filters fails on the document {document.id} of the source "
                     f"{document.source}: {type(error).__name__}: {error} ({raised_at(error)}). Correct it, or take it "
                     f"out, and run the stage again: what was read so far is then read again.") from error
-            if isinstance(found, str) or not found.text.strip():
-                return self._drop(Dropped(document, name, found if isinstance(found, str) else NO_TEXT))
-            self.counts[name]["changed"] += found != document
-            document = found
+            if isinstance(result, str) or not result.text.strip():
+                return self._drop(Dropped(document, name, result if isinstance(result, str) else NO_TEXT))
+            self.counts[name]["changed"] += result != document
+            document = result
         return document, member
 
     def findings(self) -> dict[str, dict[str, Any]]:
         """The findings of filters that have some, by name."""
-        return {name_of(own): found for own in self.filters if (found := own.findings())}
+        return {name_of(own): result for own in self.filters if (result := own.findings())}
 
     def _drop(self, dropped: Dropped) -> Dropped:
         counts = self.counts[dropped.filter]
@@ -103,11 +103,12 @@ def no_counts(filters: Sequence[Any]) -> dict[str, dict[str, Any]]:
 
 def total(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Counts, in dictionaries of dictionaries, added up; what only some have is there as well."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
-            found[name] = total([found.get(name, {}), value]) if isinstance(value, dict) else found.get(name, 0) + value
-    return found
+            nested = isinstance(value, dict)
+            result[name] = total([result.get(name, {}), value]) if nested else result.get(name, 0) + value
+    return result
 
 
 def most_frequent(counts: Mapping[str, int], most: int, others: str) -> dict[str, int]:

@@ -98,8 +98,8 @@ class Decontamination(Filter):
             own["items"] += 1
             own["too_short"] += short
         for task, own in tasks.items():
-            found = dict(findings.get(task, {}))
-            own |= {"documents": found.pop("", 0), "found": len(found), "which": found}
+            result = dict(findings.get(task, {}))
+            own |= {"documents": result.pop("", 0), "found": len(result), "which": result}
             if own["too_short"] > own["items"] / 2:
                 own["warning"] = (f"filter {name_of(self)}: {own['too_short']:,} of {own['items']:,} items of {task} "
                                   f"have fewer than {self.min_words} words and are not searched for, so documents that "
@@ -126,8 +126,8 @@ def gather_contamination(folder: Path, filters: Iterable[Any], findings: Iterabl
         What the stage's counts get, with `contamination` by filter and task, and the record of the file; nothing if
         there is no such filter.
     """
-    found = total(findings)
-    summaries = {name_of(own): own.summary(found.get(name_of(own), {})) for own in filters
+    result = total(findings)
+    summaries = {name_of(own): own.summary(result.get(name_of(own), {})) for own in filters
                  if isinstance(own, Decontamination)}
     if not summaries:
         return {}, []

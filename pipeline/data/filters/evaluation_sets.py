@@ -127,24 +127,24 @@ def _strings(value: Any) -> list[str]:
 
 def _settings(path: Path) -> dict[str, Any]:
     """What a task's .yaml says."""
-    found = read_task(path, yaml.SafeLoader, " For a task that needs code or includes other files, name its data file "
+    result = read_task(path, yaml.SafeLoader, " For a task that needs code or includes other files, name its data file "
                       "and `fields` instead.")
-    if not any(_strings((found.get("dataset_kwargs") or {}).get("data_files"))):
+    if not any(_strings((result.get("dataset_kwargs") or {}).get("data_files"))):
         raise UserError(f"The task {path} names no data files (dataset_kwargs.data_files) of its own. Name its data "
                         f"file and `fields` instead.")
-    return found
+    return result
 
 
 def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
-    found: list[Path] = []
+    result: list[Path] = []
     for pattern in _strings(settings["dataset_kwargs"]["data_files"]):
         matches = sorted(path.parent.glob(pattern)) if "*" in pattern else [path.parent / pattern]
         if not matches:
             raise UserError(f"The task {path} reads {pattern}, but no file matches.")
         if "\0" in pattern or not all(map(file_format, matches)):
             raise UserError(f"The task {path} reads {pattern!r}, which is no file of items by its name.")
-        found += matches
-    return list(dict.fromkeys(found))
+        result += matches
+    return list(dict.fromkeys(result))
 
 
 def _of_task(record: dict[str, Any], settings: dict[str, Any], path: Path, number: Place) -> list[str]:

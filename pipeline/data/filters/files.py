@@ -25,7 +25,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     Raises:
         AbsentInputError: naming all that are not there.
     """
-    found: list[tuple[str, InputFile]] = []
+    result: list[tuple[str, InputFile]] = []
     problems = []
     for own in config.shard.filters:
         try:
@@ -35,10 +35,10 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
             continue
         problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
                      for path in paths if not path.is_file()]
-        found += named_files(f"{FOLDER}/{name_of(own)}", [path for path in dict.fromkeys(paths) if path.is_file()])
-    if found and FOLDER in config.shard.source_names:
+        result += named_files(f"{FOLDER}/{name_of(own)}", [path for path in dict.fromkeys(paths) if path.is_file()])
+    if result and FOLDER in config.shard.source_names:
         raise UserError(f"A source of shard.sources is called {FOLDER}, which the files of filters are called too. "
                         f"Give it another `name`.")
     if problems:
-        raise AbsentInputError(listed(problems), found, {FOLDER})
-    return found
+        raise AbsentInputError(listed(problems), result, {FOLDER})
+    return result

@@ -54,8 +54,8 @@ class ItemIndex:
     def found_in(self, text: str) -> list[int]:
         """Numbers of the texts that share an n-gram with a document, ascending."""
         places = sorted(set(self.places_in(text)))
-        found: list[int] = np.unique(np.searchsorted(self._starts, places, side="right") - 1).tolist()
-        return found
+        result: list[int] = np.unique(np.searchsorted(self._starts, places, side="right") - 1).tolist()
+        return result
 
     def shares(self, met: np.ndarray) -> list[float | None]:
         """Of each text the share of its n-grams that were met; None where it is too short. met: (places,) bool."""
@@ -67,16 +67,16 @@ class ItemIndex:
         words = comparable_words(text)
         known = np.fromiter(map(self._numbers.get, words, repeat(0)), np.int64, len(words))
         codes, unknown = self._codes[known], np.concatenate([[0], np.cumsum(known == 0)])
-        found: list[int] = []
+        result: list[int] = []
         for size, hashes in _hashes(codes, set(self._grams)):
             there, places = self._grams[size]
             whole = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows whose words are all known from items
             low, high = (np.searchsorted(there, hashes[whole], side=side) for side in ("left", "right"))
             for at in np.flatnonzero(high > low):
                 here = known[whole[at]:whole[at] + size]
-                found += [int(place) for place in places[low[at]:high[at]]
+                result += [int(place) for place in places[low[at]:high[at]]
                           if np.array_equal(here, self._words[place:place + size])]
-        return found
+        return result
 
 
 def _hashes(codes: np.ndarray, sizes: set[int]) -> Iterator[tuple[int, np.ndarray]]:

@@ -72,17 +72,17 @@ def _cut(part: str) -> tuple[str, ...]:
         return (part,)
     before, after, start, end = list[str](), list[str](), 0, len(part)
     while not (_WHOLE.match(part, start, end) or _CONTRACTED.match(part, start, end)):
-        if found := _BEFORE.match(part, start, end):
-            before.append(found[0])
-            start = found.end()
-        elif found := _AFTER.search(part, max(start, end - _LONGEST_END), end):
-            after.append(found[0])
-            end = found.start()
+        if match := _BEFORE.match(part, start, end):
+            before.append(match[0])
+            start = match.end()
+        elif match := _AFTER.search(part, max(start, end - _LONGEST_END), end):
+            after.append(match[0])
+            end = match.start()
         else:
             break
     inside = [part[start:end]]
-    if found := _CONTRACTED.match(inside[0]):
-        inside = [*found.groups()]
+    if match := _CONTRACTED.match(inside[0]):
+        inside = [*match.groups()]
     elif not (_WHOLE.match(inside[0]) or _URL.match(inside[0])):
         inside = _BETWEEN.split(inside[0])
     return (*before, *filter(None, inside), *reversed(after))

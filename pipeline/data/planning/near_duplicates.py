@@ -50,8 +50,8 @@ def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
     def ranks(numbers: np.ndarray) -> np.ndarray:
         """Numbers as they are, or counted from the end if the last document stays. Its own inverse."""
-        found = numbers.astype(np.int64)
-        return total - 1 - found if plan.last else found
+        result = numbers.astype(np.int64)
+        return total - 1 - result if plan.last else result
     parent = np.arange(total, dtype=np.uint32 if total < 1 << 32 else np.uint64)
     for links in _links(folder, plan):
         join(parent, ranks(links["other"]), ranks(links["kept"]))
@@ -90,12 +90,12 @@ def join(parent: np.ndarray, first: np.ndarray, other: np.ndarray) -> None:
 
 
 def _roots(parent: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    found = parent[nodes]
+    result = parent[nodes]
     while True:
-        above = parent[found]
-        if (above == found).all():
-            return found
-        parent[nodes] = found = above  # halves the path for later calls
+        above = parent[result]
+        if (above == result).all():
+            return result
+        parent[nodes] = result = above  # halves the path for later calls
 
 
 def flatten(parent: np.ndarray) -> None:
@@ -135,17 +135,17 @@ def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
 def _similar(documents: StagedDocuments, followers: np.ndarray, least: float, kind: str) -> np.ndarray:
     """The followers that are dropped, each with the document that is kept instead."""
-    found, component, staying = list[tuple[int, int]](), None, list[tuple[int, Shingles]]()
+    result, component, staying = list[tuple[int, int]](), None, list[tuple[int, Shingles]]()
     for number, first in followers.tolist():
         if first != component:
             component, staying = first, [(first, shingles(documents.document(first).text, kind))]
         own = shingles(documents.document(number).text, kind)
         kept = next((other for other, its in staying if similarity(own, its) >= least), None)
         if kept is not None:
-            found.append((number, kept))
+            result.append((number, kept))
         elif len(staying) <= MOST_COMPARED:
             staying.append((number, own))
-    return np.array(found, LINK)
+    return np.array(result, LINK)
 
 
 def shingles(text: str, kind: str) -> Shingles:

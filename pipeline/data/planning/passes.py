@@ -88,14 +88,14 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     decided = work.do_units("decide", _groups(
         plan, drop=config.drop_duplicates, name_kept=name_kept,
         validation=None if tail else validation_below(config.validation_share)), decide_group, "groups")
-    found, borders = summary(decided), []
+    result, borders = summary(decided), []
     if tail:
-        borders = find_borders(folder, plan, found, config.validation_share)
-        pieces = pieces_by_tail(folder, plan, found, borders, len(config.sources))
+        borders = find_borders(folder, plan, result, config.validation_share)
+        pieces = pieces_by_tail(folder, plan, result, borders, len(config.sources))
     else:
-        pieces = pieces_by_hash(plan, found, len(config.sources))
+        pieces = pieces_by_hash(plan, result, len(config.sources))
     payloads = plan_shards(pieces, config.shard_mb * 1e6, config.source_names)
-    return Decided(found, pieces, {border.source for border in borders if border.characters}, payloads,
+    return Decided(result, pieces, {border.source for border in borders if border.characters}, payloads,
                    [record["outputs"][-1] for record in decided if name_kept])
 
 

@@ -63,11 +63,11 @@ class Pieces:
 
 def pieces_by_hash(plan: Layout, summary: Summary, sources: int) -> list[list[Pieces]]:
     """The pieces of each split and source, by the fates of documents."""
-    found = [[Pieces(split, []) for _ in range(sources)] for split in range(len(SPLITS))]
+    result = [[Pieces(split, []) for _ in range(sources)] for split in range(len(SPLITS))]
     for unit, source in enumerate(plan.sources):
-        for split, of_sources in enumerate(found):
+        for split, of_sources in enumerate(result):
             of_sources[source].pieces.append(whole_unit(plan, summary, unit, split))
-    return found
+    return result
 
 
 def whole_unit(plan: Layout, summary: Summary, unit: int, fate: int) -> Piece:
@@ -198,7 +198,7 @@ def find_borders(folder: Path, plan: Layout, summary: Summary, validation_share:
     Of a source's n characters that are kept, the first int(n * (1 - share)) stay in the training split.
     """
     trained, sources = 1 - Fraction(str(validation_share)), np.array(plan.sources)  # as written: 1 - 0.9 is below 0.1
-    found = []
+    result = []
     for source in np.unique(sources):
         units = np.flatnonzero(sources == source)
         ends = np.cumsum(summary.sums[units, TRAIN, _CHARACTERS])
@@ -211,26 +211,26 @@ def find_borders(folder: Path, plan: Layout, summary: Summary, validation_share:
         inside = before + np.cumsum(index["characters"]).astype(np.int64)
         first = int(np.searchsorted(inside, border, side="right"))
         before = int(inside[first - 1]) if first else before
-        found.append(Border(int(source), unit, int(rows[first]), border - before))
-    return found
+        result.append(Border(int(source), unit, int(rows[first]), border - before))
+    return result
 
 
 def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[Border],
                    sources: int) -> list[list[Pieces]]:
     """The pieces of each split and source, in the order of documents."""
     of_source = {border.source: border for border in borders}
-    found = [[Pieces(TRAIN, []) for _ in range(sources)] for _ in SPLITS]
+    result = [[Pieces(TRAIN, []) for _ in range(sources)] for _ in SPLITS]
     for unit, source in enumerate(plan.sources):
         if (border := of_source.get(source)) is None:
             continue
-        train, validation = (of_sources[source].pieces for of_sources in found)
+        train, validation = (of_sources[source].pieces for of_sources in result)
         if unit != border.unit:
             (train if unit < border.unit else validation).append(whole_unit(plan, summary, unit, TRAIN))
             continue
         end, at = plan.documents(unit), border.characters
         train.append(_piece(folder, plan.names[unit], 0, border.row + bool(at), [border.row, 0, at] if at else None))
         validation.append(_piece(folder, plan.names[unit], border.row, end, [border.row, at, None] if at else None))
-    return found
+    return result
 
 
 def _piece(folder: Path, unit: str, first: int, end: int, cut: list[int | None] | None) -> Piece:

@@ -103,9 +103,9 @@ def signatures(texts: Sequence[str], settings: dict[str, Any]) -> np.ndarray:
         values = mixed(values * GOLDEN + hashed[places + word])
     digests = RMinHash.digest_matrix_from_flat_token_hashes(values, offsets.astype(np.uint64), bands * rows, _SEED)
     minima = np.array(digests.to_rows(), np.uint64).reshape(len(texts), bands, rows)
-    found = np.zeros((len(texts), bands), np.uint64)
+    result = np.zeros((len(texts), bands), np.uint64)
     for row in range(rows):
-        found = mixed(found * GOLDEN + minima[:, :, row])
-    found[found == NONE] = 1
-    found[shingles == 0] = NONE
-    return found
+        result = mixed(result * GOLDEN + minima[:, :, row])
+    result[result == NONE] = 1
+    result[shingles == 0] = NONE
+    return result

@@ -70,14 +70,14 @@ def _filters(counts: Record, kept: bool) -> Iterator[Block]:
                 flat(counts.get("filters", {}), "filter"),
                 "In the order in which they ran, before deduplication. Each filter gets the documents that the "
                 "filters before it kept, with their changes." + " Dropped documents are in shard/dropped." * kept)
-    found = flat(counts.get("contamination", {}), "filter", "task")
+    result = flat(counts.get("contamination", {}), "filter", "task")
     yield Table("Evaluation sets found in the text", {
         "filter": "{filter}", "task": "{task}", "documents": "{documents:,}", "what was done with them": "{action}",
         "items found": "{found:,}", "items": "{items:,}", "too short": "{too_short:,}", "words in a row": "{n:,}",
-        "words of a whole item": "{min_words:,}"}, found,
+        "words of a whole item": "{min_words:,}"}, result,
         f"So many words in a row of an item are in a document, or all words of a shorter item that has at least as "
         f"many as the last column says. Each item that was found is in shard/{OUTPUT}.")
-    yield from (f"Warning: {own['warning']}" for own in found if "warning" in own)
+    yield from (f"Warning: {own['warning']}" for own in result if "warning" in own)
 
 
 def _sources(counts: Record) -> Iterator[Block]:
@@ -98,10 +98,10 @@ def _sources(counts: Record) -> Iterator[Block]:
 
 def tokens(counts: Record) -> Table:
     """Tokens by split and source."""
-    found = {SPLITS[split]: sources for split, sources in counts.get("splits", {}).items()}
+    result = {SPLITS[split]: sources for split, sources in counts.get("splits", {}).items()}
     return Table("Tokens", {"source": "{source}", "split": "{split}", "tokens": "{tokens:,}", "documents": "{docs:,}",
                             "bytes of text": "{text_bytes:,}", "bytes per token": "{text_bytes / tokens:n}"},
-                 flat(found, "split", "source"),
+                 flat(result, "split", "source"),
                  filled("Stored as {dtype}; each document's BOS and EOS count as tokens.", counts))
 
 

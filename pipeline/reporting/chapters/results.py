@@ -19,16 +19,16 @@ SIDES = {"transformers, on the export": "transformers", "training model": "train
 
 def validation(facts: Facts) -> Iterator[Block]:
     """Bits per byte of each source and of all, next to those of compressors; empty without validation text."""
-    if not (found := facts.validation):
+    if not (result := facts.validation):
         return
-    total = found["overall"]
+    total = result["overall"]
     yield filled("{overall[documents]:,} documents that training did not see, {overall[bytes]:,} bytes, "
                  "{overall[targets]:,} tokens, in windows of {window:,} tokens. Bits per byte do not depend on the "
-                 "tokenizer; lower is better.", found)
+                 "tokenizer; lower is better.", result)
     bars = {**total["baselines"], facts.config.name: total["bits_per_byte"]}
     known = sorted((value, name) for name, value in bars.items() if value is not None)
     yield Bars("Bits per byte of validation text", {name: value for value, name in known}, facts.config.name)
-    entries = {**found["sources"], **({ALL: total} if len(found["sources"]) > 1 else {})}
+    entries = {**result["sources"], **({ALL: total} if len(result["sources"]) > 1 else {})}
     yield Table("Bits per byte by source", {
         "source": "{name}", "model": "{bits_per_byte:.4f}",
         **{name: f"{{baselines[{name}]:.4f}}" for name in total["baselines"]}, "byte entropy": "{entropy:.4f}",
@@ -41,7 +41,7 @@ def validation(facts: Facts) -> Iterator[Block]:
 
 def tasks(facts: Facts) -> Iterator[Block]:
     """Scores of lm-evaluation-harness, and those without contaminated items; empty if no task was run."""
-    found = facts.results.get("tasks", {})
+    result = facts.results.get("tasks", {})
     yield Table("Task results", {
         "task": "{name}", "version": "{version}", "metric": "{metric}", "value": "{value:.3f}",
         "std. error": "{stderr:.3f}", "chance": "{guessing:.3f}", "items": "{items:,}",
@@ -50,15 +50,15 @@ def tasks(facts: Facts) -> Iterator[Block]:
         # Chance is the share of right choices in blind guessing: a baseline of accuracies, not of other metrics.
         {**task, **entry, "name": name, "metric": metric,
          "guessing": task.get("chance") if metric.startswith("acc") else None}
-        for name, task in found.items() for metric, entry in task["metrics"].items()],
+        for name, task in result.items() for metric, entry in task["metrics"].items()],
         filled("Metrics are those of lm_eval {versions[lm_eval]}. Answer bits per byte: the model's bits per byte of "
                "the right answers, smoother than accuracy.", facts.results))
     yield Table("Contamination", {"task": "{task}", "items": "{which}", "number": "{items:,}", "scores": "{scores}"}, [
         {"task": name, "which": which, **part, "scores": {
             metric: metric_text(entry) for metric, entry in part["metrics"].items()}}
-        for name, task in found.items() for which, part in task.get("contamination", {}).items() if which in SPLIT],
+        for name, task in result.items() for which, part in task.get("contamination", {}).items() if which in SPLIT],
         filled("Scores ± standard error; {definitions[contamination]}.", facts.results))
-    yield from (f"{doubt}." for doubt in doubts(found))
+    yield from (f"{doubt}." for doubt in doubts(result))
 
 
 def samples(facts: Facts) -> Iterator[Block]:

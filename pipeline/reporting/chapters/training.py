@@ -98,8 +98,8 @@ def _steps(facts: Facts) -> Table:
 def _figures(facts: Facts) -> Table:
     numbers = {name: facts.series(name).values() for name in ("step_s", "data_wait_s", "mfu", "memory_mb")}
     known = {**facts.counts("train"), "of": Counter(event["event"] for event in facts.events),
-             **{name: {"sum": sum(found), "number": len(found), "bytes": 1e6 * max(found)}
-                for name, found in numbers.items() if found}}
+             **{name: {"sum": sum(result), "number": len(result), "bytes": 1e6 * max(result)}
+                for name, result in numbers.items() if result}}
     rows = [{"label": label, "value": filled(figure, known)} for label, figure in FIGURES.items()]
     return Table("Training figures", {"": "{label}", " ": "{value}"}, [row for row in rows if row["value"] != NONE])
 
@@ -129,18 +129,18 @@ def _events(facts: Facts) -> Table:
 def goodput(facts: Facts) -> Iterator[Block]:
     """The share of time that went into productive steps, and where the rest went; empty if the records of training do
     not suffice."""
-    if (found := facts.goodput) is None or found.wall_s <= 0:
+    if (result := facts.goodput) is None or result.wall_s <= 0:
         return
-    yield from found.notes
-    uses = {PRODUCTIVE: found.effective_s, **{cause: seconds for cause, seconds in found.lost.items() if seconds},
-            ALL: found.wall_s}
+    yield from result.notes
+    uses = {PRODUCTIVE: result.effective_s, **{cause: seconds for cause, seconds in result.lost.items() if seconds},
+            ALL: result.wall_s}
     yield Table("Time since the first start", {
         "use": "{use}", "seconds": "{seconds:,.1f}", "share": "{seconds / all:.1%}", "meaning": "{meaning}"},
-        [{"use": name, "seconds": seconds, "all": found.wall_s, "meaning": MEANINGS[name]}
+        [{"use": name, "seconds": seconds, "all": result.wall_s, "meaning": MEANINGS[name]}
          for name, seconds in uses.items()])
     yield Table("Starts of training", {
         "began (UTC)": "{time}", "ended": "{why}", "ranks": "{ranks:,}", "from step": "{first:,}",
         "to step": "{last:,}"}, [
         {**vars(start), "time": datetime.fromtimestamp(start.began, UTC).strftime("%Y-%m-%d %H:%M:%S")}
-        for start in found.starts[-MOST_EVENTS:]],
-        f"The last {MOST_EVENTS} of {len(found.starts):,}." if len(found.starts) > MOST_EVENTS else "")
+        for start in result.starts[-MOST_EVENTS:]],
+        f"The last {MOST_EVENTS} of {len(result.starts):,}." if len(result.starts) > MOST_EVENTS else "")
