@@ -100,7 +100,7 @@ def test_who_looks_at_a_run_or_stops_it_imports_nothing(home, ran, capsys):
 def test_settings_that_need_a_plugin_are_refused_with_its_name(tmp_path, ran):
     """A plugin may extend Drover's own tables, so that nobody else can read the configuration."""
     (tmp_path / "config.yaml").write_text("plugins: [theirs.py]\nshard: {filters: [{kind: theirs}]}\n")
-    refused(UserError, r"(?s)no filter of this kind.*not imported: theirs.py.*--plugin theirs.py", run_in, tmp_path)
+    refused(UserError, r"(?s)no filter of the kind.*not imported: theirs.py.*--plugin theirs.py", run_in, tmp_path)
 
 
 @pytest.mark.parametrize(("key", "settings"), table("""

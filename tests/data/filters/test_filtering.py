@@ -16,7 +16,7 @@ import pytest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.shipped import FILTERS
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.tasks import Ledger
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
 from tests.conftest import REPOSITORY, run_python, run_stage
 from tests.data.source_files import write_jsonl
@@ -82,9 +82,9 @@ def test_the_manifest_has_a_card_of_each_source_and_its_examples_change_no_shard
     assert read_manifest(report) is None, "it shows what was dropped as well"
 
 
-def test_parts_and_a_lost_file_make_the_same_bytes(done):
-    for part in (["--part", "1/2"], ["--part", "0/2"], []):
-        assert run(done.config, "name=b", *part) == 0
+def test_elements_and_a_lost_file_make_the_same_bytes(done):
+    for element in ("first", "late"):
+        assert run(done.config, "name=b", "--element", element) == 0
     assert hashes(folder_of(done.config, "b")) == done.hashes
     (done.folder / "dropped/web-00001.jsonl").unlink()
     assert run(done.config) == 0 and hashes(done.folder) == done.hashes
@@ -149,23 +149,28 @@ def in_a_process(config, *overrides):
     return run_stage("shard", config, *overrides, PYTHONPATH=f"{REPOSITORY}{os.pathsep}{config.parent}").stdout
 
 
-def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
+def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys, monkeypatch):
     output = in_a_process(mine)
     assert "filters of the module my_filters are not Drover's" in output and "filter Mine: 2 documents" in output
     manifest = read_manifest(folder_of(mine))
     assert manifest.counts["filters"]["Mine"] == {"documents": 2, "bytes": 11, "changed": 30, "reasons": {
         "holds the word": 1, "no text was left": 1}}
     assert {document.text for document in documents(mine, "train")} <= {f"Text {number}" for number in range(30)}
-    assert run(mine, "name=b", "--part", "0/1") == 0
-    own, ledger = mine.parent / "my_filters.py", Ledger(folder_of(mine, "b") / "units/read")
-    [(name, key, _)] = ledger.lines()
+
+    def stop(*given):
+        raise UserError("stopped after the first pass")
+    with monkeypatch.context() as patch:
+        patch.setattr("drover.pipeline.shard._refuse", stop)
+        assert run(mine, "name=b") == 2
+    own = mine.parent / "my_filters.py"
     assert manifest.code["my_filters"] == hashlib.sha256(own.read_bytes()).hexdigest()
-    own.write_text(MINE + "# changed\n")
+    own.write_text(MINE.replace("holds the word", "has the word"))
     assert run(mine) == 0
     out = capsys.readouterr().out
     assert "up to date" in out and "the code has changed since (my_filters)" in out
-    in_a_process(mine, "name=b", "--part", "0/1")
-    assert {(name, key)} < {(name, key) for name, key, _ in ledger.lines()}, "units are read again by other code"
+    in_a_process(mine, "name=b")
+    reasons = read_manifest(folder_of(mine, "b")).counts["filters"]["Mine"]["reasons"]
+    assert "has the word" in reasons, "units are read again by other code"
 
 
 def test_the_filters_that_the_docs_show_are_filters(tmp_path, mine):
