@@ -23,7 +23,7 @@ def once(tmp_path_factory, encoded):
     path = reusing(encoded, tmp_path_factory.mktemp("copied"))
     run_train(path, *SETTINGS, "train.checkpoint.keep=1", "train.checkpoint.permanent_every=8",
               f"train.checkpoint.copy_to=file://{path.parent}/store")
-    assert copies(f"file://{path.parent}/store").whole == [8, 16]
+    assert copies(f"file://{path.parent}/store").complete == [8, 16]
     assert sorted(found.name for found in (train_folder(path) / "checkpoints").iterdir()) == [
         "step-00000008", "step-00000016"]
     return path
@@ -74,11 +74,11 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
     assert "step-00000004 could not be copied" in result.stdout and "Training continues" in result.stdout
     assert "The last checkpoint could not be copied" in result.stderr and url in result.stderr
     assert events(fresh, "checkpoint_copy_failed")[0]["step"] == 4
-    assert manifest_of(fresh) is None and not copies(url).whole
+    assert manifest_of(fresh) is None and not copies(url).complete
 
     moto_server.server.faults.clear()
     run_train(fresh, *copying)
-    assert copies(url).whole == [16] and not copies(url).unfinished
+    assert copies(url).complete == [16] and not copies(url).unfinished
     assert_equal_to_the_bit(fresh)
 
 
@@ -102,9 +102,9 @@ def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
     run_train(copied, *SETTINGS)
     (folder / "manifest.json").unlink()
     run_train(copied, *SETTINGS, settings)
-    assert copies(url).whole == [16]
+    assert copies(url).complete == [16]
     run_train(copied, settings, "train.steps=20", "--accept-changes")
-    assert copies(url).whole == [16, 20]
+    assert copies(url).complete == [16, 20]
     accepted = manifest_of(copied).accepted
     shutil.rmtree(folder)
     run_train(copied, settings, "train.steps=20")

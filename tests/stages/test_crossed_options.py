@@ -95,7 +95,7 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     assert SECRET not in said.stdout + "".join(path.read_text() for path in run.rglob("*") if path.suffix in (
         ".json", ".jsonl", ".yaml"))
     found = CopiedCheckpoints(Store(url)).found()
-    assert len(found.whole) > 1 and not found.unfinished
+    assert len(found.complete) > 1 and not found.unfinished
     assert metrics(run) == metrics(plain(option))
     assert weights(fresh) == weights(short_documents, option) != [] and proven(fresh)
     assert ("token shards to" in said.stdout) == lost
