@@ -284,7 +284,7 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inp
     for name, tasks in counts.get("contamination", {}).items():
         for task, own in tasks.items():
             short = f" ({own['too_short']:,} are too short for a search)" if own["too_short"] else ""
-            work.say(f"filter {name}: {own['result']:,} of {own['items']:,} items of {task}{short} were found in "
+            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} were found in "
                      f"{own['documents']:,} documents")
 
 
