@@ -139,7 +139,7 @@ def _interval(holds: Sequence[bool], key: str) -> int | None:
 
 def _scaling(rope: Mapping[str, Any]) -> RopeScaling | YarnScaling | None:
     _only(rope, "partial_rotary_factor", 1.0)
-    kind = _only({"rope_type": rope.get("type", "default"), **rope}, "rope_type", "default", "llama3", "yarn")
+    kind = _only(rope, "rope_type" if "rope_type" in rope else "type", "default", "llama3", "yarn")
     if kind == "yarn":
         return _yarn(rope)
     return None if kind == "default" else RopeScaling(

@@ -167,7 +167,7 @@ def test_a_forged_size_is_said(tmp_path):
     {vocab_size: 91} -> is \[90, 48\]; by its config.json it is \[91, 48\]
     {num_hidden_layers: 3} -> layers.2.* is missing
     {hidden_size: removed} -> it has no 'hidden_size'
-    {model_type: mamba} -> model_type = 'mamba'; only llama, qwen2, qwen3, smollm3, mistral, ministral
+    {model_type: mamba} -> model_type = 'mamba'; only 'llama', 'qwen2', 'qwen3', 'smollm3', 'mistral', 'ministral'
     {attention_bias: true} -> layers\.0\.self_attn\.q_proj\.bias is missing
     {hidden_act: gelu} -> hidden_act = 'gelu'
     {head_dim: 128} -> is \[48, 48\]; by its config.json it is \[768, 48\]
@@ -179,9 +179,9 @@ def test_a_forged_size_is_said(tmp_path):
     {model_type: mistral, rms_norm_eps: removed} -> no rms_norm_eps. transformers has a default for mistral
     {model_type: qwen3, layer_types: [sliding_attention, sliding_attention]} -> but no sliding_window
     {model_type: smollm3, no_rope_layers: [0, 1]} -> no_rope_layers that do not repeat every n
-    {rope_parameters: {rope_type: yarn, truncate: false}} -> rope_parameters.truncate = False
-    {rope_parameters: {rope_type: longrope}} -> rope_parameters.rope_type = 'longrope'
-    {rope_parameters: null, rope_scaling: {type: linear, factor: 2.0}} -> rope_scaling.type = 'linear'
+    {rope_parameters: {rope_type: yarn, truncate: false}} -> truncate = False
+    {rope_parameters: {rope_type: longrope}} -> rope_type = 'longrope'
+    {rope_parameters: null, rope_scaling: {type: linear, factor: 2.0}} -> type = 'linear'
     {rope_parameters: {rope_type: default, partial_rotary_factor: 0.25}} -> partial_rotary_factor = 0.25
     {rope_parameters: [1]} -> does not describe
     {num_attention_heads: 5} -> cannot be built""", yaml.safe_load))
