@@ -49,7 +49,7 @@ def owner_problems(paths: Iterable[Path]) -> list[str]:
     paths = dict.fromkeys(path.absolute() for path in paths)
     found: dict[str, list[Path]] = {}
     for path in _reached(paths):
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # no file has a NUL in its name
             if problem := _problem(path, above=path not in paths):
                 found.setdefault(problem, []).append(path)
     return [f"{_names(several)} {problem}. {_remedy(several, problem)}" for problem, several in found.items()]
