@@ -204,7 +204,7 @@ class _Stage:
         return "stopped", f"{name} is not done, and no process works on it"
 
     def _queued(self) -> tuple[State, str]:
-        """Of a stage whose job runs or waits."""
+        """State and details of a stage whose job runs or waits."""
         name, info = self.stage, self.info
         if info.state != "PENDING":
             return "running", ""

@@ -43,7 +43,7 @@ def explain(config: Config, key: str = "") -> str:
 
 
 def field_texts(section: type[BaseModel]) -> dict[str, tuple[str, str]]:
-    """Of each field of a section and of its base classes: its type with limits, and the text under it.
+    """For each field of a section and of its base classes: its type with limits, and the text under it.
 
     Read here and not by pydantic (`use_attribute_docstrings`), which would parse the source in every process.
     """

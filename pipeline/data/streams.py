@@ -182,7 +182,7 @@ class Input:
                 "mtime_ns": piece.mtime_ns, "sha256": sha256}
 
     def hash(self) -> None:
-        """Read what is to be hashed, so that it is in memory for whoever looks at it in any order."""
+        """Hash the piece before it is parsed, since parsers read it in any order."""
         self._hash.sha256()
 
     def spool(self) -> io.BufferedReader:

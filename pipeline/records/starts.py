@@ -32,7 +32,7 @@ class Start:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of each of its nodes."""
+        """How many ranks each of its nodes has."""
         return max(1, self.ranks // len(self.nodes))
 
     def logs(self, run_folder: Path) -> Path:
