@@ -134,6 +134,6 @@ def corpus_bytes(config: Config) -> int:
     """Bytes of text in the sources' files; 0 if unknown, as for Hub data sets before they are read."""
     text = 0
     with suppress(UserError):  # a missing file: another check refuses it
-        for file in listed_files(STAGES["shard"].input_files(config, "unit_files")):
+        for file in listed_files(STAGES["shard"].input_files(config, "task_files")):
             text += UNPACKED.get(PurePath(file["path"]).suffix.lower(), 1) * file["bytes"]
     return 0 if any(source.kind == "hf" for source in config.shard.sources) else text

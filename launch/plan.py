@@ -77,7 +77,7 @@ class Job(JobSpec):
     key: what other jobs depend on it by: the stage, or of those that continue it all but the last (`train-1`).
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
     asked: partition, memory and the like, for Slurm; minutes: the time limit.
-    elements: indices of an array's elements, which share the stage's units.
+    elements: indices of an array's elements, which share the stage's tasks.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     follows: key of the job of the same stage that must end before, well or not.
     contained: a container starts the stage.

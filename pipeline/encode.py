@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.contract.tasks import Task
 from drover.pipeline.core.errors import UserError, installed_version, listed
 from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
@@ -56,10 +56,10 @@ def encode(work: Work) -> None:
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
     fast = admitted(work, tokenizer, made, shards, shard_records(manifest, "validation"))
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
-    units = [Unit(shard_name(record).replace("/", "-"), {
+    units = [Task(shard_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
     # The encoder is not part of a unit's identity: all encoders make the same shards.
-    done = work.do_units("encode", units, partial(encode_shard, fast=fast), "shards")
+    done = work.run_pass("encode", units, partial(encode_shard, fast=fast), "shards")
     outputs = [record["outputs"][0] for record in done]
     counts = counted(outputs)
     reconcile(counted(records), counts)
@@ -108,7 +108,7 @@ def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
 
 
 def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> dict[str, Any]:
-    """Unit of work: encode one text shard, read the result back and verify it.
+    """Task: encode one text shard, read the result back and verify it.
 
     With `fast`, the fast encoder does it. If it gives other ids than the reference for the verified documents, the
     reference encodes the whole shard again, and `fallback` in the record has the reason.

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.contract.tasks import Task
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import source_card
@@ -81,11 +81,11 @@ def shard(work: Work) -> None:
 
     near = signature_settings(config.near_duplicates)
     filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
-    units = [Unit(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
+    units = [Task(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
     work.check(work.outside())  # files of filters, which each worker reads
     for warning in short_sets(config.filters):
         work.say(f"warning: {warning}")
-    read = work.do_units("read", units, stage_unit)
+    read = work.run_pass("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
     decided = decide(work, config, names, source_of_unit, read)
@@ -94,7 +94,7 @@ def shard(work: Work) -> None:
     counts = _count(decided, read, source_of_unit, config, inputs)
     _refuse(work, counts, inputs)
 
-    written = work.do_units("write", [Unit(f"{payload['split']}-{payload['name']}", payload)
+    written = work.run_pass("write", [Task(f"{payload['split']}-{payload['name']}", payload)
                                       for payload in decided.payloads], write_shard, "shards")
     shards = [output for record in written for output in record["outputs"]]
     _reconcile(counts, shards, files)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.contract.tasks import Task
 from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.core.files import copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
@@ -47,10 +47,10 @@ def make_tokenizer(work: Work) -> None:
     tokenizer = load_tokenizer(work.folder)
 
     checked = beginnings_by_source(validation, work.config.tokenizer.check_mb * 1e6)
-    units = [Unit(shard_name(record).replace("/", "-"), {"shards": place(shards, work.folder), "record": record,
+    units = [Task(shard_name(record).replace("/", "-"), {"shards": place(shards, work.folder), "record": record,
                                                          "sha256": tokenizer.sha256, "limit": limit})
              for record, limit in (*checked, *beginnings(train, LOOK_BYTES))]
-    checks = work.do_units("check", units, check_shard, "shards")
+    checks = work.run_pass("check", units, check_shard, "shards")
     whole = summed(check["tally"] for check in checks)
     refuse_failures(whole, [failure for check in checks for failure in check["failures"]],
                     [cure for cure in CURES if all(cure in check["cures"] for check in checks)])
@@ -89,7 +89,7 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
                  + (": char needs every character, so it reads all text" if settings.kind == "char" else ""))
     payload = {"settings": settings.model_dump(mode="json"), "shards": place(shards, work.folder),
                "records": records, "shares": shares, "of_shards": len(train)}
-    [made] = work.do_units("make", [Unit("vocabulary", payload)], make, "vocabulary")
+    [made] = work.run_pass("make", [Task("vocabulary", payload)], make, "vocabulary")
     for note in made["notes"]:
         work.say(note)
     if made["sample"]["nul_characters"]:
@@ -98,7 +98,7 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
 
 
 def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Unit of work: the vocabulary's file, its description and its Hugging Face export."""
+    """Task: the vocabulary's file, its description and its Hugging Face export."""
     from drover.pipeline.config.data import TokenizerConfig
 
     settings, sample, notes = TokenizerConfig.model_validate(payload["settings"]), Sample(), list[str]()

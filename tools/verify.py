@@ -32,7 +32,7 @@ from drover.pipeline.contract.manifest import MANIFEST, Manifest, not_as_used, r
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import PROGRESS
-from drover.pipeline.contract.tasks import UNITS
+from drover.pipeline.contract.tasks import TASKS
 from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.console import ProgressBar, echo, first
 from drover.pipeline.core.files import (
@@ -309,9 +309,9 @@ class Inventory:
             self._check(check_plan, path, "Delete it: training makes it again")
         elif top in _LOGS or path.suffix in _LOG_ENDINGS:
             self.report.note(LOGS, path)
-        elif top == UNITS and path.suffix == ".jsonl":
+        elif top == TASKS and path.suffix == ".jsonl":
             self._check(check_ledger, path, f"Delete it: --stage {stage} repeats what it needs")
-        elif top == UNITS or (path.suffix == ".json" and top == path.name):
+        elif top == TASKS or (path.suffix == ".json" and top == path.name):
             self._seal(path, f"Restore it from a copy. Without one, delete it: --stage {stage} writes what it can")
         elif finished:
             self.report.problem(path, f"no record of the stage {stage} lists it: the run neither wrote it nor reads it",

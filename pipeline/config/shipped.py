@@ -40,7 +40,7 @@ OPTIMIZERS = {
 
 STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
     "shard": {"files": "drover.pipeline.data.filters.files:input_files",
-              "unit_files": "drover.pipeline.data.sources:input_files",
+              "task_files": "drover.pipeline.data.sources:input_files",
               "outside_code": "drover.pipeline.data.filters.base:outside_code"},
     "tokenizer": {"files": "drover.pipeline.tokenization.files:input_files",
                   "problems": "drover.pipeline.tokenization.ready:ready_problems"},

@@ -12,32 +12,32 @@ function that does the work of one attempt to `stage_main` (entry.py), and is st
 
     def words(work):                     # a `Work` (stage_work.py)
         shards, manifest = work.input("shard")
-        units = []
+        tasks = []
         for record in manifest.outputs:
             name = record["path"].replace("/", "-")
-            units.append(Unit(name, {"name": name, "sha256": record["sha256"], "text": str(shards / record["path"])}))
-        records = work.do_units("count", units, count)
+            tasks.append(Task(name, {"name": name, "sha256": record["sha256"], "text": str(shards / record["path"])}))
+        records = work.run_pass("count", tasks, count)
         work.commit([output for record in records for output in record["outputs"]], {"files": len(records)})
 
     if __name__ == "__main__":
         sys.exit(stage_main("words", words))
 
-The contract does everything else. It refuses the stage if its settings or inputs have changed. It does each unit once,
+The contract does everything else. It refuses the stage if its settings or inputs have changed. It does each task once,
 whatever is killed. It writes the manifest last, and this commits the stage. The function must only
 
 - write below `work.folder`, each file complete or not at all (`write_json`, `atomic_file`: pipeline/core/files.py),
 - make the same outputs from the same settings and inputs,
 - raise UserError for what a user can fix, and report progress with `work.say`.
 
-A stage without units writes its outputs itself, and commits. docs/extending.md has one, with its configuration.
+A stage without tasks writes its outputs itself, and commits. docs/extending.md has one, with its configuration.
 
     entry.py          one attempt from the command line to the exit status; preparation.py decides what is allowed
     stages.py         the table of stages
     run.py            the run folder; validity.py: whether a stage is done, resumable, changed or absent
-    stage_work.py     Work: inputs, units, commit
-    workers.py        the processes that do units; stopping.py: requests to stop them
-    tasks.py          units and their keys; the ledger of finished units is in core/files.py
-    claims.py         which process does a unit, if several share a stage
+    stage_work.py     Work: inputs, tasks, commit
+    workers.py        the processes that do tasks; stopping.py: requests to stop them
+    tasks.py          tasks and their keys; the ledger of finished tasks is in core/files.py
+    claims.py         which process does a task, if several share a stage
     manifest.py       the record of a finished stage; start_record.py: of a started one; state.py: its final status
     external_inputs.py  files from outside of the run, and their hashes
     input_check.py    hashes the inputs in the background

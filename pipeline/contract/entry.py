@@ -86,7 +86,7 @@ def parser(name: str) -> Parser:
     forcing.add_argument("--force-id", metavar="ID",
                          help="like --force, but once for this ID: a command with the same ID continues")
     result.add_argument("--element", metavar="NAME", default="",
-                        help="share the stage's units with other processes, also on other machines, that run the same "
+                        help="share the stage's tasks with other processes, also on other machines, that run the same "
                              "command with other names")
     result.add_argument("--accept-changes", action="store_true",
                         help="train: continue although inputs or settings changed, and record this; the stages after "
@@ -109,7 +109,7 @@ class StageAttempt:
     Attributes:
         name, body, options: the stage, its function, and the command line.
         channel: the connection to the other ranks; None if there are none.
-        run: the run as this process reads it. workers: processes for units.
+        run: the run as this process reads it. workers: processes for tasks.
     """
 
     def __init__(self, name: str, body: Callable[[Work], None], options: argparse.Namespace) -> None:
@@ -155,13 +155,13 @@ class StageAttempt:
     def lead(self) -> int:
         """Decide what there is to do, and do it together with the other ranks."""
         self.run = Run(load_config(self.options.config, self.options.overrides))
-        # A plugin's stage may have units, too.
+        # A plugin's stage may have tasks, too.
         with_workers = self.stage.workers or bool(self.stage.own_module and not self.stage.ranks)
         _refuse_element(self.name, self.options, with_workers)
         if (obstacle := blocked(self.run.folder)) is not None:
             raise UserError(obstacle)
         if not (self.run.own_folder(self.name) / MANIFEST).exists():  # otherwise there is most likely nothing to do
-            for module in self.stage.unit_modules:
+            for module in self.stage.task_modules:
                 importlib.import_module(module)
         with closing(Workers(processes(self.run.config) if with_workers else 1)) as self.workers:
             if self._is_done():
@@ -248,7 +248,7 @@ class StageAttempt:
             if self.channel is not None:
                 self.channel.tell(work)
             work.workers = self.workers
-            if self.stage.workers:  # a stage with units reacts to requests to stop
+            if self.stage.workers:  # a stage with tasks reacts to requests to stop
                 work.stop = StopRequest(work.config.launch.signal_s)
             return self._work(work)
 
@@ -304,7 +304,7 @@ def _refuse_element(name: str, options: argparse.Namespace, with_units: bool) ->
         raise UserError(f"--element {options.element!r} is not a name. Give letters, digits, _, - and dots.")
     if not with_units:
         shared = ", ".join(other for other, stage in STAGES.items() if stage.workers)
-        raise UserError(f"The stage {name} has no units that processes could share; {shared} have. Run it without "
+        raise UserError(f"The stage {name} has no tasks that processes could share; {shared} have. Run it without "
                         f"--element.")
     if options.force:
         raise UserError("With --force each element would remove what the others did. Give all of them the same "

@@ -3,8 +3,8 @@
 A file is hashed if its size or time differs from the recorded one, and the hash is stored. A missing file counts as
 unchanged: users delete raw text once its tokens are made.
 
-The units of a stage hash the files that they read (`unit_files` of `Stage.functions`), so that no file is read twice.
-Until all units have done so, the name, size and time of each file represent its content. The units' own keys decide
+The tasks of a stage hash the files that they read (`task_files` of `Stage.functions`), so that no file is read twice.
+Until all tasks have done so, the name, size and time of each file represent its content. The tasks' own keys decide
 which of them are done again after a change.
 """
 
@@ -139,7 +139,7 @@ def _looked_at(files: Sequence[tuple[str, InputFile]], strict: bool) -> Iterator
 
 
 def hashed_now(listing: Sequence[Record]) -> list[Record]:
-    """The records with the sha256 of each file, for a stage whose units did not hash the files."""
+    """The records with the sha256 of each file, for a stage whose tasks did not hash the files."""
     return [{**record, "sha256": content_hash(record["path"])} for record in listing]
 
 
@@ -149,7 +149,7 @@ def listing_digest(listing: Sequence[Record]) -> str:
 
 
 def refuse_unread(listing: Sequence[Record], read: Sequence[Record], stage: str) -> None:
-    """UserError if the files that the units read differ from the listing at their start."""
+    """UserError if the files that the tasks read differ from the listing at their start."""
     known = {str(record["name"]): _seen(record) for record in read}
     other = [str(record["name"]) for record in listing if known.pop(record["name"], None) != _seen(record)]
     if other := [*other, *known]:
@@ -162,7 +162,7 @@ def _seen(record: Record) -> list[Any]:
 
 
 def gathered(inputs: Sequence[Record]) -> list[Record]:
-    """Records for `Work.commit(files=...)`, from what each unit recorded of the files that it read.
+    """Records for `Work.commit(files=...)`, from what each task recorded of the files that it read.
 
     Args:
         inputs: name, path, bytes, mtime_ns and sha256; of a file that is read in ranges only the first has a hash,
@@ -172,7 +172,7 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
         name, path, bytes, mtime_ns and sha256 of each file, sorted by name.
 
     Raises:
-        UserError: units read different sizes, times or contents of one file.
+        UserError: tasks read different sizes, times or contents of one file.
     """
     of_file: dict[str, list[Record]] = {}
     for entry in inputs:
@@ -185,7 +185,7 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
             changed.append(name)
         records.append({**first, "sha256": min(hashes)})
     if changed:
-        raise UserError(f"{len(changed):,} input files changed between two units that read them "
+        raise UserError(f"{len(changed):,} input files changed between two tasks that read them "
                         f"({first_names(changed)}). Make sure that no program writes to them, and run the stage again: "
                         f"it reads these files again.")
     return records
@@ -193,7 +193,7 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
 
 def places(stage: Stage, config: Config) -> Record:
     """The settings that name the places of the stage's outside files, by their full names."""
-    if not {"files", "unit_files"} & stage.functions.keys():
+    if not {"files", "task_files"} & stage.functions.keys():
         return {}
     parts = {part: config.part(part) for part in stage.reads}
     values = flatten({name: part.model_dump(mode="json") if isinstance(part, BaseModel) else part

@@ -16,7 +16,7 @@ from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before, follows_training
 from drover.pipeline.contract.start_record import restore_start, sound_start
 from drover.pipeline.contract.state import PROGRESS, STATE, clear, left_files
-from drover.pipeline.contract.tasks import finished_units
+from drover.pipeline.contract.tasks import finished_tasks
 from drover.pipeline.contract.validity import OTHER_FILES, State
 from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UserError
@@ -72,9 +72,9 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
 
 
 def _report_lost_units(run: Run, name: str, state: State) -> None:
-    """Print what has changed, and how many finished units are lost."""
+    """Print what has changed, and how many finished tasks are lost."""
     say(name, f"settings or input have changed: {first([str(difference) for difference in state.differences])}. It "
-              f"starts from scratch; finished units that are removed: {finished_units(run.own_folder(name)):,}")
+              f"starts from scratch; finished tasks that are removed: {finished_tasks(run.own_folder(name)):,}")
 
 
 def _start_from_scratch(run: Run, name: str, options: argparse.Namespace) -> Work:

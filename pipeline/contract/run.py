@@ -21,7 +21,7 @@ from drover.pipeline.contract.external_inputs import (
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Identity, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, StartRecord, read_start
-from drover.pipeline.contract.tasks import finished_units
+from drover.pipeline.contract.tasks import finished_tasks
 from drover.pipeline.contract.validity import State, record_differences, stage_state
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
@@ -106,20 +106,20 @@ class Run:
     def fingerprint(self, stage: str) -> Identity:
         """The identity that the stage would have if it started now; UserError if a stage before it is not done.
 
-        It contains the hashes of outside files, but for files that units read only a digest of their list. The units
+        It contains the hashes of outside files, but for files that tasks read only a digest of their list. The tasks
         add the hashes.
         """
         by_units, files = all_told(lambda: self.listing(stage), lambda: self.files(stage))
-        listing = {"listing": listing_digest(by_units)} if "unit_files" in STAGES[stage].functions else {}
+        listing = {"listing": listing_digest(by_units)} if "task_files" in STAGES[stage].functions else {}
         return {"config": self._settings(stage),
                 "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},
                 "files": {record["name"]: record["sha256"] for record in files}, **listing}
 
     def listing(self, stage: str) -> list[Record]:
-        """Name, path, bytes and mtime_ns of the outside files that the stage's units read, as this process first found
+        """Name, path, bytes and mtime_ns of the outside files that the stage's tasks read, as this process first found
         them; UserError if one is missing."""
         if stage not in self._listings:
-            self._listings[stage] = listed_files(STAGES[stage].input_files(self.config, "unit_files"))
+            self._listings[stage] = listed_files(STAGES[stage].input_files(self.config, "task_files"))
         return self._listings[stage]
 
     def files(self, stage: str) -> list[Record]:
@@ -148,11 +148,11 @@ class Run:
 
     def _outside(self, stage: str) -> Outside:
         """The outside files of a finished stage, of both kinds."""
-        return self._look(stage, "files") + self._look(stage, "unit_files")
+        return self._look(stage, "files") + self._look(stage, "task_files")
 
     def _look(self, stage: str, kind: str, *, strict: bool = False) -> Outside:
-        """The stage's outside files of one kind; the result is kept. Files that its units read (`unit_files`) are only
-        hashed here to compare them with the units' hashes."""
+        """The stage's outside files of one kind; the result is kept. Files that its tasks read (`task_files`) are only
+        hashed here to compare them with the tasks' hashes."""
         manifest = self.manifest(stage)
         key = stage, kind, strict or manifest is None
         if key not in self._known_files:
@@ -187,7 +187,7 @@ class Run:
         return stage_state(
             record, present, keeps=own_keys or spec.may_renew(record.fingerprint, present),
             useful=spec.checkpoints or (record.fingerprint != present and not record.unusable
-                                        and finished_units(folder) > 0))
+                                        and finished_tasks(folder) > 0))
 
     def changed(self, stage: str, *, only_settings: bool = False) -> list[Difference]:
         """How settings, earlier stages and outside files differ from those that a finished stage was made from.

@@ -1,4 +1,4 @@
-"""One attempt at a stage: the start record, the units of work, the commit."""
+"""One attempt at a stage: the start record, the tasks, the commit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from drover.pipeline.contract.state import (
     write_state,
 )
 from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.tasks import CLAIMS, UNITS, Ledger, Unit, UnitFunction, with_outputs
+from drover.pipeline.contract.tasks import CLAIMS, TASKS, Ledger, Task, TaskFunction, with_outputs
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.validity import OTHER_FILES
 from drover.pipeline.contract.workers import Workers
@@ -71,13 +71,13 @@ class DoneElsewhere(Exception):  # noqa: N818 - not an error
 
 @dataclass
 class Work:
-    """The argument of a stage's body: its configuration, inputs and folder, and methods to do units and to commit.
+    """The argument of a stage's body: its configuration, inputs and folder, and methods to do tasks and to commit.
 
     accepted: changes that `--accept-changes` accepted.
-    element: name of this process among those that share the units (`--element`); "" if it does them alone.
+    element: name of this process among those that share the tasks (`--element`); "" if it does them alone.
     asked: a hash of the command line. passes: names of the passes so far; earlier: a hash of their outputs.
-    stop: requests to stop. workers: the processes that do the units. last: how the start before this one ended.
-    made: how many units this start has finished.
+    stop: requests to stop. workers: the processes that do the tasks. last: how the start before this one ended.
+    made: how many tasks this start has finished.
     afresh: whether the stage was forced, and so must not use what its earlier work has left elsewhere.
     store: torch's store, if rank 0 has sent this work to other ranks; process groups use it, too.
     """
@@ -133,7 +133,7 @@ class Work:
         return [outside(record, self.name) for record in self.run.files(self.name)]
 
     def listing(self) -> list[Record]:
-        """Name, path, bytes and mtime_ns of the outside files that its units read, as they were at its start."""
+        """Name, path, bytes and mtime_ns of the outside files that its tasks read, as they were at its start."""
         return self.run.listing(self.name)
 
     def check(self, files: Sequence[Expected]) -> InputCheck:
@@ -151,41 +151,41 @@ class Work:
         """Where this attempt's status is, in the stage's folder. An element records only that it was stopped."""
         return f"{CLAIMS}/{self.element}.json" if self.element else STATE
 
-    def do_units(self, name: str, units: list[Unit], function: UnitFunction, unit_word: str = "units") -> list[Record]:
-        """Do a pass: every unit that is not done yet, in worker processes. Returns the records in the order of `units`.
+    def run_pass(self, name: str, tasks: list[Task], function: TaskFunction, task_word: str = "tasks") -> list[Record]:
+        """Do a pass: every task that is not done yet, in worker processes. Returns the records in the order of `tasks`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
         `outputs` list holds `output_record`s. The record goes into the ledger in `units/<name>/`, which commits the
-        unit. After a kill, units with a matching record are kept: with the same stage identity, the same outputs of all
-        passes before, the same payload, and outputs in place. So these must contain everything that decides what a unit
+        task. After a kill, tasks with a matching record are kept: with the same stage identity, the same outputs of all
+        passes before, the same payload, and outputs in place. So these must contain everything that decides what a task
         makes, and files as hashes.
 
-        If several processes share the stage, each does units that no other has claimed. All return when the pass is
+        If several processes share the stage, each does tasks that no other has claimed. All return when the pass is
         done.
 
         Raises:
-            Stopped: there was a request to stop; finished units are kept.
+            Stopped: there was a request to stop; finished tasks are kept.
             DoneElsewhere: another process that shares the stage has committed it.
         """
         self.passes.append(name)
-        # The listing is left out: a unit must not be done again because a file of another unit has changed.
+        # The listing is left out: a task must not be done again because a file of another task has changed.
         before = sha256_json([self._without_listing, name, self.earlier])
-        keys = {unit.name: sha256_json([before, unit.payload]) for unit in units}
-        assert len(keys) == len(units), f"two units of {name} have one name"
-        ledger, records, left, void = Ledger(self.folder / UNITS / name), dict[str, Record](), keys, set[str]()
+        keys = {task.name: sha256_json([before, task.payload]) for task in tasks}
+        assert len(keys) == len(tasks), f"two tasks of {name} have one name"
+        ledger, records, left, void = Ledger(self.folder / TASKS / name), dict[str, Record](), keys, set[str]()
         kept = ProgressRecord(self.folder)
-        with ProgressBar(self.name, name, len(units), unit_word) as progress, \
+        with ProgressBar(self.name, name, len(tasks), task_word) as progress, \
                 Claims(self.folder / CLAIMS / name) as claims:
 
-            def claimed() -> Iterator[Unit]:
-                return (unit for unit in units if unit.name in left and claims.take(keys[unit.name], void))
+            def claimed() -> Iterator[Task]:
+                return (task for task in tasks if task.name in left and claims.take(keys[task.name], void))
 
             while True:
                 looked, made = time.monotonic(), self.made
                 records |= with_outputs(ledger.found(left), self.folder, self.say)
                 left = {task: key for task, key in keys.items() if task not in records}
                 progress.already(len(records))
-                kept.note(Progress(len(records), len(units), unit_word, name))
+                kept.note(Progress(len(records), len(tasks), task_word, name))
                 for task, record in self.workers.do(function, self.folder, claimed(), self.stop):
                     ledger.add(task, keys[task], record)
                     claims.held.discard(keys[task])
@@ -194,7 +194,7 @@ class Work:
                     progress.advance()
                     done = max(len(records), claims.count() - len(claims.held)) if self.element and kept.due else \
                         len(records)
-                    kept.note(Progress(done, len(units), unit_word, name, progress.left_s))
+                    kept.note(Progress(done, len(tasks), task_word, name, progress.left_s))
                 left = {task: key for task, key in left.items() if task not in records}
                 if not left or self.stop.heard:
                     break
@@ -204,24 +204,24 @@ class Work:
                     raise DoneElsewhere
                 if self.made == made and not void:
                     time.sleep(max(LOOK_S, LOOK_SHARE * (time.monotonic() - looked)))
-            waited = self.element and not claims.held  # for units of others
+            waited = self.element and not claims.held  # for tasks of others
         kept.flush()
         if left:
-            raise self._stopped(name, len(records), len(units), idle=not self.made and not waited)
-        result = [records[unit.name] for unit in units]
+            raise self._stopped(name, len(records), len(tasks), idle=not self.made and not waited)
+        result = [records[task.name] for task in tasks]
         self.earlier = sha256_json([self.earlier, *(
             [output["path"], output["sha256"]] for record in result for output in record.get("outputs", []))])
         return result
 
-    def _stopped(self, name: str, done: int, units: int, *, idle: bool) -> Stopped:
-        """Build the error for an interrupted pass. If this start was `idle` (it finished no unit), and the one before
+    def _stopped(self, name: str, done: int, tasks: int, *, idle: bool) -> Stopped:
+        """Build the error for an interrupted pass. If this start was `idle` (it finished no task), and the one before
         it too, the time limit is too short."""
         starts = 1 + (self.last.idle if self.last is not None and self.last.again else 0) if idle else 0
         hopeless = self.stop.again and starts > 1
-        left = f"{done:,} of {units:,} units of {name} are done, {units - done:,} are left"
+        left = f"{done:,} of {tasks:,} tasks of {name} are done, {tasks - done:,} are left"
         if hopeless:
             left += (f"; two starts in a row finished none before the time limit. Give the stage more time "
-                     f"(launch.{self.name}.time), or make its units smaller")
+                     f"(launch.{self.name}.time), or make its tasks smaller")
         return Stopped(f"{self.stop.reason}: {left}", hopeless, again=self.stop.again and not hopeless, units=done,
                        idle=starts)
 
@@ -237,11 +237,11 @@ class Work:
 
         Args:
             verified: the hashes come from reading the outputs back when they were written (`output_record`), so only
-                sizes are compared now. For a unit of an earlier attempt that was some time ago. If a bit has flipped
+                sizes are compared now. For a task of an earlier attempt that was some time ago. If a bit has flipped
                 since, the next stage finds it, because it hashes its inputs. By default every output is read back now.
-            files: records of the files that its units read, for a stage with `unit_files`
+            files: records of the files that its tasks read, for a stage with `task_files`
                 (`external_inputs.gathered`). None: these files are hashed now.
-            scratch: files and folders to remove once the manifest exists. The records of units are removed with them,
+            scratch: files and folders to remove once the manifest exists. The records of tasks are removed with them,
                 except those of the last phase, with which a lost output is made again.
 
         Raises:
@@ -262,7 +262,7 @@ class Work:
         for record in outputs:
             path = self.folder / record["path"]
             if problem := problem_of(path, record, hashed=not verified):
-                if not verified:  # so that its unit is done again
+                if not verified:  # so that its task is done again
                     path.unlink(missing_ok=True)
                 raise UserError(f"{problem}: it does not read back as it was written, so {self.name} is not committed. "
                                 f"Check the disk, and that no other program writes there; then run the stage again.")
@@ -280,7 +280,7 @@ class Work:
         if self.passes:  # of a finished stage, status shows what the manifest counts
             gone.append(self.folder / PROGRESS)
             # With the records of the last pass, a lost output is made again alone.
-            gone += [self.folder / CLAIMS, *(self.folder / UNITS / name for name in self.passes[:-1])]
+            gone += [self.folder / CLAIMS, *(self.folder / TASKS / name for name in self.passes[:-1])]
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # the next call that finds the stage done tries again

@@ -27,7 +27,7 @@ SNAPSHOT = "snapshot.json"
 """A file in IMPORTED_FROM, if that is the copy of the code that a submission made. It names the commit."""
 
 
-FUNCTIONS = {"files", "unit_files", "problems", "outside_code", "renews", "due"}
+FUNCTIONS = {"files", "task_files", "problems", "outside_code", "renews", "due"}
 """The functions that a stage may define (see `Stage.functions`)."""
 
 
@@ -41,9 +41,9 @@ class Stage:
         ranks: whether it runs as ranks of torch.distributed.
         ranks_know_outputs: whether rank 0, which alone reads the run folder, also sends the other ranks the outputs of
             the earlier stages (`drover.pipeline.contract.telling`). There may be very many.
-        workers: whether worker processes do its units (`launch.cpus`), and whether it can be stopped between units. A
-            plugin's stage always has worker processes. Several processes may share the units (`--element`).
-        unit_modules: modules that its units need and that the stage's own file does not import. They are imported once,
+        workers: whether worker processes do its tasks (`launch.cpus`), and whether it can be stopped between tasks. A
+            plugin's stage always has worker processes. Several processes may share the tasks (`--element`).
+        task_modules: modules that its tasks need and that the stage's own file does not import. They are imported once,
             before workers are forked.
         checkpoints: whether it saves checkpoints in its folder. After a request to stop it saves and exits. The same
             command continues from the newest checkpoint, even with other settings.
@@ -55,7 +55,7 @@ class Stage:
         functions: functions that the contract calls, as "module:function", imported at the call:
 
             - `files(config)`: input files that no stage made, as (name, path) pairs. They are hashed before it starts.
-            - `unit_files(config)`: input files that its units hash while they read them. Before, they are only listed.
+            - `task_files(config)`: input files that its tasks hash while they read them. Before, they are only listed.
               The body commits with their records (`drover.pipeline.contract.external_inputs.gathered`).
             - `problems(config)`: why such files cannot be used, a sentence each, before any stage has run. That one is
               missing is not its business.
@@ -74,7 +74,7 @@ class Stage:
     ranks: bool = False
     ranks_know_outputs: bool = True
     workers: bool = False
-    unit_modules: tuple[str, ...] = ()
+    task_modules: tuple[str, ...] = ()
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
     reusable: bool = False
@@ -97,8 +97,8 @@ class Stage:
         return otherwise if function is None else function(*given)
 
     def input_files(self, config: Config, *kinds: str) -> list[tuple[str, InputFile]]:
-        """Files from outside of the run as (name, path), sorted by name. kinds: `files`, `unit_files`, or both."""
-        return sorted((result for kind in kinds or ("files", "unit_files")
+        """Files from outside of the run as (name, path), sorted by name. kinds: `files`, `task_files`, or both."""
+        return sorted((result for kind in kinds or ("files", "task_files")
                        for result in self.call(kind, config, otherwise=())), key=itemgetter(0))
 
     def may_renew(self, old: Record, new: Record) -> bool:
@@ -124,7 +124,7 @@ class Stage:
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
-          unit_modules=("drover.pipeline.data.reading", "drover.pipeline.data.planning.passes"),
+          task_modules=("drover.pipeline.data.reading", "drover.pipeline.data.planning.passes"),
           functions=STAGE_FUNCTIONS["shard"],
           code=("pipeline/data/sources.py", "pipeline/data/reading.py", "pipeline/data/readers.py",
                 "pipeline/data/columnar.py", "pipeline/data/hub.py", "pipeline/data/file_kinds.py",
@@ -134,11 +134,11 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/mixing.py",
                 "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
-          unit_modules=("webdataset",),
+          task_modules=("webdataset",),
           functions=STAGE_FUNCTIONS["tokenizer"],
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
     Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True,
-          reusable=True, unit_modules=("webdataset",),
+          reusable=True, task_modules=("webdataset",),
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,

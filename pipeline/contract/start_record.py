@@ -22,7 +22,7 @@ class StartRecord:
         fingerprint, accepted, files: as in its manifest.
         chain: the chain of jobs (`StageJob`) that last started it; None outside of a chain.
         force_id: the last `--force-id` with which it was started; None if there was none.
-        unusable: whether it refused its input, so that its finished units are of no use with another one.
+        unusable: whether it refused its input, so that its finished tasks are of no use with another one.
     """
 
     fingerprint: Identity

@@ -59,8 +59,8 @@ class StageState:
     Attributes:
         step: optimizer steps done and saved, for train.
         reason: why it ended, in words.
-        units: how many units of the interrupted pass are done, for a stage with units.
-        idle: how many starts in a row were stopped before they finished a unit.
+        units: how many tasks of the interrupted pass are done, for a stage with tasks.
+        idle: how many starts in a row were stopped before they finished a task.
         again: whether to continue at once: yes after a time limit, no after a user's request to stop.
         job, restart: Slurm's job id and restart count; empty and 0 outside of Slurm.
         attempt: number of the start within the job.
@@ -129,7 +129,7 @@ class Progress:
     """Progress of a stage's work.
 
     Attributes:
-        phase: the pass whose units are counted, for a data stage.
+        phase: the pass whose tasks are counted, for a data stage.
         left_s: seconds until all are done.
         loss: of the last step, for train. The file has NaN as a text, since JSON has no such number.
     """

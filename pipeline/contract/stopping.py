@@ -1,4 +1,4 @@
-"""Requests to stop a stage with units. Before a time limit, running units may end; a person's request stops them."""
+"""Requests to stop a stage with tasks. Before a time limit, running tasks may end; a person's request stops them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *WARNINGS)
 """Python itself handles Ctrl-C."""
 GRACE = 0.6
-"""The share of the time between warning and limit in which running units may end."""
+"""The share of the time between warning and limit in which running tasks may end."""
 
 
 class Stopped(BaseException):  # not an error: `except Exception` must not catch it
     """The stage leaves its body because of a request to stop.
 
-    reason: in words. hopeless: whether so many starts in a row have finished no unit that continuing is useless. facts:
+    reason: in words. hopeless: whether so many starts in a row have finished no task that continuing is useless. facts:
     more of the stage's final status (`drover.pipeline.contract.state.StageState`).
     """
 
@@ -65,12 +65,12 @@ class StopRequest:
 
     @property
     def heard(self) -> bool:
-        """Whether there was a request, so that no other unit may start."""
+        """Whether there was a request, so that no other task may start."""
         return bool(self._asked)
 
     @property
     def over(self) -> bool:
-        """Whether to stop waiting for running units."""
+        """Whether to stop waiting for running tasks."""
         return time.monotonic() >= self._until
 
     @property
@@ -85,7 +85,7 @@ class StopRequest:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which other processes do the units. The caller polls `heard` and `over`; nothing is raised."""
+        """A context in which other processes do the tasks. The caller polls `heard` and `over`; nothing is raised."""
         self._waits = True
         try:
             yield
@@ -94,7 +94,7 @@ class StopRequest:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context in which this process does a unit. `Stopped` interrupts the unit once the request is `over`."""
+        """A context in which this process does a task. `Stopped` interrupts the task once the request is `over`."""
         self._works = True
         try:
             yield

@@ -1,7 +1,7 @@
 """Tasks that are done once, and the ledger of finished tasks.
 
 A task has a name and a key. The key is a hash of everything that decides the task's result. A task is finished when the
-ledger has its record under this key. A stage's units, the results of an evaluation and the parts of an export are
+ledger has its record under this key. A stage's tasks, the results of an evaluation and the parts of an export are
 tasks.
 """
 
@@ -16,14 +16,15 @@ from drover.pipeline.core.console import Say
 from drover.pipeline.core.files import Ledger as Ledger
 from drover.pipeline.core.files import Record, problems_of
 
-UNITS = "units"
-CLAIMS = f"{UNITS}/claims"
-UnitFunction = Callable[[Path, Any], Record]
-"""(the stage's folder, a unit's payload) -> the unit's record."""
+TASKS = "units"
+"""In a stage's folder: the ledgers of its passes (the name that format 1 gave it), and the claims."""
+CLAIMS = f"{TASKS}/claims"
+TaskFunction = Callable[[Path, Any], Record]
+"""(the stage's folder, a task's payload) -> the task's record."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class Task:
     """A task of a stage: a readable name, and the argument of its function."""
 
     name: str
@@ -40,6 +41,6 @@ def with_outputs(records: dict[str, Record], folder: Path, say: Say) -> dict[str
     return {name: record for name, record in records.items() if name not in lost}
 
 
-def finished_units(stage_folder: Path) -> int:
-    """How many finished units of all passes are recorded in a stage's folder."""
-    return sum(len({name for name, _, _ in Ledger(folder).lines()}) for folder in (stage_folder / UNITS).glob("*"))
+def finished_tasks(stage_folder: Path) -> int:
+    """How many finished tasks of all passes are recorded in a stage's folder."""
+    return sum(len({name for name, _, _ in Ledger(folder).lines()}) for folder in (stage_folder / TASKS).glob("*"))

@@ -1,4 +1,4 @@
-"""The processes that do a stage's units. They are forked when the first pass needs them, and serve all passes.
+"""The processes that do a stage's tasks. They are forked when the first pass needs them, and serve all passes.
 
 A fork takes milliseconds; an interpreter that imports the stage takes half a second. But a fork is only safe in a
 process without threads, open stores and locks. So the stage forks one process, the source, before it has any of them.
@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from drover.pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
-from drover.pipeline.contract.tasks import Unit, UnitFunction
+from drover.pipeline.contract.tasks import Task, TaskFunction
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.core.orphans import end_with_parent
 
 POLL_S = 0.5
-"""How often to check whether the stage is to stop, while units are done."""
+"""How often to check whether the stage is to stop, while tasks are done."""
 
 
 class Workers:
-    """Up to `most` processes that do units. If `most` is 1, this process does them itself.
+    """Up to `most` processes that do tasks. If `most` is 1, this process does them itself.
 
     Create it before anything is opened, locked or started. Workers have the imports and the hash seed that this process
     has at that moment. If this process already has threads, the source is a new interpreter. All of them end with this
@@ -52,7 +52,7 @@ class Workers:
                 self._start_source("spawn")
 
     def close(self) -> None:
-        """Kill the workers, even during a unit. Returns when they have ended."""
+        """Kill the workers, even during a task. Returns when they have ended."""
         if self._source is not None:
             self._control.close()
             self._source.join()
@@ -61,18 +61,18 @@ class Workers:
             self._source = None
             gc.unfreeze()
 
-    def do(self, function: UnitFunction, folder: Path, units: Iterable[Unit],
+    def do(self, function: TaskFunction, folder: Path, tasks: Iterable[Task],
            stop: StopRequest) -> Iterator[tuple[str, Record]]:
-        """Yield (name, record) as units finish. This process itself does a single unit, or all units if `most` is 1, so
-        that a debugger can step in. The next unit is taken from `units` when a worker is idle.
+        """Yield (name, record) as tasks finish. This process itself does a single task, or all tasks if `most` is 1, so
+        that a debugger can step in. The next task is taken from `tasks` when a worker is idle.
 
-        After a request to stop it starts no other unit. It ends when the running units have ended, or once `stop` is
-        over. After a unit has failed it does the same, and then raises the unit's error. Ctrl-C kills running units.
+        After a request to stop it starts no other task. It ends when the running tasks have ended, or once `stop` is
+        over. After a task has failed it does the same, and then raises the task's error. Ctrl-C kills running tasks.
 
         Raises:
             UserError: a worker was killed.
         """
-        waiting = iter(units)
+        waiting = iter(tasks)
         first = [] if self.most == 1 else list(islice(waiting, 2))
         waiting = chain(first, waiting)
         if len(first) < 2:
@@ -85,10 +85,10 @@ class Workers:
                 idle = [*self._started]
                 while True:
                     while ((idle or len(self._started) < self.most) and not stop.heard and failure is None
-                           and (unit := next(waiting, None)) is not None):
+                           and (task := next(waiting, None)) is not None):
                         worker = idle.pop() if idle else self._start_worker()
-                        running[worker] = unit.name
-                        worker.send((function, folder, unit.payload))
+                        running[worker] = task.name
+                        worker.send((function, folder, task.payload))
                     yield from made  # while the workers do what they were just given
                     made.clear()
                     if not running or stop.over:
@@ -108,7 +108,7 @@ class Workers:
         except (EOFError, ConnectionError):
             yield from made
             raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
-                            "launch.processes lower and run the same command again; finished units are kept.") from None
+                            "launch.processes lower and run the same command again; finished tasks are kept.") from None
         finally:
             if running:
                 # Their temporary files are removed at the next start, or before the commit. There may be no time now
@@ -131,17 +131,17 @@ class Workers:
         return ours
 
 
-def _in_place(function: UnitFunction, folder: Path, units: Iterable[Unit],
+def _in_place(function: TaskFunction, folder: Path, tasks: Iterable[Task],
               stop: StopRequest) -> Iterator[tuple[str, Record]]:
-    for unit in units:
+    for task in tasks:
         if stop.heard:
             return
         try:
             with stop.working():
-                record = function(folder, unit.payload)
+                record = function(folder, task.payload)
         except Stopped:
             return
-        yield unit.name, record
+        yield task.name, record
 
 
 def _has_threads() -> bool:
@@ -159,7 +159,7 @@ def _fork_workers(stage: socket.socket, control: socket.socket) -> NoReturn:
         for number in (signal.SIGINT, *SIGNALS):  # only the stage itself handles them
             signal.signal(number, signal.SIG_IGN)
         while files := socket.recv_fds(control, 1, 1)[1]:
-            os.set_inheritable(files[0], False)  # otherwise a program that a unit starts would hold it open
+            os.set_inheritable(files[0], False)  # otherwise a program that a task starts would hold it open
             if not (worker := os.fork()):
                 control.close()
                 _work(Connection(files[0]), source)
@@ -176,7 +176,7 @@ def _fork_workers(stage: socket.socket, control: socket.socket) -> NoReturn:
 
 
 def _work(connection: Connection, source: int) -> NoReturn:
-    """A worker process: do units until the stage has ended."""
+    """A worker process: do tasks until the stage has ended."""
     try:
         end_with_parent(source)
         while True:

@@ -10,7 +10,7 @@ from typing import Any
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.tasks import UNITS, Ledger
+from drover.pipeline.contract.tasks import TASKS, Ledger
 from drover.pipeline.core.files import Record, sha256_json
 from drover.pipeline.evaluation.results import library_versions
 from drover.pipeline.parallel.ranks import Ranks
@@ -25,7 +25,7 @@ class Cached:
     """
 
     def __init__(self, work: Work, ranks: Ranks) -> None:
-        self.ledger, self.ranks, self.say = Ledger(work.folder / UNITS / "measured"), ranks, work.say
+        self.ledger, self.ranks, self.say = Ledger(work.folder / TASKS / "measured"), ranks, work.say
         self.seconds: dict[str, float] = {}
         self._keys: dict[str, str] = {}
         self._made_by = [code_hashes(STAGES[work.name]), library_versions()]

@@ -97,7 +97,7 @@ class Check:
 
 
 def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Unit of work: check documents of a text shard with the finished tokenizer in `folder` and its export.
+    """Task: check documents of a text shard with the finished tokenizer in `folder` and its export.
 
     All documents, or with `limit` in the payload those that begin in the shard's first `limit` bytes of text.
     """

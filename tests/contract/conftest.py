@@ -13,7 +13,7 @@ from tests.waiting import HANG_S, wait_for
 
 
 class OwnStage:
-    """A stage of its own whose body and units run in this process; `made` counts the units by name."""
+    """A stage of its own whose body and tasks run in this process; `made` counts the tasks by name."""
 
     def __init__(self, place, patch, name, **stage):
         self.place, self.name, self.patch, self.made = place, name, patch, Counter()
@@ -33,14 +33,14 @@ class OwnStage:
 
 
 class Twelve:
-    """A run of the stage of twelve units (tests/contract/twelve.py), and what its processes left."""
+    """A run of the stage of twelve tasks (tests/contract/twelve.py), and what its processes left."""
 
     def __init__(self, place):
         self.place, self.log, self.gate, self.folder = place, place / "log", place / "gate", place / "runs/a/shard"
         self.started = []
 
     def start(self, *arguments, held=12, **variables):
-        """held: the first unit that waits for the gate."""
+        """held: the first task that waits for the gate."""
         process = warm_server().start(
             ["tests.contract.twelve", "--config", str(self.place / "c.yaml"), *arguments],
             {**environment(), "LOG": str(self.log), "GATE": str(self.gate), "HELD": str(held), **variables})
@@ -51,20 +51,20 @@ class Twelve:
         """The stage from its start to its end; what it said."""
         return ended(self.start(*arguments, **options), status)
 
-    def units(self):
-        """How often each unit was started."""
-        return Counter(line.get("unit") for line in read_lines(self.log, appended=True))
+    def tasks(self):
+        """How often each task was started."""
+        return Counter(line.get("task") for line in read_lines(self.log, appended=True))
 
     def workers(self):
         return {line["process"] for line in read_lines(self.log, appended=True) if "process" in line}
 
     def records(self):
-        """What is recorded of each unit that is done."""
+        """What is recorded of each task that is done."""
         return {int(name): record for name, _, record in Ledger(self.folder / "units/read").lines()}
 
-    def wait_for(self, process, *units):
-        """Wait until all these units are started."""
-        wait_for(lambda: all(self.units()[unit] for unit in units), of=process)
+    def wait_for(self, process, *tasks):
+        """Wait until all these tasks are started."""
+        wait_for(lambda: all(self.tasks()[task] for task in tasks), of=process)
 
 
 def ended(process, status=0):
@@ -86,7 +86,7 @@ def refusal(place, capsys):
 
 @pytest.fixture
 def twelve(place):
-    """The stage of twelve units; whatever of it still runs at the end is killed."""
+    """The stage of twelve tasks; whatever of it still runs at the end is killed."""
     made = Twelve(place)
     yield made
     for process in made.started:

@@ -153,7 +153,7 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
     (place / "words.py").write_text(
         "import sys\nfrom pathlib import Path\nfrom drover.pipeline.contract.entry import stage_main\n"
         "from drover.pipeline.contract.stages import Stage, register_stage\n"
-        "from drover.pipeline.contract.tasks import Unit\n"
+        "from drover.pipeline.contract.tasks import Task\n"
         f"from drover.pipeline.core.files import output_record, write_json\n{code}")
     assert call(place, "shard", copy_corpus) == 0
     # A plugin may also register a stage whose module is another one, which knows of it by the configuration only.

@@ -1,4 +1,4 @@
-"""Stages of several passes of units: each follows the one before it, and what is done stays done; the ledger."""
+"""Stages of several passes of tasks: each follows the one before it, and what is done stays done; the ledger."""
 
 import errno
 import fcntl
@@ -10,7 +10,7 @@ import pytest
 
 from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.stage_work import Unit
+from drover.pipeline.contract.stage_work import Task
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.core.files import output_record, read_json, write_text
@@ -21,21 +21,21 @@ PASSES = ("read", "sort", "sum")
 
 
 class Count(OwnStage):
-    """A stage that writes a file for each of its units, by pass; `refuses`: the error that those of `sum` end with."""
+    """A stage that writes a file for each of its tasks, by pass; `refuses`: the error that those of `sum` end with."""
 
     def __init__(self, place, patch):
         super().__init__(place, patch, "count")
         self.scratch, self.refuses = (), None
-        self.units = {"read": [f"n-{number:05d}" for number in range(40)], "sort": [f"ten-{at}" for at in range(4)],
+        self.tasks = {"read": [f"n-{number:05d}" for number in range(40)], "sort": [f"ten-{at}" for at in range(4)],
                       "sum": [f"sum-{digit}" for digit in range(10)]}
 
     def body(self, work):
         assert work.element or not list(work.folder.rglob("*.tmp")), "what a killed start left takes no room"
         outputs = []
-        for name, names in self.units.items():
-            units = [Unit(each, [each, len(outputs)]) for each in names]
-            outputs += [record["outputs"][0] for record in work.do_units(name, units, self.make)]
-        work.commit(outputs, {"units": len(outputs)}, scratch=[work.folder / name for name in self.scratch])
+        for name, names in self.tasks.items():
+            tasks = [Task(each, [each, len(outputs)]) for each in names]
+            outputs += [record["outputs"][0] for record in work.run_pass(name, tasks, self.make)]
+        work.commit(outputs, {"tasks": len(outputs)}, scratch=[work.folder / name for name in self.scratch])
 
     def make(self, folder, payload):
         name, before = payload
@@ -93,7 +93,7 @@ def test_units_are_removed_only_if_the_input_itself_was_refused(count, capsys):
     count.refuses = None
     capsys.readouterr()
     assert count(OTHER) == 0
-    [told] = [line for line in capsys.readouterr().out.splitlines() if "finished units that are removed" in line]
+    [told] = [line for line in capsys.readouterr().out.splitlines() if "finished tasks that are removed" in line]
     assert "shard.validation_share: 0.01 -> 0.5" in told and told.endswith("removed: 44")
     assert count.made["n-00000"] == 2
 
@@ -108,9 +108,9 @@ LASTING = {"sum"}
 
 @pytest.mark.slow
 def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypatch, capsys):
-    """No unit that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
+    """No task that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
     monkeypatch.setattr(stage_work, "git_state", dict)
-    count.units = {name: [f"{name}-{number}" for number in range(2)] for name in PASSES}
+    count.tasks = {name: [f"{name}-{number}" for number in range(2)] for name in PASSES}
     count.scratch = "staging", "never-made"
     first = None
     for number in itertools.count():

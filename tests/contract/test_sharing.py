@@ -1,4 +1,4 @@
-"""Processes that share a stage, as elements of an array do: each unit once, whatever ends meanwhile."""
+"""Processes that share a stage, as elements of an array do: each task once, whatever ends meanwhile."""
 
 import itertools
 import os
@@ -24,14 +24,14 @@ def test_elements_forced_together_start_from_scratch_once_and_do_each_unit_once(
     twelve.log.unlink()
     forced = ("launch.processes=1", "--force-id", "chain-7")
     first, second = (twelve.start("--element", name, *forced, held=4) for name in "ab")
-    wait_for(lambda: len(twelve.units()) == 6, of=first)
+    wait_for(lambda: len(twelve.tasks()) == 6, of=first)
     assert not (twelve.folder / "old.txt").exists()
     for arguments in ([], ["--force"], ["--element", "c", "--force-id", "chain-8"]):
         assert "is in use by" in twelve.run(*arguments, status=2)
     assert "would do other work: changed" in twelve.run("--element", "c", "shard.validation_share=0.5", status=2)
     (twelve.folder / "9.txt.other-node-1.tmp").touch()  # what another element may be writing
     late = twelve.start("--element", "c", *forced, held=4)
-    wait_for(lambda: len(twelve.units()) == 7, of=late)
+    wait_for(lambda: len(twelve.tasks()) == 7, of=late)
     assert (twelve.folder / "9.txt.other-node-1.tmp").exists()
     twelve.gate.touch()
     said = [ended(process) for process in (first, second, late)]
@@ -40,12 +40,12 @@ def test_elements_forced_together_start_from_scratch_once_and_do_each_unit_once(
     assert read_manifest(twelve.folder).start["force_id"] == "chain-7"
     for arguments in (forced, ("--element", "a", *forced), ()):
         assert "up to date" in twelve.run(*arguments)
-    assert twelve.units() == Counter(range(12)) and not list(twelve.folder.rglob("*.tmp"))
+    assert twelve.tasks() == Counter(range(12)) and not list(twelve.folder.rglob("*.tmp"))
 
 
 def test_a_killed_element_s_units_are_done_by_the_others(twelve):
     killed, other = (twelve.start("--element", name, "launch.processes=2", held=4) for name in "ab")
-    wait_for(lambda: len(twelve.units()) == 8, of=other)
+    wait_for(lambda: len(twelve.tasks()) == 8, of=other)
     before = twelve.records()
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
@@ -53,7 +53,7 @@ def test_a_killed_element_s_units_are_done_by_the_others(twelve):
     twelve.gate.touch()
     ended(other)
     ended(again)
-    started = twelve.units()
+    started = twelve.tasks()
     assert set(started) == {*range(12)} and started.total() == 14, "what was being done is done again, and no more"
     assert before.items() <= twelve.records().items() and len(read_manifest(twelve.folder).outputs) == 12
     assert {path.name for path in twelve.folder.iterdir()} == {
@@ -62,28 +62,28 @@ def test_a_killed_element_s_units_are_done_by_the_others(twelve):
 
 def test_an_element_that_is_stopped_leaves_its_units_to_the_others(twelve):
     stopped, other = (twelve.start("--element", name, "launch.processes=1", held=4, GRACE="0.002") for name in "ab")
-    wait_for(lambda: len(twelve.units()) == 6, of=other)
+    wait_for(lambda: len(twelve.tasks()) == 6, of=other)
     stopped.send_signal(signal.SIGUSR2)
-    assert "units of read are done" in ended(stopped, 130)
+    assert "tasks of read are done" in ended(stopped, 130)
     state = read_state(twelve.folder, "units/claims/a.json")
     assert (state.status, state.again) == ("preempted", True) and read_state(twelve.folder) is None
     twelve.gate.touch()
     ended(other)
-    assert twelve.units().total() == 13 and read_state(twelve.folder).status == "done"
+    assert twelve.tasks().total() == 13 and read_state(twelve.folder).status == "done"
 
 
 def test_an_element_that_only_waits_has_time_enough(twelve):
-    """Two starts in a row that finish no unit are the last, but not if the units that are left are those of others."""
+    """Two starts in a row that finish no task are the last, but not if the tasks that are left are those of others."""
     at_work = twelve.start("--element", "a", "launch.processes=12", held=0)
-    wait_for(lambda: len(twelve.units()) == 12, of=at_work)
+    wait_for(lambda: len(twelve.tasks()) == 12, of=at_work)
     for number in range(3):
         waiting = twelve.start("--element", "b", GRACE="0.002")
         wait_for(lambda seen=number + 2: len(list(twelve.folder.rglob("*.beat"))) == seen, of=waiting)
         waiting.send_signal(signal.SIGUSR2)
-        assert "0 of 12 units of read are done" in ended(waiting, 130)
+        assert "0 of 12 tasks of read are done" in ended(waiting, 130)
     twelve.gate.touch()
     ended(at_work)
-    assert twelve.units() == Counter(range(12))
+    assert twelve.tasks() == Counter(range(12))
 
 
 def test_a_claim_holds_while_its_owner_changes_its_file_and_no_longer(tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_claim_holds_while_its_owner_changes_its_file_and_no_longer(tmp_path, 
 @pytest.mark.parametrize(("stage", "arguments", "reason"), table("""
     shard -> --element a/b -> is not a name
     shard -> --element a --force -> --force-id
-    train -> --element a -> has no units that processes could share; shard, tokenizer, encode have""", str, str.split))
+    train -> --element a -> has no tasks that processes could share; shard, tokenizer, encode have""", str, str.split))
 def test_what_cannot_be_an_element_is_refused(place, capsys, stage, arguments, reason):
     assert stage_main(stage, shard, ["--config", str(place / "c.yaml"), *arguments]) == 2
     assert reason in capsys.readouterr().err and not (place / "runs").exists()

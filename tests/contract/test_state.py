@@ -90,11 +90,11 @@ def test_progress_is_written_now_and_then_and_ends_nothing(tmp_path, monkeypatch
     record, path = ProgressRecord(tmp_path), tmp_path / PROGRESS
     for done, seconds, written in ((1, 100, 1), (2, 102, 1), (3, 107, 3), (4, 107, 3)):
         clock[0] = seconds
-        record.note(Progress(done, 9, "units"))
+        record.note(Progress(done, 9, "tasks"))
         assert read_json(path)["done"] == written
     record.flush()
     assert read_json(path)["done"] == 4
-    ProgressRecord(path).note(Progress(1, 9, "units"))  # no folder to write to
+    ProgressRecord(path).note(Progress(1, 9, "tasks"))  # no folder to write to
 
 
 def test_starts_of_one_chain_count_as_one_piece_of_work(place, monkeypatch):

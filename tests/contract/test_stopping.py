@@ -1,4 +1,4 @@
-"""Stages in units that are asked to stop: units that are finished stay, nothing half-done does, the rest follows."""
+"""Stages in tasks that are asked to stop: tasks that are finished stay, nothing half-done does, the rest follows."""
 
 import signal
 import subprocess
@@ -18,9 +18,9 @@ from tests.waiting import wait_for
     (signal.SIGUSR2, "100", 1, True), (signal.SIGUSR2, "100", 2, True), (signal.SIGUSR2, "0.002", 2, False),
     (signal.SIGTERM, "100", 1, False), (signal.SIGUSR2, "0.002", 1, False), (signal.SIGKILL, "100", 2, False)])
 def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, asked, grace, processes, ends):
-    """Units that take too long are left, and so are those of a stage that is killed, whose workers end with it."""
+    """Tasks that take too long are left, and so are those of a stage that is killed, whose workers end with it."""
     process = twelve.start(f"launch.processes={processes}", held=4, GRACE=grace)
-    wait_for(lambda: len(twelve.units()) >= 4 + processes and len(twelve.records()) == 4, of=process)
+    wait_for(lambda: len(twelve.tasks()) >= 4 + processes and len(twelve.records()) == 4, of=process)
     process.send_signal(asked)
     if ends:
         with pytest.raises(subprocess.TimeoutExpired):
@@ -34,7 +34,7 @@ def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, 
         ("running", False, None) if killed else ("preempted", asked == signal.SIGUSR2, done)), said
     if not killed:
         assert state.reason in said
-        assert f"{asked.name}: {done} of 12 units of read are done, {12 - done} are left" in state.reason
+        assert f"{asked.name}: {done} of 12 tasks of read are done, {12 - done} are left" in state.reason
         progress = Progress(**read_json(twelve.folder / PROGRESS))
         assert (progress.done, progress.total, progress.phase) == (done, 12, "read") and progress.left_s > 0
     wait_for(lambda: not any(map(is_running, twelve.workers() - {process.pid})))
@@ -42,7 +42,7 @@ def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, 
     twelve.run(f"launch.processes={3 - processes}")
     assert not list(twelve.folder.rglob("*.tmp")) and before.items() <= twelve.records().items()
     assert len(twelve.records()) == len(read_manifest(twelve.folder).outputs) == 12
-    assert not ends or twelve.units() == Counter(range(12)), "none was done twice"
+    assert not ends or twelve.tasks() == Counter(range(12)), "none was done twice"
 
 
 def test_a_stop_between_units_and_commit(twelve):
@@ -66,7 +66,7 @@ def test_two_starts_that_finish_no_unit_are_the_last(twelve, element, file):
     for number in range(2):
         twelve.log.unlink(missing_ok=True)
         process = twelve.start(*element, held=0, GRACE="0.002")
-        wait_for(twelve.units, of=process)
+        wait_for(twelve.tasks, of=process)
         process.send_signal(signal.SIGUSR2)
         told = ended(process, 2 if number else 130)
         state = read_json(twelve.folder / file)

@@ -10,13 +10,13 @@ import pytest
 
 from drover.pipeline.contract import workers as module
 from drover.pipeline.contract.stopping import StopRequest
-from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.contract.tasks import Task
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused
 from tests.waiting import HANG_S, wait_for
 
-PHASES, UNITS, AT = 3, 40, 3
+PHASES, TASKS, AT = 3, 40, 3
 KILLED = "A worker process was killed, as the kernel does when memory runs out"
 
 
@@ -48,10 +48,10 @@ HAPPENS = {
     "asked": (lambda stage: kill(stage, signal.SIGTERM), NOTHING),
     "Ctrl-C": (lambda stage: kill(stage, signal.SIGINT), (KeyboardInterrupt, "")),
 }
-"""What happens in a unit, and the error that the stage then sees."""
+"""What happens in a task, and the error that the stage then sees."""
 
 
-def unit(folder, payload):
+def task(folder, payload):
     phase, number, event, stage = payload
     (folder / f"{phase}-{number}.{os.getpid()}").touch()
     if number == AT:
@@ -80,9 +80,9 @@ def test_in_every_phase(tmp_path, forked, event, ends):
     with closing(Workers(2)) as workers, StopRequest() as stop:
         try:
             for phase in range(PHASES):
-                units = [Unit(str(number), (phase, number, event if phase == ends else "nothing", stage))
-                         for number in range(UNITS)]
-                for name, record in workers.do(unit, tmp_path, units, stop):
+                tasks = [Task(str(number), (phase, number, event if phase == ends else "nothing", stage))
+                         for number in range(TASKS)]
+                for name, record in workers.do(task, tmp_path, tasks, stop):
                     assert record["made"] == f"{phase}-{name}"
                     done.append(record)
                 if stop.heard:
@@ -102,9 +102,9 @@ def test_in_every_phase(tmp_path, forked, event, ends):
     assert type(error) is expected and words in str(error)
     assert stopped == (ends if event in ("warned", "asked") else None)
     if event == "nothing":
-        assert len(made) == PHASES * UNITS
+        assert len(made) == PHASES * TASKS
         return
-    assert max(begun)[0] == str(ends) and (event == "source killed" or len(last) < UNITS), "no other unit is begun"
+    assert max(begun)[0] == str(ends) and (event == "source killed" or len(last) < TASKS), "no other task is begun"
     if event in ("refusal", "memory", "defect"):
         assert left == {f"{ends}-{AT}"}, "what was at work at the same time is done"
     elif event == "warned":
@@ -116,11 +116,11 @@ def test_in_every_phase(tmp_path, forked, event, ends):
 
 
 def test_what_dies_between_phases_is_told_in_the_next(tmp_path, forked):
-    units = [Unit(str(number), (0, number, "nothing", 0)) for number in range(UNITS)]
+    tasks = [Task(str(number), (0, number, "nothing", 0)) for number in range(TASKS)]
     with closing(Workers(2)) as workers, StopRequest() as stop:
-        records = [record for _, record in workers.do(unit, tmp_path, units, stop)]
+        records = [record for _, record in workers.do(task, tmp_path, tasks, stop)]
         os.kill(records[0]["process"], signal.SIGKILL)
-        refused(UserError, KILLED, list, workers.do(unit, tmp_path, units, stop))
+        refused(UserError, KILLED, list, workers.do(task, tmp_path, tasks, stop))
 
 
 KEPT = []
@@ -138,16 +138,16 @@ def leave_pieces(folder, size):
 def test_between_phases_memory_is_given_back(tmp_path, forked):
     with closing(Workers(2)) as workers, StopRequest() as stop:
         before, after = ([record["pages"] for _, record in workers.do(
-            leave_pieces, tmp_path, [Unit(str(number), size) for number in range(2)], stop)]
+            leave_pieces, tmp_path, [Task(str(number), size) for number in range(2)], stop)]
             for size in (100_000_000, 0))
     assert max(after) - min(before) < 20_000_000 // os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("most", [10**9, 10**30])
 def test_no_more_processes_start_than_there_are_units(tmp_path, most):
-    units = [Unit(str(number), 1000) for number in range(2)]
+    tasks = [Task(str(number), 1000) for number in range(2)]
     with closing(Workers(most)) as workers, StopRequest() as stop:
-        assert len(list(workers.do(leave_pieces, tmp_path, units, stop))) == len(workers._started) == 2
+        assert len(list(workers.do(leave_pieces, tmp_path, tasks, stop))) == len(workers._started) == 2
 
 
 HELD = threading.Lock()
@@ -165,8 +165,8 @@ def test_a_process_with_threads_is_not_forked(tmp_path):
     thread.start()
     try:
         with closing(Workers(2)) as workers:
-            units = [Unit(str(number), number) for number in range(3)]
-            found = [record["process"] for _, record in workers.do(take, tmp_path, units, StopRequest())]
+            tasks = [Task(str(number), number) for number in range(3)]
+            found = [record["process"] for _, record in workers.do(take, tmp_path, tasks, StopRequest())]
     finally:
         over.set()
         thread.join()

@@ -76,7 +76,7 @@ import sys
 from dataclasses import replace
 from drover.pipeline.contract.stages import STAGES
 
-STAGES.update({name: replace(stage, own_module=f"fake_{name}", functions={}, unit_modules=())
+STAGES.update({name: replace(stage, own_module=f"fake_{name}", functions={}, task_modules=())
                for name, stage in STAGES.items()})
 if __name__ == "__main__":
     from drover.launch import processes

@@ -159,7 +159,7 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, run):
     assert "none of the 3 documents is in the validation split" in error
     assert "Take the end of each source's text instead (shard.validation_rule: tail)" in error
     others = ("shard.validation_share=0.5", "shard.validation_rule=tail")
-    assert "finished units that are removed" in run("shard", config, *others).out, "other settings need no --force"
+    assert "finished tasks that are removed" in run("shard", config, *others).out, "other settings need no --force"
 
 
 def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.contract.tasks import Task
 from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.planning.near_duplicates import join_components, near_columns, resolve_partition
 from drover.pipeline.data.planning.runs import (
@@ -78,14 +78,14 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     plan = layout(names, sources, [record["documents"] for record in read], last=config.keep_duplicate == "last",
                   bands=banding(near)[1] if near else 0)
     plan.write(folder)
-    work.do_units("sort", _groups(plan), sort_group, "groups")
-    work.do_units("match", _partitions(plan, range(plan.bands + 1)), match_partition, "partitions")
+    work.run_pass("sort", _groups(plan), sort_group, "groups")
+    work.run_pass("match", _partitions(plan, range(plan.bands + 1)), match_partition, "partitions")
     if near is not None:
-        work.do_units("components", [Unit("followers", {})], join_components)
+        work.run_pass("components", [Task("followers", {})], join_components)
         units = _partitions(plan, near_columns(plan)[:1], verify=near.verify, words=near.words)
-        work.do_units("resolve", units, resolve_partition, "partitions")
+        work.run_pass("resolve", units, resolve_partition, "partitions")
     tail, name_kept = config.validation_rule == "tail", config.keep_dropped or near is not None
-    decided = work.do_units("decide", _groups(
+    decided = work.run_pass("decide", _groups(
         plan, drop=config.drop_duplicates, name_kept=name_kept,
         validation=None if tail else validation_below(config.validation_share)), decide_group, "groups")
     result, borders = summary(decided), []
@@ -99,12 +99,12 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
                    [record["outputs"][-1] for record in decided if name_kept])
 
 
-def _groups(plan: Layout, **payload: Any) -> list[Unit]:
-    return [Unit(name, {"group": group, **payload}) for group, name in enumerate(plan.group_names)]
+def _groups(plan: Layout, **payload: Any) -> list[Task]:
+    return [Task(name, {"group": group, **payload}) for group, name in enumerate(plan.group_names)]
 
 
-def _partitions(plan: Layout, columns: Iterable[int], **payload: Any) -> list[Unit]:
-    return [Unit(f"{column:03d}-{name}", {"column": column, "partition": partition, **payload})
+def _partitions(plan: Layout, columns: Iterable[int], **payload: Any) -> list[Task]:
+    return [Task(f"{column:03d}-{name}", {"column": column, "partition": partition, **payload})
             for column in columns for partition, name in enumerate(plan.partition_names)]
 
 

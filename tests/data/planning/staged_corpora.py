@@ -19,12 +19,12 @@ from tests.data.source_files import payload_of, write_jsonl
 
 
 class Work:
-    """`do_units` as a stage has it, but in this process in an order of `seed`. Payloads and records go through JSON."""
+    """`run_pass` as a stage has it, but in this process in an order of `seed`. Payloads and records go through JSON."""
 
     def __init__(self, folder, seed=0):
         self.folder, self.rng = folder, random.Random(seed)
 
-    def do_units(self, phase, units, function, unit_word="units"):
+    def run_pass(self, phase, units, function, task_word="units"):
         records = {unit.name: json.loads(json.dumps(function(self.folder, json.loads(json.dumps(unit.payload)))))
                    for unit in self.rng.sample(units, len(units))}
         return [records[unit.name] for unit in units]

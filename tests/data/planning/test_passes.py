@@ -81,13 +81,13 @@ def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
      r"a-00000.npy has 2 documents instead of 3. Delete it")])
 def test_a_torn_file_is_named(tmp_path, phase, file, harm, told):
     corpus, work = {"a": [["one", "two", "three"]]}, Work(tmp_path)
-    do_units = work.do_units
+    run_pass = work.run_pass
 
     def torn(own, *arguments):
         if own == phase:
             harm(next((tmp_path / "staging").glob(file)))
-        return do_units(own, *arguments)
-    work.do_units = torn
+        return run_pass(own, *arguments)
+    work.run_pass = torn
     refused(shards.UserError, told, decide, work, staged_corpora.settings(corpus, validation_share=0.5),
             *stage(tmp_path, corpus))
 

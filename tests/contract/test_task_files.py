@@ -1,4 +1,4 @@
-"""Stages whose units hash what they read: nothing is hashed before, and a manifest says the same as of any other."""
+"""Stages whose tasks hash what they read: nothing is hashed before, and a manifest says the same as of any other."""
 
 import os
 from itertools import pairwise
@@ -9,7 +9,7 @@ import pytest
 import drover.pipeline.contract.external_inputs
 from drover.pipeline.contract.external_inputs import gathered
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.contract.tasks import Task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
 from drover.pipeline.data.streams import Input, Piece
@@ -20,23 +20,23 @@ from tests.stand_ins import never, run_of
 
 BORDER = 1 << 22
 LARGE = BORDER + 100
-"""Bytes of the file that two units read."""
+"""Bytes of the file that two tasks read."""
 CHANGED = "some of its input files are new, missing or changed since it was started"
 
 
 class Upper(OwnStage):
-    """A stage that writes its files in capitals. Each is a unit, `large` two; `stop_at`: the unit that fails."""
+    """A stage that writes its files in capitals. Each is a task, `large` two; `stop_at`: the task that fails."""
 
     stop_at = None
 
     def body(self, work):
-        units = []
+        tasks = []
         for file in work.listing():
             borders = sorted({0, min(BORDER, file["bytes"]), file["bytes"]})
-            units += [Unit(f"{Path(file['path']).stem}-{start}", {**file, "start": start, "stop": stop})
+            tasks += [Task(f"{Path(file['path']).stem}-{start}", {**file, "start": start, "stop": stop})
                       for start, stop in pairwise(borders)]
-        records = work.do_units("read", units, self.read)
-        work.commit([record["outputs"][0] for record in records], {"units": len(records)},
+        records = work.run_pass("read", tasks, self.read)
+        work.commit([record["outputs"][0] for record in records], {"tasks": len(records)},
                     files=gathered([entry for record in records for entry in record["inputs"]]))
 
     def read(self, folder, payload):
@@ -56,14 +56,14 @@ class Upper(OwnStage):
 
 @pytest.fixture
 def upper(place, monkeypatch):
-    """The stage and its files; hashing before the units do is counted as `hashed`."""
+    """The stage and its files; hashing before the tasks do is counted as `hashed`."""
     (place / "in").mkdir()
     for name in ("one", "two", "three"):
         write_text(place / f"in/{name}.txt", f"text of {name}\n")
     (place / "in/large.txt").write_bytes(b"a" * LARGE)
     write_text(place / "c.yaml", (place / "c.yaml").read_text().replace("corpus.txt", "in/*.txt"))
     made = Upper(place, monkeypatch, "upper", reads=("shard",),
-                 functions={"unit_files": "drover.pipeline.data.sources:input_files"})
+                 functions={"task_files": "drover.pipeline.data.sources:input_files"})
     made.hashed, hashing = [], drover.pipeline.contract.external_inputs.content_hash
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
                         lambda path: made.hashed.append(Path(path).name) or hashing(path))
@@ -147,5 +147,5 @@ def entry(name="s/a", **more):
 @pytest.mark.parametrize("other", [{"bytes": 21}, {"mtime_ns": 6}, {"sha256": "ab"}])
 def test_units_that_saw_other_files_are_not_brought_together(other):
     assert [record["name"] for record in gathered([entry("s/b"), entry(), entry()])] == ["s/a", "s/b"]
-    refused(UserError, r"1 input files changed between two units that read them \(s/a\)", gathered,
+    refused(UserError, r"1 input files changed between two tasks that read them \(s/a\)", gathered,
             [entry(), entry("s/b"), entry(**other)])
