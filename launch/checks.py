@@ -10,13 +10,12 @@ from pathlib import Path
 
 from drover.launch.credentials import credential_problems
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
-from drover.launch.plan import Job, Options, queued
+from drover.launch.plan import Job, Options
 from drover.launch.processes import Environment
-from drover.launch.slurm.options import option_problems, options_of, setup_problems
+from drover.launch.slurm.options import option_problems, options_of
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.external import absent_attention, absent_packages
-from drover.pipeline.config.launching import SiteLimits
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
 from drover.pipeline.config.tree import Config
@@ -65,7 +64,6 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, envi
         found.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if slurm:
         found += environment_problems(config, environment)
-        found += loss_problems(config, running)
         found += cluster_problems(config, running, [] if showing else Scheduler().node_kinds())
     if config.launch.check_fit:
         found += memory_problems(config, running, options)
@@ -81,8 +79,8 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
         return
     here = options.machine
     if options.cluster == "slurm":
-        memory = (config.launch.limits.gpu_memory_gb or 0) * 1e9
-        has = f"a GPU has {readable(memory)} (launch.limits)"
+        memory = (config.launch.gpu_memory_gb or 0) * 1e9
+        has = f"a GPU has {readable(memory)} (launch.gpu_memory_gb)"
     else:
         memory = here.memory if here.gpus else here.memory / train.ranks
         has = f"{'a GPU here has' if here.gpus else 'its share of the free memory here is'} {readable(memory)}"
@@ -158,21 +156,9 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
     raise refusal
 
 
-def loss_problems(config: Config, jobs: Sequence[Job]) -> Iterator[str]:
-    """Whether training can continue after a loss as `launch.train.min_nodes` says."""
-    fewest, train = config.launch.train.min_nodes, next((job for job in jobs if job.stage == "train"), None)
-    if fewest is None or train is None:
-        return
-    if fewest < train.nodes and len(train.node_counts) == 1:
-        found = rank_problems(config, (train.nodes - 1) * train.tasks_per_node)[0]
-        yield (f"launch.train.min_nodes is {fewest}, but training cannot run on fewer than {train.nodes} nodes, for "
-               f"example on {train.nodes - 1}: {found} Choose a min_nodes that fits, or use spare_nodes.")
-
-
 def environment_problems(config: Config, environment: Environment) -> Iterator[str]:
     """Variables of jobs on other machines that cannot work. environment: of the shell that submits."""
     launch = config.launch
-    yield from setup_problems(launch)
     for name in launch.secrets:
         if not environment.get(name):
             yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
@@ -183,38 +169,33 @@ def environment_problems(config: Config, environment: Environment) -> Iterator[s
 
 def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
     """What the cluster would refuse or never start. nodes: of the cluster; () if unknown."""
-    launch, site = config.launch, config.launch.limits
-    yield from option_problems(launch, jobs)
+    launch = config.launch
+    yield from option_problems(launch, config.folder.absolute())
     jobs_by_problem: dict[str, list[str]] = {}
     for job in jobs:
-        for text in _misfits(job, nodes, site, request_gpus=launch.request_gpus):
+        names = (job.resources.partition or "").split(",")
+        kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)]
+        for text in _misfits(job, kinds, request_gpus=launch.request_gpus) if kinds else ():
             jobs_by_problem.setdefault(text, []).append(job.key)
     yield from (f"{', '.join(keys)}: {text}." for text, keys in jobs_by_problem.items())
-    if site.jobs is not None and (count := queued(jobs)) > site.jobs:
-        yield (f"{count} jobs would be queued, although no stage is divided; the site allows {site.jobs} "
-               f"(launch.limits.jobs; without it, what Slurm says). Request fewer stages at a time (--stage), or fewer "
-               f"links.")
 
 
-def _misfits(job: Job, nodes: Sequence[NodeKind], site: SiteLimits, *, request_gpus: bool) -> Iterator[str]:
-    """What a job requests that the site or its partition does not allow, or that its nodes do not have."""
-    names = {*(job.asked.partition or "").split(",")} - {""}
-    if nodes and (absent := sorted(names - {kind.partition for kind in nodes})):
-        yield f"there is no partition {', '.join(absent)} (launch.partition); `sinfo` shows those that there are"
-    kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
-    limits = [("the site (launch.limits)", site.nodes or inf, site.time or inf)]
-    if kinds and "qos" not in options_of(job):  # which may lift the limits of a partition
-        limits.append((f"the partition {kinds[0].partition} (without launch.qos)", max(kind.most for kind in kinds),
-                       max(seconds(kind.longest, inf) for kind in kinds) / 60))
-    for who, most, longest in limits:
-        if job.all_nodes > most:
-            yield f"requests {job.all_nodes} nodes, but {who} allows {most:g}: request fewer (--nodes)"
-        if job.minutes > longest:
-            yield (f"requests {job.minutes} min, but {who} allows {longest:g}: request less (launch.time, "
-                   f"launch.<stage>.time); training continues by itself")
+def _misfits(job: Job, kinds: Sequence[NodeKind], *, request_gpus: bool) -> Iterator[str]:
+    """What a job requests that its partition does not allow, or that the nodes do not have. kinds: of the partition's
+    nodes, at least one."""
+    most = max(kind.most for kind in kinds)
+    longest = max(seconds(kind.longest, inf) for kind in kinds) / 60
+    if "qos" in options_of(job):  # which may lift the partition's limits
+        most = longest = inf
+    allows = f"but the partition {kinds[0].partition} (without launch.qos) allows"
+    if job.all_nodes > most:
+        yield f"requests {job.all_nodes} nodes, {allows} {most:g}: request fewer (--nodes)"
+    if job.minutes > longest:
+        yield (f"requests {job.minutes} min, {allows} {longest:g}: request less (launch.time, launch.<stage>.time); "
+               f"training continues by itself")
     cores = job.tasks_per_node * job.cpus_per_task
     gpus = job.gpus_per_node if request_gpus else 0
-    if kinds and sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus) < job.all_nodes:
+    if sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus) < job.all_nodes:
         have = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs" for kind in kinds)
         yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs each, but the partition "
                f"has {have}: change launch.cpus, launch.gpus_per_node, launch.processes or launch.partition "

@@ -60,7 +60,7 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     if not slurm:
         gpus = options.machine.gpus if options.cluster == "local" else job.gpus_per_node
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus)
-    resources = job.asked
+    resources = job.resources
     nodes = f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
     if job.elements:
         nodes = f"1, {len(job.elements)} elements"

@@ -65,7 +65,6 @@ def profile(kinds: Sequence[NodeKind], settings: Mapping[str, str]) -> str:
     gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes))
     cpu = next((kind for kind in kinds if not kind.gpus), None)
     per = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus)
-    there = sum(kind.nodes for kind in kinds if kind.partition == gpu.partition)
     longest = seconds(gpu.longest, inf)
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits.",
              f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
@@ -74,10 +73,7 @@ def profile(kinds: Sequence[NodeKind], settings: Mapping[str, str]) -> str:
              "# mem: 32G  # of the other stages; without it what the site gives by default",
              "# account: my-project", "# setup: [module load cuda]",
              "# container: {image: /shared/images/drover.sif}",
-             f"requeue: {str(settings.get('JobRequeue') != '0').lower()}",
-             "limits:", f"  nodes: {min(there, gpu.most)}"]
-    if longest < inf:
-        lines.append(f"  time: {gpu.longest}")
+             f"requeue: {str(settings.get('JobRequeue') != '0').lower()}"]
     if longest < 60 * LaunchConfig().time:
         lines.append(f"time: {gpu.longest}  # the partition allows no more")
     if gpu.gpus and cpu is not None:

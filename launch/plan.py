@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
 from drover.pipeline.contract.validity import State
 
 MOST_ELEMENTS = 64
-"""The most elements of a stage's array by default; more are up to the site's settings."""
-Kind = Literal["job", "array", "link"]
+"""The most elements of a stage's array by default."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,9 @@ OPTIONS = ("account", "qos", "constraint")
 """Settings that are options of sbatch under the same names. A single stage sets them in its `extra`."""
 
 
-def asked_of(launch: LaunchConfig, stage: str) -> Resources:
-    """What the jobs of one stage ask of Slurm: its own wishes over those for all stages. None: the site's default."""
+def resources_of(launch: LaunchConfig, stage: str) -> Resources:
+    """What the jobs of one stage request from Slurm: its own settings over those for all stages. None: the site's
+    default."""
     own = launch.of(stage)
     general = {name: value for name, value in vars(launch).items() if getattr(own, name, "") is None}
     options = {name: value for name in OPTIONS if (value := getattr(launch, name)) is not None}
@@ -76,7 +75,7 @@ class Job(JobSpec):
 
     key: what other jobs depend on it by: the stage, or of those that continue it all but the last (`train-1`).
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
-    asked: partition, memory and the like, for Slurm; minutes: the time limit.
+    resources: partition, memory and the like, for Slurm; minutes: the time limit.
     elements: indices of an array's elements, which share the stage's tasks.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     follows: key of the job of the same stage that must end before, well or not.
@@ -86,9 +85,8 @@ class Job(JobSpec):
     key: str
     state: State
     forced: bool = False
-    kind: Kind = "job"
     processes: int = 1
-    asked: Resources = field(default_factory=Resources)
+    resources: Resources = field(default_factory=Resources)
     minutes: int = 0
     elements: tuple[int, ...] = ()
     dependencies: tuple[str, ...] = ()
@@ -122,30 +120,9 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
         states[stage] = state
         if options.force or state.kind != "done":
             running.append(stage)
-    whole = [replace(_job(config, stage, options), state=states[stage], forced=options.force,
-                     dependencies=_dependencies(stage, running)) for stage in stages]
-
-    def with_arrays_of(most: int | None) -> list[Job]:
-        return [part for job in whole for part in _jobs_of(config.launch, job, options, most)]
-
-    limits = config.launch.limits
-    jobs, allowed = with_arrays_of(limits.array), limits.jobs
-    if allowed is not None and queued(jobs) > allowed:
-        sizes = range(1, max(len(job.elements) for job in jobs))
-        most = bisect_right(sizes, allowed, key=lambda size: queued(with_arrays_of(size)))
-        jobs = with_arrays_of(most or 1)
-    return jobs
-
-
-def queued(jobs: list[Job]) -> int:
-    """How many jobs Slurm counts: every element of an array is one."""
-    return sum(len(job.elements) or 1 for job in jobs if job.to_run)
-
-
-def elements_asked(launch: LaunchConfig, stage: str) -> int:
-    """Elements of a stage's array, before the site's limits."""
-    own = launch.of(stage)
-    return own.array or min(launch.train.nodes, MOST_ELEMENTS) if isinstance(own, ArrayResources) else 1
+    return [part for stage in stages for part in _jobs_of(config.launch, replace(
+        _job(config, stage, options), state=states[stage], forced=options.force,
+        dependencies=_dependencies(stage, running)), options)]
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
@@ -155,23 +132,17 @@ def local_ranks(config: Config, machine: Machine) -> int:
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1
 
 
-def _jobs_of(launch: LaunchConfig, job: Job, options: Options, most: int | None) -> list[Job]:
-    """The job; on Slurm, an array of at most `most` elements, or links that follow each other."""
+def _jobs_of(launch: LaunchConfig, job: Job, options: Options) -> list[Job]:
+    """The job; on Slurm perhaps an array, or several jobs that follow each other. The last of these has the job's key:
+    what comes after waits for it."""
     if options.cluster != "slurm" or not job.to_run:
         return [job]
-    asked = elements_asked(launch, job.stage)
-    if (count := min(asked, most or asked)) > 1:
-        job = replace(job, kind="array", elements=tuple(range(count)))
-    return _linked(job)
-
-
-def _linked(job: Job) -> list[Job]:
-    """A job, or the jobs in its place that follow each other. The last one has its key: what comes after waits for it.
-    """
-    links = job.asked.links or 1
+    own = job.resources
+    if isinstance(own, ArrayResources) and (count := own.array or min(launch.train.nodes, MOST_ELEMENTS)) > 1:
+        job = replace(job, elements=tuple(range(count)))
+    links = own.links or 1
     keys = [*(f"{job.key}-{link}" for link in range(1, links)), job.key]
-    return [replace(job, key=key, link=link, links=links, follows=keys[link - 2] if link > 1 else "",
-                    kind="link" if links > 1 and job.kind == "job" else job.kind)
+    return [replace(job, key=key, link=link, links=links, follows=keys[link - 2] if link > 1 else "")
             for link, key in enumerate(keys, 1)]
 
 
@@ -202,13 +173,18 @@ def _here(job: Job, config: Config, machine: Machine) -> Job:
 
 def _on_slurm(job: Job, config: Config, options: Options) -> Job:
     """The job, with what it requests from Slurm."""
-    launch, spec, asked = config.launch, STAGES[job.stage], asked_of(config.launch, job.stage)
+    launch = config.launch
+    spec = STAGES[job.stage]
+    resources = resources_of(launch, job.stage)
     if exclude := ",".join(filter(None, (launch.exclude, *options.exclude))):
-        asked = asked.model_copy(update={"extra": {**(asked.extra or {}), "exclude": exclude}})
-    nodes, tasks, threads, gpus = 1, 1, asked.cpus or 1, 0
+        resources = resources.model_copy(update={"extra": {**(resources.extra or {}), "exclude": exclude}})
+    nodes = tasks = 1
+    gpus = 0
+    threads = resources.cpus or 1
     environment = {**launch.environment}
     if spec.ranks:
-        nodes, gpus = getattr(asked, "nodes", 1), getattr(asked, "gpus_per_node", launch.gpus_per_node)
+        nodes = getattr(resources, "nodes", 1)
+        gpus = getattr(resources, "gpus_per_node", launch.gpus_per_node)
         tasks = gpus or launch.processes or 1
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     elif spec.workers:
@@ -219,7 +195,7 @@ def _on_slurm(job: Job, config: Config, options: Options) -> Job:
     if contained:  # else the job's script sets it, and keeps what launch.setup adds
         environment["PYTHONPATH"] = code_path(options.code)
     job = replace(
-        job, asked=asked, minutes=asked.time or 0, environment=environment,
+        job, resources=resources, minutes=resources.time or 0, environment=environment,
         ranks=nodes * tasks if spec.ranks else 0, processes=(launch.processes or threads) if spec.workers else 1,
         nodes=nodes, node_counts=(nodes,), tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
         wrap=(*wrap, *launch.wrap), srun_args=(*srun_args, *launch.srun_args), contained=contained,

@@ -34,7 +34,7 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
     """Rehearse a training step of these jobs, and print the memory it takes.
 
     Raises:
-        UserError: it does not fit the GPUs' memory (`launch.limits.gpu_memory_gb`).
+        UserError: it does not fit the GPUs' memory (`launch.gpu_memory_gb`).
     """
     config, train, made = run.config, _training(jobs), run.manifest("tokenizer")
     known = network(config).vocab_size is not None
@@ -42,7 +42,7 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
         return say("rehearsal", "not done: there is no training to submit, or the size of the vocabulary is unknown "
                                 "until the tokenizer is done (model.vocab_size sets it)")
     say("rehearsal", "computing the memory of a training step without GPUs (--no-rehearse skips this) ...")
-    memory = config.launch.limits.gpu_memory_gb
+    memory = config.launch.gpu_memory_gb
     gpus = [f"--memory={memory:g}"] if memory else []
     status, output, errors = _ask([
         "--config", options.config_path, "--ranks", str(train.ranks), *(gpus if train.gpus_per_node else ["--cpu"]),

@@ -43,7 +43,7 @@ from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.rehearsing import rehearse_training
 from drover.launch.slurm.options import parameters
-from drover.launch.slurm.submission import for_slurm, submit_chain, with_site_limits
+from drover.launch.slurm.submission import for_slurm, submit_chain
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.contract.preparation import clear_done
@@ -105,8 +105,6 @@ def _planned(options: argparse.Namespace) -> Request:
     here, showing = cluster == "local", options.dry_run
     machine = find_machine(config.launch.device)
     refuse_unusable_places(config, options.config)
-    if not here and not showing:
-        config = with_site_limits(config)
     run = Run(config)
     requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_changes,
                         machine)

@@ -21,21 +21,13 @@ def token(chain: str, job: str = "") -> str:
 
 @dataclass(frozen=True)
 class ChainJob:
-    """A job that Slurm accepted.
-
-    kind: `job`; `array`, whose elements share a stage; `link`, one of several jobs that continue one stage.
-    elements: submitted indices of an array; None for a job that is no array.
-    log: of the job itself (stages write elsewhere). spec: its JobSpec.
-    """
+    """A job that Slurm accepted. elements: submitted indices of an array; None for a job that is no array."""
 
     name: str
     stage: str
-    kind: str
     id: str
     elements: tuple[int, ...] | None = None
     dependencies: tuple[str, ...] = ()
-    log: str = ""
-    spec: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,13 +76,14 @@ def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], li
     A submission that was killed after sbatch may have a job that it could not record. Such jobs are found by their
     tokens, and come first.
     """
-    chains, mine = read_chains(run_folder), scheduler.mine()
+    chains = read_chains(run_folder)
+    mine = scheduler.mine()
     jobs = [job for chain in reversed(chains) for job in reversed(chain.jobs)]
-    found = scheduler.jobs(job.id for job in jobs)  # another user of the run's group may have queued them
-    if mine is None or found is None:
+    answers = scheduler.jobs(job.id for job in jobs)  # another user of the run's group may have queued them
+    if mine is None or answers is None:
         return jobs, None
-    known, tokens = {job.id for job in jobs}, tuple(token(chain.id) for chain in chains)
-    queued = {id for id, job in found.items() if job.queued}
-    lost = [ChainJob(job.name, "", "job", job.id) for job in mine
+    known = {job.id for job in jobs}
+    tokens = tuple(token(chain.id) for chain in chains)
+    lost = [ChainJob(job.name, "", job.id) for job in mine
             if tokens and job.comment.startswith(tokens) and job.id not in known]
-    return [*lost, *(job for job in jobs if job.id in queued)], mine
+    return [*lost, *(job for job in jobs if answers[job.id].queued)], mine

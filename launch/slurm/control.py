@@ -13,6 +13,7 @@ from typing import IO
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import FINISHED, SILENT, go_on
 from drover.launch.slurm.chain import in_queue
+from drover.launch.slurm.options import FOLDER
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, output, rank_log, skip
 from drover.launch.status import look, show
@@ -120,7 +121,7 @@ def why(run_folder: Path, scheduler: Scheduler | None = None) -> int:
             _print_start(run_folder, start)
         for job in files.jobs(row.stage):
             if not any(start.job.partition("_")[0] == job.id for start in starts):
-                for log in sorted(Path(job.log).parent.glob(Path(job.log).name.replace("%a", "*"))):
+                for log in sorted((run_folder / FOLDER).glob(f"{job.id}_*log.out")):
                     _print_end(f"{row.stage}, job {job.id}, without a start", log)
     if not files.chain and not any(stage.starts for stage in files.stages.values()):
         _print_end("the launcher on this machine", run_folder / "logs" / "local.log")

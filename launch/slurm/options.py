@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,22 +22,18 @@ from drover.pipeline.core.files import sha256_json
 FOLDER = Path("launch") / "submitit"
 """Submitit's folder in the run: scripts, pickles, results, and the logs of the jobs themselves."""
 SPECS = Path("launch") / "jobs"
-RANKS = "launch.gpus_per_node or launch.processes"
-NONE = ""
-SRUN = ("label", "overlap", "distribution", "kill-on-bad-exit")
-"""Options of srun that the launcher sets, besides those that sbatch has as well."""
-DECIDED = {
-    "array": "launch.<stage>.array", "chdir": NONE, "clusters": NONE,
-    "cpus-per-gpu": "launch.cpus", "cpus-per-task": "launch.cpus", "error": NONE, "exclude": "launch.exclude",
-    "export": "launch.environment and launch.secrets", "export-file": "launch.environment and launch.secrets",
-    "job-name": "name", "kill-on-invalid-dep": NONE, "mem": "launch.mem", "no-requeue": "launch.requeue: false",
-    "nodes": "launch.train.nodes", "ntasks": RANKS, "ntasks-per-gpu": RANKS, "ntasks-per-node": RANKS,
-    "open-mode": NONE, "output": NONE, "parsable": NONE, "partition": "launch.partition",
-    "requeue": "launch.requeue", "signal": "launch.signal_s", "test-only": "--dry-run (of submit.py)",
-    "time": "launch.time", "wait": NONE, "wrap": NONE}
-"""Options that the launcher sets, or that must not be set, and the setting that decides each (NONE: no setting)."""
-GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
-"""Options that request GPUs and can name their type (`gpu:h100:8`). The number must equal `gpus_per_node`."""
+RESERVED = frozenset((
+    "array", "chdir", "clusters", "cpus-per-gpu", "cpus-per-task", "distribution", "error", "exclude", "export",
+    "export-file", "job-name", "kill-on-bad-exit", "kill-on-invalid-dep", "label", "mem", "no-requeue", "nodes",
+    "ntasks", "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "overlap", "parsable", "partition", "requeue",
+    "signal", "test-only", "time", "wait", "wrap"))
+"""Options of sbatch and srun that the launcher sets, or that must not be set."""
+GPUS = ("gpus", "gpus-per-node", "gpus-per-task")
+"""Options that request GPUs and nothing else. `gres` can do that too."""
+GPU_RESOURCE = re.compile(r"(?:^|,)(?:gres/)?gpu(?![^:,])[^,]*")
+"""A GPU in the value of `gres`: `gpu:h100:8`, `gres/gpu:8`."""
+UNUSABLE = re.compile(r"\\|%[jtAa]")
+"""Parts of a path that Slurm reads as something else, however they are written."""
 
 
 SETUP = (
@@ -62,16 +57,6 @@ def setup_lines(launch: LaunchConfig) -> list[str]:
     return [*SETUP, *launch.setup, "in_setup=; set +e"] if launch.setup else []
 
 
-def setup_problems(launch: LaunchConfig) -> Iterator[str]:
-    """What bash cannot read in `launch.setup`: an `if` or a quotation mark that nothing closes would end in the lines
-    of the script after it."""
-    answer = subprocess.run(["/bin/bash", "-O", "extglob", "-n"], input="\n".join(launch.setup) + "\n", env={},
-                            capture_output=True, text=True, check=False, errors="replace")
-    if answer.stderr:
-        yield (f"launch.setup is no script that bash can read: {answer.stderr.splitlines()[0].partition(': ')[2]}. "
-               f"Correct that line, counted in launch.setup.")
-
-
 def preamble(launch: LaunchConfig) -> list[str]:
     """What a script does first: `launch.setup`, then `launch.environment`, which overrides it, as in the ranks."""
     return [*setup_lines(launch),
@@ -88,24 +73,16 @@ def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]
 def options_of(job: Job) -> dict[str, str | bool]:
     """The options that the user adds to a job. Jobs without ranks need no GPUs: options that request them are left out.
     """
-    found = long_options(job.asked.extra or {})
-    if job.ranks or job.gpus_per_node:
+    found = long_options(job.resources.extra or {})
+    if job.ranks:
         return found
-    others = ",".join(part for part in str(found.get("gres", "")).split(",") if not _is_gpu(part))
-    rest = {name: value for name, value in found.items() if name not in GPUS}
-    return {**rest, "gres": others} if others else rest
+    found["gres"] = GPU_RESOURCE.sub("", str(found.get("gres", ""))).lstrip(",")
+    return {name: value for name, value in found.items() if value != "" and name not in GPUS}
 
 
-def gpus_asked(job: Job) -> tuple[str, float] | None:
-    """The option of the job's `extra` that requests GPUs, and how many per node; None if there is none."""
-    for name, value in options_of(job).items():
-        for part in str(value).split(",") if name in GPUS else ():
-            if name != "gres" or _is_gpu(part):
-                number = part.rpartition(":")[2]
-                count = int(number) if number.isdigit() else 1
-                per_node = {"gpus": count / job.all_nodes, "gpus-per-task": count * job.tasks_per_node}
-                return name, per_node.get(name, count)
-    return None
+def request_gpus(options: Mapping[str, str | bool]) -> bool:
+    """Whether the user's own options request GPUs."""
+    return any(name in options for name in GPUS) or bool(GPU_RESOURCE.search(str(options.get("gres", ""))))
 
 
 def spec_path(config: Config, job: Job) -> Path:
@@ -119,6 +96,7 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
     ids: of the jobs that it depends on, by their keys.
     """
     launch = config.launch
+    resources = job.resources
     extra = options_of(job)
     waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
     waits += [f"afterany:{ids[job.follows]}"] if job.follows else []
@@ -126,18 +104,18 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
     waits += [str(extra.pop("dependency"))] if "dependency" in extra else []
     # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.
     own = f"-{sha256_json(str(config.folder.resolve()))[:6]}" if job.stage == "train" else ""
-    kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
-    gpus = f"{kind}{job.gpus_per_node}" if job.gpus_per_node and launch.request_gpus and not gpus_asked(job) else None
+    gpus = f"{launch.gpu_type}:{job.gpus_per_node}" if launch.gpu_type else str(job.gpus_per_node)
+    by_count = job.gpus_per_node and launch.request_gpus and not request_gpus(extra)
     log = "%A_%a_0_log.out" if job.elements else "%j_0_log.out"
     # The runner starts the ranks itself, by srun, again and again in one job: submitit starts it without srun.
     named = {
         "job_name": job.name + own, "time": job.minutes, "nodes": job.all_nodes,
-        "ntasks_per_node": job.tasks_per_node, "cpus_per_task": job.cpus_per_task, "gpus_per_node": gpus,
-        "mem": job.asked.mem, "partition": job.asked.partition, "dependency": ",".join(waits),
-        **{name: extra.pop(name, None) for name in (*OPTIONS, "exclude")},
+        "ntasks_per_node": job.tasks_per_node, "cpus_per_task": job.cpus_per_task,
+        "gpus_per_node": gpus if by_count else None, "mem": resources.mem, "partition": resources.partition,
+        "dependency": ",".join(waits), **{name: extra.pop(name, None) for name in (*OPTIONS, "exclude")},
         "comment": f"{token(job.chain, job.key)} {extra.pop('comment', '')}".rstrip(),
         "signal_delay_s": launch.signal_s,
-        "array_parallelism": (getattr(job.asked, "at_once", None) or len(job.elements)) if job.elements else None,
+        "array_parallelism": (getattr(resources, "at_once", None) or len(job.elements)) if job.elements else None,
         "use_srun": False, "stderr_to_stdout": True, "setup": _setup(config, job), "teardown": _teardown(config, job)}
     additional = {
         "chdir": str(Path.cwd()), "kill-on-invalid-dep": "yes" if job.dependencies else None,
@@ -167,60 +145,21 @@ def _teardown(config: Config, job: Job) -> list[str]:
     return ["status=$?", *[again] * config.launch.requeue, "exit $status"]
 
 
-def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
-    """Options that `extra` must not contain, for all stages and for each, and those that contradict the job."""
-    own = {f"launch.{stage}.extra": launch.of(stage).extra or {} for stage in STAGES}
-    for where, extra in {"launch.extra": launch.extra, **own}.items():
-        for name, value in long_options(extra).items():
-            if not str(value).isprintable():
-                yield (f"{where}.{name} holds a line end or a control character, which an #SBATCH line cannot hold. "
-                       f"Leave it out.")
-            if len(name) == 1:
-                yield f"{where} has {name}; write the long name of sbatch's option -{name} (man sbatch)."
-            elif where == "launch.extra" and name in OPTIONS:
-                yield f"{where} has {name}. Set launch.{name}; for a single stage, set it in launch.<stage>.extra."
-            elif name in DECIDED or name.startswith("container"):
-                setting = DECIDED.get(name, "launch.container")
-                way = f"Use {setting}." if setting else "Leave it out."
-                yield f"{where} has {name}, which the launcher sets itself. {way}"
-    for word in launch.srun_args:
-        name = word.lstrip("-").partition("=")[0]
-        if re.match(r"-[A-Za-z]", word):
-            yield f"launch.srun_args has {word}; write the long name of srun's option {word[:2]} (man srun)."
-        elif name in DECIDED or name in SRUN or name.startswith("container"):
-            yield f"launch.srun_args has {word}, which the launcher or launch.container sets. Leave it out."
-    yield from container_problems(launch)
-    for name, place in {"run folder": jobs[0].run if jobs else "", "working directory": str(Path.cwd())}.items():
-        if found := re.search(r"\\|%[jtAa]" if name == "run folder" else r"\\", place):
-            yield (f"The {name} {place} has {found[0]} in its path, which Slurm reads as something else. Use another "
-                   f"folder{' (runs_dir, name)' * (name == 'run folder')}.")
-    for job in jobs:
-        asked = gpus_asked(job)
-        ways = [*([f"{asked[0]} in launch.extra"] if asked else []), *["launch.gpu_type"] * bool(launch.gpu_type),
-                *["launch.request_gpus=false"] * (not launch.request_gpus)]
-        if job.gpus_per_node and len(ways) > 1:
-            yield f"{job.key}: {' and '.join(ways)} decide what GPUs the job requests. Leave one out."
-        if asked and asked[1] != job.gpus_per_node:
-            yield (f"{job.key}: launch.extra requests {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
-                   f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them equal.")
-
-
-def container_problems(launch: LaunchConfig) -> Iterator[str]:
-    """What cannot work in the settings of the container and of the test of nodes."""
-    container = launch.container
-    if container.image is None and (container.mounts or container.options):
-        yield "launch.container has mounts or options, but no image. Set launch.container.image."
-    if container.image is not None and launch.python is None:
+def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
+    """Options that must not be given, and what else would make a job run in another way than it was planned."""
+    given = {"launch.extra": [*launch.extra], "launch.srun_args": [word.partition("=")[0] for word in launch.srun_args],
+             **{f"launch.{stage}.extra": [*(launch.of(stage).extra or ())] for stage in STAGES}}
+    for where, names in given.items():
+        for name in names:
+            long = name.lstrip("-").replace("_", "-")
+            if long in RESERVED or long.startswith("container"):
+                yield (f"{where} has {name}, which the launcher sets itself. Remove it, and use the setting that "
+                       f"decides it (`drover explain launch`).")
+            elif re.match("-[A-Za-z]", name):
+                yield f"{where} has {name}. Write the option's long name."
+    if launch.container.image is not None and launch.python is None:
         yield ("launch.container.image is set, but launch.python is not, and the Python that submits is not in the "
                "image. Set launch.python to one in the image, such as python3.")
-    if container.image is not None and set(",:") & set(str(Path.cwd())):
-        yield (f"The working directory {Path.cwd()} has a comma or a colon, so no container can mount it. Submit from "
-               f"another folder.")
-    if launch.health_check and not launch.preflight:
-        yield ("launch.health_check is part of the preflight, but launch.preflight=false turns that off. Remove one of "
-               "them.")
-
-
-def _is_gpu(resource: str) -> bool:
-    """Whether an item of `gres` requests GPUs: `gpu:h100:8`, `gres/gpu:8`."""
-    return resource.removeprefix("gres/").split(":")[0] == "gpu"
+    if found := UNUSABLE.search(str(run_folder)):
+        yield (f"The run folder {run_folder} has {found[0]} in its path, which Slurm reads as something else. Use "
+               f"another one (runs_dir, name).")

@@ -236,12 +236,6 @@ class NoScheduler(Scheduler):
         return _Answer(None, error="there is no Slurm here")
 
 
-def most_elements(settings: Mapping[str, str]) -> int | None:
-    """The most elements of an array, by slurm.conf; None if that is unknown."""
-    most = settings.get("MaxArraySize", "")
-    return max(1, int(most) - 1) if most.isdecimal() else None
-
-
 def has_accounting(settings: Mapping[str, str]) -> bool:
     """Whether there is an accounting database, by slurm.conf."""
     return settings.get("AccountingStorageType", "/none").rpartition("/")[2] not in ("", "none", "(null)")

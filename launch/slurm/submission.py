@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
-from drover.launch.slurm.chain import CHAIN, Chain, ChainJob, in_queue, token
+from drover.launch.slurm.chain import CHAIN, Chain, ChainJob, in_queue
 from drover.launch.slurm.nodes import failing, few, named
 from drover.launch.slurm.options import FOLDER, outer_python, parameters, spec_path
-from drover.launch.slurm.scheduler import OWN, Scheduler, most_elements, of_another_job
+from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.launch.slurm.wait_reasons import refusal
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
-from drover.pipeline.config.tree import Config, changed
+from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
@@ -35,19 +32,8 @@ from drover.pipeline.core.console import echo, say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 
-if TYPE_CHECKING:
-    from drover.launch.job.task import StageTask
-
-SBATCH_S = 60
-"""Time limit of sbatch. It may have queued the job even so, which the token in the job's comment shows."""
 MOST_TIMEOUTS = 1_000_000
 """Time limits after which submitit still queues a job again: the runner decides that."""
-
-
-def with_site_limits(config: Config) -> Config:
-    """The configuration with the limit of arrays that Slurm knows, where it has none."""
-    most = config.launch.limits.array or most_elements(Scheduler().site_settings())
-    return changed(config, {"launch.limits.array": most}) if most else config
 
 
 def for_slurm(run: Run, options: Options) -> Options:
@@ -99,8 +85,8 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     held.close()
     for entry in submitted:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
-        kind = "" if entry.kind == "job" else f" ({entry.kind})"
-        echo(f"{entry.stage:<9} job {entry.id}{kind}{after}")
+        elements = f" ({len(entry.elements)} elements)" if entry.elements else ""
+        echo(f"{entry.stage:<9} job {entry.id}{elements}{after}")
     echo(f"\nlogs in {run.folder / FOLDER}; the chain is recorded in {run.folder / CHAIN}\n"
          f"`drover status {run.folder} --watch` shows the progress; the same command"
          f"{' without --force' * options.force} submits what is left")
@@ -108,7 +94,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
 
 
 def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
-    """Submit the jobs that have something to do, each after its dependencies, and record each in the chain.
+    """Submit the jobs, each after its dependencies, and record each in the chain.
 
     Raises:
         UserError: sbatch refused a job. The error names the jobs that are queued already.
@@ -119,50 +105,21 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
     # Besides the code these decide what a job does: configuration, plugins, and the modules in the plugins' folders.
     files = {str(path): sha256_file(path) for path in (frozen, *plugin_files())}
     chain.write(run)
-    submitted: dict[str, ChainJob] = {}
+    ids = dict[str, str]()
     for job in jobs:
-        if not job.to_run:
-            continue
         try:
-            with uninterrupted():  # so that every job that Slurm has is recorded
-                submitted[job.key] = submit_job(config, replace(job, files=files),
-                                                {key: entry.id for key, entry in submitted.items()})
-                chain = replace(chain, jobs=tuple(submitted.values()))
-                chain.write(run)
+            entry = submit_job(config, replace(job, files=files), ids)
+            ids[job.key] = entry.id
+            chain = replace(chain, jobs=(*chain.jobs, entry))
+            chain.write(run)
         except (UserError, OSError, KeyboardInterrupt) as error:
-            queued = " ".join(entry.id for entry in submitted.values())
             why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
             with suppress(OSError, UserError):  # the refusal itself is what the user must see
                 replace(chain, refused=why).write(run)
-            raise UserError(f"{why} " + (
-                f"The jobs before it are queued; `drover cancel {run}` removes them "
-                f"({queued})." if queued else "Nothing else is queued.")) from None
-    return [*submitted.values()]
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block once the time is up."""
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"sbatch did not answer within {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+            # Slurm may have a job whose number sbatch could not print. `drover cancel` finds it by its token.
+            raise UserError(f"{why} Queued before it: {' '.join(ids.values()) or 'nothing'}; `drover cancel {run}` "
+                            f"removes all jobs of the run.") from None
+    return [*chain.jobs]
 
 
 def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
@@ -174,7 +131,6 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         UserError: Slurm did not accept it.
     """
     from submitit import SlurmExecutor
-    from submitit.core.utils import JobPaths
     from submitit.helpers import clean_env, environment_variables
 
     from drover.launch.job.task import StageTask
@@ -189,35 +145,13 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
     try:
         executor = SlurmExecutor(folder, MOST_TIMEOUTS, python=outer_python(config.launch, job.contained))
         executor.update_parameters(**parameters(config, job, ids))
-        with clean_env(of_another_job(os.environ)), environment_variables(**own), time_limit(SBATCH_S):
+        with clean_env(of_another_job(os.environ)), environment_variables(**own):
             first = executor.map_array(task, job.elements)[0] if job.elements else executor.submit(task)
-        number = first.job_id.partition("_")[0]
     except (RuntimeError, OSError) as error:
-        mine = Scheduler().mine()
-        queued = [known.id for known in mine or () if known.comment.split(" ")[0] == token(job.chain, job.key)]
-        if not queued:
-            said = str(error.__cause__ if isinstance(error.__cause__, TimeoutError) else error)
-            why, advice = refusal(said, "to run without Slurm, on this machine, use --cluster local")
-            if mine is None:
-                why += f"; squeue does not answer, so the job may be queued: `drover cancel {config.folder}` finds it"
-            raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
-        number = queued[0]  # sbatch's answer was lost: its pickles have no names yet
-        _store(task, job, folder, number)
-    log = JobPaths(folder, f"{number}_%a" if job.elements else number).stdout
-    return ChainJob(job.name, job.stage, job.kind, number, job.elements or None,
-                    tuple(ids[need] for need in job.dependencies), str(log), str(spec))
-
-
-def _store(task: StageTask, job: Job, folder: Path, number: str) -> None:
-    """Store the task where a job looks for it, for each element of an array."""
-    from submitit.core.utils import JobPaths
-    from submitit.helpers import DelayedSubmission
-
-    for element in job.elements or (None,):
-        submission = DelayedSubmission(task, element)
-        submission.set_timeout(job.minutes, MOST_TIMEOUTS)
-        name = number if element is None else f"{number}_{element}"
-        submission.dump(JobPaths(folder, name).submitted_pickle)
+        why, advice = refusal(str(error), "to run without Slurm, on this machine, use --cluster local")
+        raise UserError(f"Slurm did not accept the job {job.name}: {why}. What to do: {advice}.") from None
+    return ChainJob(job.name, job.stage, first.job_id.partition("_")[0], job.elements or None,
+                    tuple(ids[need] for need in job.dependencies))
 
 
 def _new_id() -> str:

@@ -66,8 +66,9 @@ OUT_OF_MEMORY = "(?i)oom.kill|(?<!cuda )(?<!hip )out of memory|exceeded (job |st
 REFUSALS = (
     ("time limit is|Node count", "request less (launch.time, launch.<stage>.time, --nodes), or another "
                                  "launch.partition; `scontrol show partition` shows MaxTime and MaxNodes"),
-    ("QOS policy|QOS(Max|Min|Grp)|Assoc", "a limit of the account or of the quality of service: request less, or "
-                                          "fewer stages at a time (--stage); or another launch.qos, launch.account"),
+    ("QOS policy|QOS(Max|Min|Grp)|Assoc",
+     "a limit of the account or of the quality of service: request less, fewer stages at a time (--stage), or fewer "
+     "elements (launch.<stage>.array); or use another launch.qos, launch.account"),
     ("qos spec|QOS|nvalid account", "set launch.account and launch.qos; `sacctmgr show associations user=$USER "
                                     "format=account,partition,qos` shows yours"),
     ("Memory required", "set launch.mem, launch.train.mem and launch.evaluate.mem to what the partition allows "
@@ -79,6 +80,7 @@ REFUSALS = (
                                                   "gpu_type, mem, cpus, extra); `sinfo --format='%P %N %c %m %G %f'` "
                                                   "shows them"),
     (r"\bpartition\b", "set launch.partition; `sinfo` shows those that take jobs"),
+    ("job array", "set launch.shard.array and launch.encode.array to less (`scontrol show config`: MaxArraySize)"),
     ("Unspecified error", "give what the site asks for: launch.account, qos, constraint, partition, time, mem; other "
                           "options of sbatch in launch.extra"))
 """Parts of what Slurm says when it refuses a job, special ones before general ones, and what the user can do."""

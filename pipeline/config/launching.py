@@ -107,22 +107,6 @@ class Container(Section):
     """More options of `apptainer exec`, of `podman run` or, with pyxis, of srun."""
 
 
-class SiteLimits(Section):
-    """What the site allows, for cluster profiles. null: Drover asks Slurm for `array`, and Slurm decides the rest.
-    """
-
-    nodes: PositiveInt | None = None
-    """Most nodes of one job."""
-    time: Time | None = None
-    """Longest time limit of a job."""
-    array: PositiveInt | None = None
-    """Most elements of one array (MaxArraySize)."""
-    jobs: PositiveInt | None = None
-    """Most jobs of one submission. Jobs that are queued already are not counted."""
-    gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB. A rank's weights, gradients and optimizer state must fit into it (`check_fit`)."""
-
-
 class LaunchConfig(Resources):
     """Processes on one machine, and what all stages and each of them request from Slurm."""
 
@@ -196,8 +180,8 @@ class LaunchConfig(Resources):
     health_check: list[str] = []
     """A site's own test of a node: a command that the preflight runs on each. If it fails, the node has failed the
     preflight, and its last line of output is the reason."""
-    limits: SiteLimits = nested()
-    """Limits of the site."""
+    gpu_memory_gb: PositiveFloat | None = None
+    """Memory of one GPU in GB. A training step must fit into it (`check_fit`); null: it is not compared."""
     check_fit: bool = True
     """Refuse, before anything starts, training whose weights, gradients and optimizer state alone exceed the memory.
     Also refuse a run that may write more than the free disk space. false: start anyway."""

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from drover.launch.plan import asked_of
+from drover.launch.plan import resources_of
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.time_limits import minutes
 from tests.config.files import refusal
@@ -88,7 +88,7 @@ def test_mistakes_in_a_profile_are_named_with_its_line(written, profile, name, s
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/clusters").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_shipped_profiles_load(path):
     config = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"])
-    assert asked_of(config.launch, "train").partition == yaml.safe_load(path.read_text())["partition"]
+    assert resources_of(config.launch, "train").partition == yaml.safe_load(path.read_text())["partition"]
 
 
 def test_a_stage_wishes_over_all(written):
@@ -98,7 +98,7 @@ launch:
    encode: {partition: cpu, mem: 64G, extra: {a: "2"}, array: 3, at_once: 2},
    evaluate: {gpus_per_node: 1, time: "2:00:00"}}
 """)).launch
-    encode, train, evaluate = (asked_of(launch, stage) for stage in ("encode", "train", "evaluate"))
+    encode, train, evaluate = (resources_of(launch, stage) for stage in ("encode", "train", "evaluate"))
     assert (encode.partition, encode.mem, encode.cpus, encode.time, encode.at_once) == ("cpu", "64G", 12, 240, 2)
     assert encode.extra == {"comment": "x", "a": "2"} and train.extra == {"comment": "x", "a": "1"}
     assert (train.partition, train.gpus_per_node) == ("gpu", 8)

@@ -203,5 +203,5 @@ def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
 
 def chain_of(job: Job, *ids: str) -> None:
     """Record a chain of links for the job's stage."""
-    Chain("c", "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, "link", id) for id in ids)
+    Chain("c", "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, id) for id in ids)
           ).write(job.run)

@@ -35,7 +35,6 @@ SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\
 SBATCH = """\
 n=$(($(ls "$QUEUE" | grep -vc environment) + 101))
 [ "$n" = "$REFUSED" ] && { echo "sbatch: error: invalid partition" >&2; exit 1; }
-[ -z "$SLOW" ] || sleep 60
 cp "$1" "$QUEUE/$n"
 env | grep -E '^(SLURM|SBATCH)' > "$QUEUE/$n.environment" || rm "$QUEUE/$n.environment"
 echo "Submitted batch job $n"

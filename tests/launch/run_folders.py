@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from drover.launch.job.spec import JobSpec
 from drover.launch.slurm.chain import Chain, ChainJob
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stages import STAGES
@@ -77,20 +76,15 @@ class HandMade:
         Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
               jobs=jobs, planned=planned, refused=refused).write(self.folder)
 
-    def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
-            needs: tuple[str, ...] = (), name: str = "") -> ChainJob:
-        """A job of the submission, with its spec."""
-        name = name or f"demo-{stage}"
-        spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
-        JobSpec(name, stage, (), run=str(self.folder), chain="c1").save(spec)
-        log = self.folder / f"launch/submitit/{id}_0_log.out"
-        return ChainJob(name, stage, kind, id, elements, needs, str(log), str(spec))
+    def job(self, id: str, stage: str, elements: tuple[int, ...] | None = None,
+            needs: tuple[str, ...] = ()) -> ChainJob:
+        """A job of the submission."""
+        return ChainJob(f"demo-{stage}", stage, id, elements, needs)
 
     def whole_chain(self) -> list[ChainJob]:
         """A job for every stage, shard and encode as arrays of four."""
         jobs: list[ChainJob] = []
         for stage, id in zip(STAGES, ("12", "13", "15", "16", "17", "18", "19"), strict=True):
             elements = (0, 1, 2, 3) if stage in ("shard", "encode") else None
-            jobs.append(self.job(id, stage, "array" if elements else "job", elements,
-                                 tuple(job.id for job in jobs[-1:])))
+            jobs.append(self.job(id, stage, elements, tuple(job.id for job in jobs[-1:])))
         return jobs

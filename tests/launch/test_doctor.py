@@ -43,18 +43,15 @@ def test_a_partition_that_is_not_there_is_refused_before_a_profile_is_written(si
 
 @pytest.mark.parametrize("kinds, settings, expected", table("""
     [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {JobRequeue: "0"} -> \
-{partition: gpu, gpus_per_node: 8, cpus: 12, requeue: false, limit: 2880, nodes: 12, of shard: cpu}
+{partition: gpu, gpus_per_node: 8, cpus: 12, requeue: false, of shard: cpu}
     [[debug, true, 3, 4, 6000, 0, infinite]] -> {} -> {partition: debug, gpus_per_node: 0, cpus: 4, requeue: true, \
-limit: null, nodes: 3, of shard: null}
-    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {} -> {time: 20, limit: 20, nodes: 2}""",
-                                                            *[yaml.safe_load] * 3))
+of shard: null}
+    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {} -> {time: 20}""", *[yaml.safe_load] * 3))
 def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, settings, expected):
-    """It keeps to the limits of the partition: limit, of time, and nodes."""
     path = tmp_path / "mine.yaml"
     path.write_text(profile([NodeKind(*kind) for kind in kinds], settings))
     launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
-    assert expected.items() <= {**launch.model_dump(), "limit": launch.limits.time, "nodes": launch.limits.nodes,
-                                "of shard": launch.shard.partition}.items()
+    assert expected.items() <= {**launch.model_dump(), "of shard": launch.shard.partition}.items()
 
 
 def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):

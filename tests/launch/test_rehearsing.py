@@ -58,7 +58,7 @@ def rehearsal(programs, tmp_path, monkeypatch):
 
 
 def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
-    run, options = given("launch.limits.gpu_memory_gb=0.13")
+    run, options = given("launch.gpu_memory_gb=0.13")
     rehearsal("echo 'peak 0.1 GB'; echo 'memory     0.1 GB of 0.13 GB: it fits'")
     rehearse_training(run, [job()], options)
     said = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_where_it_cannot_be_done_the_job_is_submitted(given, rehearsal, capsys, 
 
 @pytest.mark.slow
 def test_a_real_one(given, capsys):
-    run, options = given("launch.limits.gpu_memory_gb=0.11")
+    run, options = given("launch.gpu_memory_gb=0.11")
     refused(UserError, r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 110 MB. The largest part is "
                        r"activations.* and fitting: train", rehearse_training, run, [job()], options)
     assert "activations" in capsys.readouterr().out

@@ -213,8 +213,8 @@ def test_an_end_that_cannot_be_recorded_ends_the_job(job, impatient, plan):
 def test_links_that_are_not_needed_are_removed(job, plan, planned, refusal, moved, cancelled, words):
     """What comes after training waits for this job then. If that cannot be, or until all is submitted, all stays as it
     was; where the stage failed, nothing comes after it."""
-    jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
-    jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
+    jobs = [ChainJob("trial-train", "train", id) for id in ("12", "13", "14")]
+    jobs.append(ChainJob("trial-convert", "convert", "15", dependencies=("14",)))
     Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
     job.slurm.refusal = refusal
     status, log = job.go(plan, links=3)

@@ -107,7 +107,7 @@ def test_local_run(run):
 
 def test_why_an_array_and_a_job_failed(run):
     """As the launcher recorded it. A job that was ended by others left no record."""
-    run.submitted(run.job("20", "encode", "array", (0, 1)), run.job("30", "convert"))
+    run.submitted(run.job("20", "encode", (0, 1)), run.job("30", "convert"))
     for stage, job, reason in (("encode", "20_1", "no space"), ("convert", "30", "killed by SIGKILL")):
         run.attempt("attempt", stage, job, ranks=1, nodes=["n1"])
         run.attempt("ended", stage, job, status="failed", reason=reason)

@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from drover.launch.job.spec import JobSpec
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import go_on
-from drover.launch.slurm import submission
 from drover.launch.slurm.nodes import add_strike
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
@@ -139,37 +137,22 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert "link 2 of 3" in shown
 
 
-@pytest.mark.parametrize("settings, largest, elements", table("""
-    [] -> '' -> 4
-    [] -> MaxArraySize = 4 -> 3
-    ["launch.limits={array: 2}"] -> MaxArraySize = 4 -> 2
-    ["launch.limits={jobs: 13}"] -> '' -> 4
-    ["launch.limits={jobs: 12}"] -> '' -> 3
-    ["launch.limits={jobs: 8}"] -> '' -> 1""", *[yaml.safe_load] * 3))
-def test_arrays_keep_to_the_site_s_limits(slurm, settings, largest, elements):
-    """They get fewer elements, each with more of the work: of shard and of encode, and five jobs besides."""
-    slurm.programs.do("scontrol", f"echo '{largest}'")
-    slurm.accepted("--stage all --nodes 4", *settings)
-    arrays = [job.elements for job in slurm.chain.jobs if job.kind == "array"]
-    assert arrays == ([tuple(range(elements))] * 2 if elements > 1 else [])
-
-
 def test_submission_chains_what_is_not_done(slurm):
     slurm.done("shard")
     assert "nothing to submit" in slurm.accepted("--stage shard") and not list(slurm.queue.iterdir())
     shown = slurm.accepted("--stage all launch.encode.array=2 train.steps=40 --force")
     chain = slurm.chain
-    assert [(job.stage, job.kind, job.id, str(job.elements), *job.dependencies) for job in chain.jobs[1:5]] == table("""
-        tokenizer -> job -> 102 -> None -> 101
-        encode -> array -> 103 -> (0, 1) -> 102
-        train -> job -> 104 -> None -> 103
-        convert -> job -> 105 -> None -> 104""")
+    assert [(job.stage, job.id, str(job.elements), *job.dependencies) for job in chain.jobs[1:5]] == table("""
+        tokenizer -> 102 -> None -> 101
+        encode -> 103 -> (0, 1) -> 102
+        train -> 104 -> None -> 103
+        convert -> 105 -> None -> 104""")
     assert option((slurm.queue / "104").read_text(), "dependency") == "afterok:103,singleton"
-    assert "encode    job 103 (array) after 102" in shown and "`drover status " in shown
+    assert "encode    job 103 (2 elements) after 102" in shown and "`drover status " in shown
     folder = slurm.run / "launch/submitit"
     assert {path.name for path in folder.glob("*.pkl")} == {f"{id}_submitted.pkl" for id in (
         "101", "102", "103_0", "103_1", *range(104, 108))} and folder.stat().st_mode & 0o777 == 0o700
-    spec = JobSpec.load(Path(chain.jobs[3].spec))
+    spec = JobSpec.load(slurm.run / f"launch/jobs/{chain.id}-train.json")
     assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(slurm.run))
     assert spec.command[1:3] == ("-m", "drover.pipeline.train") and chain.config in spec.command
     assert "steps: 40" in Path(chain.config).read_text() and slurm.run in Path(chain.config).parents
@@ -199,20 +182,6 @@ def test_two_submissions_of_a_run_do_not_meet(slurm):
     slurm.accepted("--stage all")
 
 
-def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypatch):
-    """Where sbatch is cut off, the queue is asked for the job's token."""
-    monkeypatch.setattr(submission, "SBATCH_S", 1)
-    monkeypatch.setattr(submission, "_new_id", lambda: "now")
-    queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
-    said = slurm.refused("--stage shard", SLOW="1")
-    assert "did not answer within 1 s" in said and "Nothing else is queued" in said
-    # From the second question on: the first is before sbatch.
-    slurm.programs.do("squeue", f"[ -e $QUEUE/asked ] && echo '{queued}'\ntouch $QUEUE/asked")
-    assert "shard     job 555" in slurm.accepted("--stage shard", SLOW="1")
-    assert [job.id for job in slurm.chain.jobs] == ["555"]
-    assert (slurm.run / "launch/submitit/555_submitted.pkl").is_file(), "it has its task"
-
-
 def test_the_shells_own_slurm_variables_reach_no_job(slurm):
     shown = slurm.accepted("--stage shard", SBATCH_EXPORT="NONE", SBATCH_TIMELIMIT="1", SLURM_JOB_ID="7",
                            SLURM_NNODES="4", SLURM_CONF="/etc/slurm.conf")
@@ -231,7 +200,6 @@ big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
 @pytest.mark.parametrize("words, said", table("""
     launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs each, but the partition has 4 with 4 \
 cores, 0 GPUs: change launch.cpus
-    launch.partition=bug -> there is no partition bug (launch.partition); `sinfo` shows
     --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
 -> requests 3 nodes with 8 cores, 2 GPUs each
     launch.gpus_per_node=2 launch.time=60 launch.cpus=1 --no-rehearse -> train, evaluate: requests 1 node with 2 \
@@ -259,10 +227,10 @@ def test_what_a_partition_takes_is_queued(slurm, words):
 def test_a_refused_submission_says_what_is_queued(slurm):
     said = slurm.refused("--stage all", REFUSED="103")
     assert "trial-encode: invalid partition. What to do: set launch.partition; `sinfo` shows those that" in said
-    assert f"drover cancel {slurm.run}" in said and "(101 102)" in said
+    assert f"Queued before it: 101 102; `drover cancel {slurm.run}` removes all jobs of the run" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
     assert slurm.chain.refused in said
-    assert "Nothing else is queued" in slurm.refused("--stage all name=other", REFUSED="103")
+    assert "Queued before it: nothing; " in slurm.refused("--stage all name=other", REFUSED="103")
 
 
 def test_nodes_that_failed_twice_are_left_out(slurm):
@@ -278,21 +246,18 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
 
 
 def test_all_that_the_site_forbids_is_told_at_once(slurm):
-    said = slurm.refused("""--stage all --nodes 4 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
-        'launch.limits={nodes: 2, time: 60, jobs: 4, gpu_memory_gb: 0.000001}'
-        'launch.environment={HF_TOKEN: hf_abc}'
-        """)
+    slurm.programs.say("sinfo", SITE)
+    said = slurm.refused("""--stage all --nodes 4 launch.cpus=1 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
+        launch.gpu_memory_gb=0.000001 launch.environment.HF_TOKEN=hf_abc""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    for part in ("train: requests 4 nodes, but the site (launch.limits) allows 2", "requests 240 min, but the site",
-                 "a GPU has 1 kB (launch.limits)", "7 jobs would be queued, although no stage is divided; the site "
-                 "allows 4", "your shell has no such variable",
+    for part in ("train: requests 4 nodes, but the partition debug", "requests 240 min, but the partition debug",
+                 "a GPU has 1 kB (launch.gpu_memory_gb)", "your shell has no such variable",
                  "contains what looks like a secret (HF_TOKEN)"):
         assert part in said, part
     assert "hf_abc" not in said
-    least = "launch.limits={nodes: 4, time: 240, array: 4, jobs: 7, gpu_memory_gb: 1}"
     assert "are free at" in slurm.refused(
         "--stage all train.checkpoint.permanent_every=1 train.steps=200000000 train.warmup_steps=3")
-    slurm.accepted("--stage all --nodes 4 launch.train.time=5", least)
+    slurm.accepted("--stage all launch.cpus=1 launch.time=60 launch.gpu_memory_gb=1")
 
 
 def test_a_file_system_without_locks(slurm, monkeypatch):

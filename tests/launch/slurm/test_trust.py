@@ -15,6 +15,7 @@ from drover.launch.job.spec import JobSpec
 from drover.launch.job.task import trusted_spec
 from drover.launch.slurm import trust
 from drover.launch.slurm.trust import node_folder, owner_problems, private_folder
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file, write_text
 from tests.refusal import refused
@@ -164,8 +165,10 @@ def test_what_is_submitted_is_ones_own_whatever_the_umask_and_the_checkout(slurm
     slurm.accepted("--stage all")
     assert not [path for folder in ("code", "logs", "launch") for path in (slurm.run / folder).rglob("*")
                 if path.stat().st_mode & 0o022]
-    for job in slurm.chain.jobs:
-        trusted_spec(Path(job.spec))
+    specs = [*(slurm.run / "launch/jobs").iterdir()]
+    assert len(specs) == len(STAGES)
+    for path in specs:
+        trusted_spec(path)
 
 
 def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
