@@ -28,7 +28,7 @@ from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, problem_of, read_lines
-from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
+from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers
 from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
 from drover.pipeline.records.metrics import OTHER_ORDER
 
@@ -114,7 +114,7 @@ def audit(folder: Path) -> Audit:
     result.faults += [f"after step {event.get('step')} {OTHER_ORDER} than before: a sequence may come again, or never"
                      for event in ledger.events if OTHER_ORDER in event.get("changes", ())]
     if not gaps:  # else their numbers may be anything
-        _sequences(ledger.data, ledger.excluded().outside(0, result.samples), result)
+        _sequences(ledger.data, ledger.excluded().remaining(0, result.samples), result)
     return result
 
 
@@ -200,19 +200,20 @@ def _left_out(ledger: Ledger, found: Audit) -> None:
     for rollback in ledger.rollbacks:
         if parts := [part for a, b in rollback.samples if a < found.samples
                      for part in ledger.excluded().within(a, min(b, found.samples))]:
-            found.left_out.append(f"samples {spelled(parts)}, by the rollback from step {rollback.step} to step "
+            found.left_out.append(f"samples {format_ranges(parts)}, by the rollback from step {rollback.step} to step "
                                   f"{rollback.back_to} ({rollback.why})")
     for step, line in ledger.final.items():
         wanted = ledger.excluded(line.get("rollbacks", 0))
         logged, should = Excluded(line.get("left_out", ())), Excluded(wanted.within(*line["samples"]))
-        if lost := [part for a, b in logged.ranges for part in should.outside(a, b)]:
-            found.faults.append(f"step {step} passed over samples {spelled(lost)}, which no rollback excludes: lost")
-        if kept := [part for a, b in should.ranges for part in logged.outside(a, b)]:
-            found.faults.append(f"step {step} used samples {spelled(kept)}, which a rollback excludes")
+        if lost := [part for a, b in logged.ranges for part in should.remaining(a, b)]:
+            found.faults.append(f"step {step} passed over samples {format_ranges(lost)}, which no rollback excludes: "
+                                f"lost")
+        if kept := [part for a, b in should.ranges for part in logged.remaining(a, b)]:
+            found.faults.append(f"step {step} used samples {format_ranges(kept)}, which a rollback excludes")
         loss, norm = line["loss"], line["grad_norm"]
         if "skipped" in line:
-            found.left_out.append(f"samples {spelled(logged.outside(*line['samples']))}, whose update was skipped in "
-                                  f"step {step} ({line['skipped']}: loss {loss}, gradient norm {norm})")
+            found.left_out.append(f"samples {format_ranges(logged.remaining(*line['samples']))}, whose update was "
+                                  f"skipped in step {step} ({line['skipped']}: loss {loss}, gradient norm {norm})")
         elif not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
             found.faults.append(f"step {step} counts as an update, with loss {loss} and gradient norm {norm}")
 

@@ -60,4 +60,4 @@ class Ledger:
 def trained_on(line: Line) -> list[tuple[int, int]]:
     """The samples of a step as ranges, without those that it skipped."""
     first, end = line["samples"]
-    return Excluded(line.get("left_out", ())).outside(first, end)
+    return Excluded(line.get("left_out", ())).remaining(first, end)

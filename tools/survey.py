@@ -21,7 +21,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, printable
 from drover.pipeline.core.folders import files_below
-from drover.pipeline.data.documents import Limit, Unreadable, damage, value_in
+from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.file_kinds import mistaken, utf16_order
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
@@ -246,7 +246,7 @@ def _records(path: Path, encoding: str, delimiter: str | None, text_field: str =
                          delimiter=delimiter)
     records = []
     for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
-        if isinstance(item, Unreadable):
+        if isinstance(item, Rejection):
             raise NoTextError(f"a record cannot be read: {item.reason}")
         records += item[1] if isinstance(item[1], list) else [item[1]]
     if not records:

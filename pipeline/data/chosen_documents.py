@@ -45,13 +45,13 @@ def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
     """
     taken, of_documents, of_tokens = np.empty(0, _CANDIDATE), 0, 0
     for number, shard in enumerate(shards):
-        here = np.empty(shard.documents, _CANDIDATE)
-        here["shard"], here["place"] = number, np.arange(shard.documents)
-        here["length"] = np.diff(shard.read_offsets())
+        candidates = np.empty(shard.documents, _CANDIDATE)
+        candidates["shard"], candidates["place"] = number, np.arange(shard.documents)
+        candidates["length"] = np.diff(shard.read_offsets())
         of_documents, of_tokens = of_documents + shard.documents, of_tokens + shard.token_count
         if tokens is not None:
-            here["key"] = shard.keys(0, shard.documents).view("S16")
-        taken = np.concatenate([taken, here])
+            candidates["key"] = shard.keys(0, shard.documents).view("S16")
+        taken = np.concatenate([taken, candidates])
         if tokens is not None:
             taken = taken[np.argsort(taken["key"], kind="stable")]
             taken = taken[np.cumsum(taken["length"]) - taken["length"] < tokens]

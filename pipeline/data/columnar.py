@@ -18,7 +18,6 @@ from drover.pipeline.config.data import FilesSource
 from drover.pipeline.data.documents import (
     Limit,
     Records,
-    Unreadable,
     UnusableColumnsError,
     damage,
     raise_unless_damage,
@@ -86,7 +85,7 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         first, groups = 0, parquet.num_row_groups
         for group in range(groups):
             rows = parquet.metadata.row_group(group).num_rows
-            if piece.whole or piece.start <= group * piece.bytes // groups < piece.stop:
+            if piece.is_complete or piece.start <= group * piece.bytes // groups < piece.stop:
                 yield from _row_group(parquet, group, first, columns, file, source, limit)
             first += rows
 
@@ -103,7 +102,7 @@ def _row_group(parquet: Any, group: int, first: int, columns: list[str], file: I
             done += batch.num_rows
     except damage() as error:
         raise_unless_damage(error)
-        yield Unreadable(first + done + 1, f"row group {group} cannot be read from here on: {error}",
+        yield file.reject(first + done + 1, f"row group {group} cannot be read from here on: {error}",
                          documents=about.num_rows - done, lost_bytes=size * (about.num_rows - done))
 
 
@@ -122,7 +121,7 @@ def arrow_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 raise_unless_damage(error)
                 size = data.size() // count
                 file.content += size
-                yield Unreadable(first + 1, f"record batch {number} cannot be read: {error}", lost=True,
+                yield file.reject(first + 1, f"record batch {number} cannot be read: {error}", lost=True,
                                  lost_bytes=size)
                 continue
             yield from _rows(batch.select(columns), first, file, source, _counted(batch, file))
@@ -207,7 +206,7 @@ def _rows(batch: Any, first: int, file: Input, source: FilesSource, size: int) -
         except (pa.ArrowException, ValueError, OverflowError, KeyError) as error:
             raise_unless_damage(error)
             if part.num_rows == 1:
-                yield Unreadable(first + start + 1, f"the row cannot be read: {error}", lost_bytes=size)
+                yield file.reject(first + start + 1, f"the row cannot be read: {error}", lost_bytes=size)
             else:
                 for row in range(part.num_rows):
                     yield from _rows(part.slice(row, 1), first + start + row, file, source, size)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -20,22 +20,8 @@ Place = int | str | None
 """1-based line or record number; in a part of a file, the text after the `@` of an id; None for the whole file."""
 
 
-class Unreadable(NamedTuple):
-    """In place of a record: what is wrong, how many documents it costs, whether unknown more are lost, and how many
-    bytes of the unpacked file."""
-
-    place: Place
-    reason: str
-    documents: int = 1
-    lost: bool = False
-    lost_bytes: int = 0
-
-
 class PlainText(str):
     """A record without fields: all of it is the document's text. (A string in a JSON file is none.)"""
-
-
-Records = Iterator[tuple[Place, Any] | Unreadable]
 
 
 class UnusableColumnsError(Exception):
@@ -75,10 +61,6 @@ class Limit:
     def reason(self) -> str:
         """Why a longer document is rejected."""
         return f"longer than shard.max_document_mb ({self.megabytes:g} MB) allows"
-
-    def exceeded(self, place: Place, size: int, *, lost: bool = False) -> Unreadable:
-        """In place of a longer document, of so many bytes."""
-        return Unreadable(place, self.reason, lost=lost, lost_bytes=size)
 
     def allows(self, text: str) -> bool:
         """Whether a text is short enough."""
@@ -131,7 +113,7 @@ class Rejection:
 
     source: str
     file: str
-    record: int | str | None
+    record: Place
     reason: str
     documents: int = 1
     lost: bool = False
@@ -145,7 +127,11 @@ class Rejection:
         return f"{place_in(self.file, self.record)}: {self.reason}"
 
 
-def place_in(file: str, record: int | str | None) -> str:
+Records = Iterator[tuple[Place, Any] | Rejection]
+"""Records of a file, each with its place, or what is wrong with one."""
+
+
+def place_in(file: str, record: Place) -> str:
     """What a record of a file is called: `file:7` by number, `file@1234` by offset."""
     return file if record is None else f"{file}{'@' if isinstance(record, str) else ':'}{record}"
 

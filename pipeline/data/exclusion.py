@@ -56,9 +56,9 @@ class Excluded:
         for first, end in self.ranges:
             if count == 0 or end <= cursor:
                 continue
-            if (here := min(count, first - cursor)) > 0:
-                taken.append((cursor, cursor + here))
-                cursor, count = cursor + here, count - here
+            if (length := min(count, first - cursor)) > 0:
+                taken.append((cursor, cursor + length))
+                cursor, count = cursor + length, count - length
             if count:
                 cursor = end
         if count:
@@ -74,7 +74,7 @@ class Excluded:
         """The excluded parts of [first, end)."""
         return [part for a, b in self.ranges if (part := (max(first, a), min(end, b)))[0] < part[1]]
 
-    def outside(self, first: int, end: int) -> list[Range]:
+    def remaining(self, first: int, end: int) -> list[Range]:
         """The parts of [first, end) that are not excluded."""
         edges = [first, *(edge for part in self.within(first, end) for edge in part), end]
         return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
@@ -96,6 +96,6 @@ def ranges_of(numbers: np.ndarray) -> list[Range]:
     return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
-def spelled(ranges: Iterable[Sequence[int]]) -> str:
+def format_ranges(ranges: Iterable[Sequence[int]]) -> str:
     """Ranges for a person: `[304, 320) and [328, 336)`."""
     return " and ".join(f"[{first}, {end})" for first, end in ranges)

@@ -115,11 +115,11 @@ def _call(source: HubSource) -> str:
 
 def _failure(source: HubSource, error: Exception, done: int = 0) -> UserError:
     """What a user reads about an error of the library, whatever it is, after so many records."""
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return UserError(f"source {source.name}: {_call(source)} failed{f' after {done:,} records' if done else ''}: "
-                     f"{said}. Check the dataset's name, `config_name` and `split`, and the network (or HF_HUB_OFFLINE "
-                     f"with a filled cache), and run the stage again; local files are better read with `kind: files`, "
-                     f"which names broken records and keeps the others.")
+                     f"{reason}. Check the dataset's name, `config_name` and `split`, and the network (or "
+                     f"HF_HUB_OFFLINE with a filled cache), and run the stage again; local files are better read with "
+                     f"`kind: files`, which names broken records and keeps the others.")
 
 
 def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:

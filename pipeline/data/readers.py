@@ -1,6 +1,6 @@
 """Files into records: one generator per format, over plain, .gz and .zst files, each whole or a part of it.
 
-A generator yields `(place, record)`, or an `Unreadable` in its place. The place is the 1-based line or record number;
+A generator yields `(place, record)`, or a `Rejection` in its place. The place is the 1-based line or record number;
 in a part of a file, where nobody knows it, what stands after the `@` of a document's id: the offset of the record's
 first byte as text; None where the file is one document. Damage that ends the file is raised as one of `damage()`. Text
 is decoded with `surrogateescape`, so a broken byte costs its own record, not the rest of the file: whoever encodes the
@@ -37,7 +37,7 @@ from drover.pipeline.data.columnar import (
     stored_columns,
     wanted_columns,
 )
-from drover.pipeline.data.documents import Limit, Place, PlainText, Records, Unreadable, damage, value_in
+from drover.pipeline.data.documents import Limit, Place, PlainText, Records, Rejection, damage, value_in
 from drover.pipeline.data.file_kinds import HEAD, mistaken
 from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, map_file, separated
 from drover.pipeline.storage.store import is_url
@@ -67,17 +67,17 @@ TEXT = ("md", "rst", "tex", "py", *HTML)
 """Endings that mean txt too."""
 
 
-def file_format(path: PurePath, asked: str = "auto") -> str | None:
-    """The format to read `path` as, by its ending unless asked for another; None if the ending says nothing."""
-    if asked != "auto":
-        return asked
+def file_format(path: PurePath, configured: str = "auto") -> str | None:
+    """The format to read `path` as: the configured one, or that of its ending; None if the ending shows none."""
+    if configured != "auto":
+        return configured
     ending = _ending(path)
     return ending if ending in FORMATS else "csv" if ending == "tsv" else "txt" if ending in TEXT else None
 
 
-def is_page(path: PurePath, asked: str = "auto") -> bool:
+def is_page(path: PurePath, configured: str = "auto") -> bool:
     """Whether a file would be read as text and is HTML by its name."""
-    return file_format(path, asked) == "txt" and _ending(path) in HTML
+    return file_format(path, configured) == "txt" and _ending(path) in HTML
 
 
 def _ending(path: PurePath) -> str:
@@ -101,7 +101,7 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     instead, head = mistaken(file, kind, source.html)
     if instead is not None:
         if file.piece.start == 0:  # said once for all parts
-            yield Unreadable(None, instead, lost=True, lost_bytes=file.piece.bytes)
+            yield file.reject(None, instead, lost=True, lost_bytes=file.piece.bytes)
     elif kind == "txt" or head != b"":
         file.head = head or b""
         yield from FORMATS[kind](file, source, limit)
@@ -158,7 +158,7 @@ def python_records(file: Input, limit: Limit) -> Records:
     """A Python source file as one document, in the encoding that it declares."""
     size = file.piece.bytes
     if size > limit.bytes:
-        yield limit.exceeded(None, size)
+        yield file.reject(None, limit.reason, lost_bytes=size)
         return
     with file.open() as stream:
         data = stream.read()
@@ -166,7 +166,7 @@ def python_records(file: Input, limit: Limit) -> Records:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         yield None, PlainText(data.decode(encoding))
     except (SyntaxError, UnicodeDecodeError) as error:
-        yield Unreadable(None, f"not in the encoding that it declares: {error}", lost_bytes=size)
+        yield file.reject(None, f"not in the encoding that it declares: {error}", lost_bytes=size)
 
 
 def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -175,7 +175,8 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     if source.separator is None:
         with file.open() as stream:
             text = data = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
-        yield limit.exceeded(None, file.give_up(0)) if len(text) > limit.bytes else (None, _plain_text(text))
+        too_long = len(text) > limit.bytes
+        yield file.reject(None, limit.reason, lost_bytes=file.give_up(0)) if too_long else (None, _plain_text(text))
         return
     number = end = 0
     others = _other_spellings(source.separator)
@@ -183,7 +184,7 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             _separated(file, source.separator.encode("utf-8", "surrogatepass"), limit), 1):
         end = offset + (data if isinstance(data, int) else len(data))
         if isinstance(data, int):
-            yield limit.exceeded(number, data)
+            yield file.reject(number, limit.reason, lost_bytes=data)
             continue
         if number <= FIRST_RECORDS and (other := next((own for own in others if own.encode() in data), None)):
             others, file.about.other_separator = [], other
@@ -212,7 +213,7 @@ def _separated(file: Input, separator: bytes, limit: Limit) -> Iterator[tuple[in
     """The records of a file or a part with their offsets; of a record that is too long its length."""
     piece = file.piece
     with file.open() as stream:
-        yield from separated(stream, separator, limit.bytes, *(() if piece.whole else (piece.start, piece.stop)))
+        yield from separated(stream, separator, limit.bytes, *(() if piece.is_complete else (piece.start, piece.stop)))
 
 
 def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -221,7 +222,8 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         if file.piece.start == 0:  # it has no parts
             yield from _json_records(file, source, limit)
         return
-    whole, field, is_nested = file.piece.whole, source.text_field, "." in source.text_field
+    field, is_nested = source.text_field, "." in source.text_field
+    is_complete = file.piece.is_complete
     has_keys_once = _key_test(source, str.encode)
     line: bytes | int = b""
 
@@ -229,9 +231,9 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         return (line, False) if isinstance(line, int) else (len(line) + 1, _is_utf8(line))
     file.current = current
     for number, (offset, line) in enumerate(_separated(file, b"\r" if _ends_in_cr(file.head) else b"\n", limit), 1):
-        place = number if whole else str(offset)
+        place = number if is_complete else str(offset)
         if isinstance(line, int):
-            yield limit.exceeded(place, line)
+            yield file.reject(place, limit.reason, lost_bytes=line)
             continue
         try:
             record = orjson.loads(line)
@@ -318,7 +320,7 @@ def _odd_line(file: Input, place: Place, line: str, source: FilesSource, alone: 
                 yield from _odd_line(file, place, own, source, alone=False)
         else:
             size = len(line.encode("utf-8", "surrogateescape")) + 1
-            yield Unreadable(place, f"the line is not JSON: {_said(error)}", lost_bytes=size)
+            yield file.reject(place, f"the line is not JSON: {_json_problem(error)}", lost_bytes=size)
         return
     for record in _records_of(file, values, source.text_field, alone and len(values) == 1):
         yield _unless_twice(file, place, record, source)
@@ -388,13 +390,13 @@ _SIMPLE = json.JSONDecoder()
 _DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
 
 
-def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -> tuple[Place, Any] | Unreadable:
+def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -> tuple[Place, Any] | Rejection:
     """The record, unless a field that the source names occurs in it more than once."""
     for field in wanted_columns(source):
         value = record
         for name in [field] if isinstance(record, dict) and field in record else field.split("."):
             if isinstance(value, Repeating) and name in value.repeated:
-                return Unreadable(place, f"the field '{field}' occurs more than once", lost_bytes=file.current()[0])
+                return file.reject(place, f"the field '{field}' occurs more than once", lost_bytes=file.current()[0])
             value = value.get(name) if isinstance(value, dict) else None
     return place, record
 
@@ -403,7 +405,9 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
     field, has_keys_once = source.text_field, _key_test(source)
     with file.open() as stream:
-        text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
+        text = _JsonText(stream)
+        number = 0
+        within, wrong = "nothing", ""
         file.current = text.current
         while not wrong and (character := text.next(_SPACE if within == "rest" else _COMMAS)):
             if (character == "[" and within in ("nothing", "rest")) or (character == "]" and within == "array"):
@@ -424,26 +428,24 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                         continue
                     value = text.again()
                 except TooLongError:
-                    result = limit.exceeded(number + 1, file.give_up(file.content - text.ahead()), lost=True)
-                    yield result if number or within == "array" else result._replace(
-                        reason=f"{result.reason}; where it holds the records in a field, take them out (jq -c "
-                               f"'.FIELD[]' FILE.json > FILE.jsonl)")
-                    return
+                    hint = "" if number or within == "array" else ("; where it holds the records in a field, take them "
+                                                                   "out (jq -c '.FIELD[]' FILE.json > FILE.jsonl)")
+                    wrong = limit.reason + hint
+                    break
                 except (ValueError, RecursionError) as error:
-                    yield Unreadable(number + 1, f"not JSON from here on: {_said(error)}", lost=True,
-                                     lost_bytes=file.give_up(file.content - text.ahead()))
-                    return
+                    wrong = f"not JSON from here on: {_json_problem(error)}"
+                    break
                 alone = number == 0 and within == "values" and not text.next(_SPACE)
                 for record in _records_of(file, [value], field, alone):
                     number += 1
                     yield _unless_twice(file, number, record, source)
                 file.current = text.current
         if wrong or within == "array":
-            yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True,
+            yield file.reject(number + 1, wrong or "the file ends inside an array", lost=True,
                              lost_bytes=file.give_up(file.content - text.ahead()))
 
 
-def _said(error: ValueError | RecursionError) -> str:
+def _json_problem(error: ValueError | RecursionError) -> str:
     return "it is nested too deeply to be read" if isinstance(error, RecursionError) else str(error)
 
 
@@ -524,7 +526,7 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 if row:
                     number += 1
                     if isinstance(row, csv.Error):
-                        yield Unreadable(number, f"the row is not CSV: {row} (where quotation marks are text, set the "
+                        yield file.reject(number, f"the row is not CSV: {row} (where quotation marks are text, set the "
                                                  f"source's `quote: \"\"`)", lost="unexpected end" in str(row),
                                          lost_bytes=file.current()[0])
                     elif len(row) == len(header):
@@ -532,12 +534,13 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                             file.about.joined_rows += 1
                         yield number, dict(zip(header, row, strict=True))
                     else:
-                        yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}",
+                        yield file.reject(number, f"the row has {len(row)} values, the header {len(header)}",
                                          lost_bytes=file.current()[0])
                 line = rows.line_num
                 size[0] = 0
         except TooLongError:
-            yield limit.exceeded(number + 1, file.give_up(max(0, file.content - file.current()[0])), lost=True)
+            yield file.reject(number + 1, limit.reason, lost=True,
+                              lost_bytes=file.give_up(max(0, file.content - file.current()[0])))
 
 
 def _holds_rows(value: str, delimiter: str, columns: int) -> bool:

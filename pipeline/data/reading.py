@@ -30,7 +30,6 @@ from drover.pipeline.data.documents import (
     PlainText,
     Records,
     Rejection,
-    Unreadable,
     damage,
     digest,
     is_shortage,
@@ -193,8 +192,8 @@ def _file_documents(source: StdlibSource | FilesSource, file: Input, records: Re
     name, place, record = file.piece.file, None, None
     try:
         for record in records:
-            if isinstance(record, Unreadable):
-                item: Item = Rejection(source.name, name, *record)
+            if isinstance(record, Rejection):
+                item: Item = record
             else:
                 place = record[0]
                 item = _document(source, name, *record, limit, fields, file)
@@ -207,8 +206,8 @@ def _file_documents(source: StdlibSource | FilesSource, file: Input, records: Re
     except damage() as error:
         raise_unless_damage(error)
         after = place + 1 if isinstance(place, int) else place
-        item = Rejection(source.name, name, after, f"the file cannot be read from here on: {error}", lost=True,
-                         lost_bytes=file.give_up(0 if place is None else None))
+        item = file.reject(after, f"the file cannot be read from here on: {error}", lost=True,
+                           lost_bytes=file.give_up(0 if place is None else None))
         file.about.count(item)
         yield item
 

@@ -137,9 +137,11 @@ class OpenShards:
     """
 
     def __init__(self, table: ShardTable, folder: Path) -> None:
-        self.table, most = table, most_open()
-        self._whole = OFFSETS_BYTES // max(1, min(most, len(table)))
-        self.shard = lru_cache(most)(lambda row: TokenShard(folder / table.paths[row], table.record(row), self._whole))
+        self.table = table
+        most = most_open()
+        self._kept_offsets = OFFSETS_BYTES // max(1, min(most, len(table)))
+        self.shard = lru_cache(most)(lambda row: TokenShard(folder / table.paths[row], table.record(row),
+                                                            self._kept_offsets))
 
 
 class Shards(Sequence[TokenShard]):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-WHOLE_UP_TO = 2
+UNDIVIDED_UP_TO = 2
 """A file of up to so many times shard_mb is read in one piece."""
 LEAST_PART = 1 << 23
 """Parts of files are not made smaller, however small shards are; larger ones begin at multiples of it."""
@@ -215,7 +215,7 @@ def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: fl
     groups: list[list[Piece]] = []
     held, part_size = size, max(size, LEAST_PART)
     for file in files:
-        large = file.bytes > WHOLE_UP_TO * part_size
+        large = file.bytes > UNDIVIDED_UP_TO * part_size
         if large and isinstance(source, FilesSource) and divisible(PurePath(file.path), source):
             groups += [[part] for part in _parts(file, part_size)]
             held = size

@@ -17,7 +17,6 @@ import io
 import os
 import sys
 import tempfile
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -26,9 +25,10 @@ from typing import IO, Any
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
+from drover.pipeline.data.documents import Place, Rejection
 from drover.pipeline.data.files_read import FileRead
 from drover.pipeline.storage.object_files import ObjectFile, content_number
-from drover.pipeline.storage.store import Changed, is_url
+from drover.pipeline.storage.store import BlockStream, Changed, is_url
 
 UTF8 = "utf-8"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -76,7 +76,7 @@ class Piece:
         return cls(f"/{path.name}", str(path), stat.st_size, changed_ns(stat), 0, stat.st_size)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it is all of the file."""
         return self.start == 0 and self.stop == self.bytes
 
@@ -142,7 +142,7 @@ class Input:
         raw = self._raw = Watched(self.raw(start, self.piece.stop), start, self._hash.feed)
         stream = unpacked(raw, self.compression) if self.compression else io.BufferedReader(raw, BUFFER)
         return _Counted(stream if self.encoding == UTF8 else
-                        io.BufferedReader(_Recoded(stream, self.encoding), UNPACKED), self)
+                        io.BufferedReader(BlockStream(_recoded(stream, self.encoding), stream), UNPACKED), self)
 
     @property
     def compression(self) -> str:
@@ -164,9 +164,14 @@ class Input:
         self.content += max(0, rest)
         return self.content - position
 
+    def reject(self, place: Place, reason: str, documents: int = 1, *, lost: bool = False, lost_bytes: int = 0
+               ) -> Rejection:
+        """What its reader yields in place of a record that cannot be read."""
+        return Rejection(self.about.source, self.about.file, place, reason, documents, lost, lost_bytes)
+
     def on_disk(self, size: int) -> int:
         """How many of the file's own bytes so many bytes of content are; of a part they may lie beyond it."""
-        if size == self.piece.bytes or not (self.piece.whole or self.is_columnar):
+        if size == self.piece.bytes or not (self.piece.is_complete or self.is_columnar):
             return size
         own = self.piece.stop - self.piece.start
         return own * min(size, self.content) // self.content if self.content else own
@@ -263,26 +268,16 @@ class _Counted(io.BufferedIOBase):
         super().close()
 
 
-class _Wrapped(io.RawIOBase):
-    """A stream of what a file holds, which is closed with it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-class Watched(_Wrapped):
+class Watched(io.RawIOBase):
     """A file that stands at `position`; `seen` is given the bytes that are read, and their offset."""
 
     def __init__(self, file: Any, position: int, seen: Callable[[int, memoryview], None]) -> None:
-        super().__init__(file)
-        self.position, self._seen = position, seen
+        self.position = position
+        self._file = file
+        self._seen = seen
+
+    def readable(self) -> bool:
+        return True
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._file.readinto(buffer)
@@ -290,50 +285,30 @@ class Watched(_Wrapped):
         self.position += count
         return count
 
-
-class _Converted(_Wrapped):
-    """Other bytes, made of those of a file: the next ones by `_more`, none at the end."""
-
-    _ready = memoryview(b"")
-
-    def readinto(self, buffer: Any) -> int:
-        self._ready = self._ready or memoryview(self._more())
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    @abstractmethod
-    def _more(self) -> bytes: ...
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
-class _Recoded(_Converted):
-    """Text of another encoding as UTF-8 (see `recoder`)."""
-
-    def __init__(self, file: Any, encoding: str) -> None:
-        super().__init__(file)
-        self._recode, self._encoding = recoder(encoding), encoding
-        self._as_utf8 = None if encoding.startswith(WIDE) else codecs.getincrementaldecoder(UTF8)()
-        self._beyond = 0  # bytes of UTF-8 that are more than its characters
-
-    def _more(self) -> bytes:
-        while data := self._file.read(CHUNK):
-            self._refuse_utf8(data, SURELY_UTF8)
-            if recoded := self._recode(data, False):
-                return recoded
-        self._refuse_utf8(b"", 1, final=True)
-        return self._recode(b"", True)
-
-    def _refuse_utf8(self, data: bytes, enough: int, *, final: bool = False) -> None:
-        """OSError if all so far is UTF-8, and enough of it is not ASCII."""
-        if self._as_utf8 is not None:
+def _recoded(file: Any, encoding: str) -> Iterator[bytes]:
+    """Text of another encoding as UTF-8 (see `recoder`). OSError if all so far is UTF-8, and enough of it is not ASCII
+    to be no chance."""
+    recode = recoder(encoding)
+    as_utf8 = None if encoding.startswith(WIDE) else codecs.getincrementaldecoder(UTF8)()
+    more_bytes = 0  # than characters
+    data = b" "
+    while data:
+        data = file.read(CHUNK)
+        if as_utf8 is not None:
             try:
-                self._beyond += len(data) - len(self._as_utf8.decode(data, final))
+                more_bytes += len(data) - len(as_utf8.decode(data, final=not data))
             except UnicodeDecodeError:
-                self._as_utf8 = None
+                as_utf8 = None
             else:
-                if self._beyond >= enough:
-                    raise OSError(f"it is UTF-8, not {self._encoding}; make a source without `encoding` of such files")
+                if more_bytes >= (SURELY_UTF8 if data else 1):
+                    raise OSError(f"it is UTF-8, not {encoding}; make a source without `encoding` of such files")
+        if block := recode(data, not data):
+            yield block
 
 
 def recoder(encoding: str) -> Callable[[bytes, bool], bytes]:
@@ -391,43 +366,32 @@ class _Spool(io.RawIOBase):
 def unpacked(raw: Any, compression: str) -> Any:
     """What compressed bytes hold; damage is an OSError without a number, an EOFError or a zlib.error."""
     packed = io.BufferedReader(raw, BUFFER)
-    return gzip.GzipFile(fileobj=packed) if compression == "gzip" else io.BufferedReader(_Zstd(packed), UNPACKED)
+    return gzip.GzipFile(fileobj=packed) if compression == "gzip" else \
+        io.BufferedReader(BlockStream(_zstd_blocks(packed), packed), UNPACKED)
 
 
-class _Zstd(_Converted):
+def _zstd_blocks(packed: io.BufferedReader) -> Iterator[bytes]:
     """zstd data unpacked, with windows of any size (`zstd --long`). zstandard's own reader ends without an error where
     the data breaks off."""
-
-    def __init__(self, packed: io.BufferedReader) -> None:
-        import zstandard
-        super().__init__(packed)
-        self._error = zstandard.ZstdError
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
-        self._frame: Any = None
-        self._packed = b""
-        self._amount = LEAST_PACKED
-
-    def _more(self) -> bytes:
-        while packed := self._packed or self._file.read(self._amount):
-            if data := self._unpack(packed):
-                return data
-        if self._frame is not None:
-            raise EOFError("the zstd data breaks off")
-        return b""
-
-    def _unpack(self, packed: bytes) -> bytes:
-        """What some packed bytes give. Those behind a frame's end stay for the next call."""
-        if self._frame is None:
-            self._frame = self._decompressor.decompressobj()
+    import zstandard
+    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+    frame = None
+    amount = LEAST_PACKED
+    rest = b""  # behind a frame's end
+    while data := rest or packed.read(amount):
+        frame = frame or decompressor.decompressobj()
         try:
-            data: bytes = self._frame.decompress(packed)
-        except self._error as error:
+            block: bytes = frame.decompress(data)
+        except zstandard.ZstdError as error:
             raise (MemoryError if "memory" in str(error).lower() else OSError)(str(error)) from None
-        self._amount = max(LEAST_PACKED, min(MOST_PACKED, 2 * len(packed), BUFFER * len(packed) // max(1, len(data))))
-        self._packed = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
-        return data
+        amount = max(LEAST_PACKED, min(MOST_PACKED, 2 * len(data), BUFFER * len(data) // max(1, len(block))))
+        rest = frame.unused_data
+        if frame.eof:
+            frame = None
+        if block:
+            yield block
+    if frame is not None:
+        raise EOFError("the zstd data breaks off")
 
 
 def map_file(path: str | Path) -> Any:

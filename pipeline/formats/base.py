@@ -82,27 +82,27 @@ class Weights(ABC):
         """The name of a parameter in the files."""
         return name
 
-    def _fit(self, found: Mapping[str, Dims], expected: Mapping[str, Dims],
+    def _fit(self, actual: Mapping[str, Dims], expected: Mapping[str, Dims],
              passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
         """Close, and raise UserError, unless the files have exactly the expected tensors, each with its shape. A tied
         output matrix may be stored too, if it is equal to the embedding.
 
         Args:
-            found, expected: shapes by the names of this format.
+            actual, expected: shapes by the names of this format.
             passed_over: names to ignore.
             stated: the place that states the shape.
             wrong: further problems.
         """
         embedding, head = map(self.stored_name, (EMBEDDING, OUTPUT))
         tied = self.config.tied_embeddings
-        wrong = [*(f"{name} is missing" for name in expected if name not in found and not (tied and name == head)),
-                 *(f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in found
+        wrong = [*(f"{name} is missing" for name in expected if name not in actual and not (tied and name == head)),
+                 *(f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in actual
                    if name not in expected and name not in passed_over), *wrong,
-                 *(f"{name} is {list(found[name])}; by {stated} it is {list(shape)}" for name, shape in
-                   expected.items() if found.get(name, shape) != shape)]
+                 *(f"{name} is {list(actual[name])}; by {stated} it is {list(shape)}" for name, shape in
+                   expected.items() if actual.get(name, shape) != shape)]
         wrong = wrong or [f"{self.stored_name(name)} holds whole numbers ({dtype}): quantised weights are not read"
                           for name in self.shapes if not (dtype := self.dtype(name)).is_floating_point]
-        if not wrong and tied and head in found and not self._head_is_embedding():
+        if not wrong and tied and head in actual and not self._head_is_embedding():
             wrong = [f"{self.tied_key} is true, which makes {embedding} the output matrix too, but {head} has other "
                      f"values. If the stored {head} belongs to the model, set {self.tied_key} to false; if not, delete "
                      f"it from the files"]

@@ -57,16 +57,16 @@ def prove_equal(made: Weights, read: Read) -> None:
             raise UserError(f"{name} in the exported model in {made.path} is not what the checkpoint holds: {problem}.")
 
 
-def _difference(found: Tensor, expected: Tensor) -> str | None:
-    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        return f"it is {tuple(found.shape)} of {found.dtype}, not {tuple(expected.shape)} of {expected.dtype}"
-    if same_bits(found, expected):
+def _difference(actual: Tensor, expected: Tensor) -> str | None:
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return f"it is {tuple(actual.shape)} of {actual.dtype}, not {tuple(expected.shape)} of {expected.dtype}"
+    if same_bits(actual, expected):
         return None
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
-    places = (found.view(bits) != expected.view(bits)).nonzero()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
+    places = (actual.view(bits) != expected.view(bits)).nonzero()
     first = tuple(places[0].tolist())
-    return (f"{len(places):,} of {found.numel():,} values differ, the first at {list(first)}: {float(found[first])!r} "
-            f"instead of {float(expected[first])!r}")
+    return (f"{len(places):,} of {actual.numel():,} values differ, the first at {list(first)}: "
+            f"{float(actual[first])!r} instead of {float(expected[first])!r}")
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ def agreement(reference: Tensor, ours: Tensor, theirs: Tensor, single: Tensor, t
         transformers_loss_error=loss_error(theirs), single_precision_loss_error=max(loss_error(single), resolution))
 
 
-def _error(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference.double()).abs().max()) if found.numel() else 0.0
+def _error(actual: Tensor, reference: Tensor) -> float:
+    return float((actual.double() - reference.double()).abs().max()) if actual.numel() else 0.0
 
 
 def _token_losses(logits: Tensor, tokens: Tensor) -> Tensor:

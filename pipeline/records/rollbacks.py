@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drover.pipeline.core.files import Record, read_record, write_sealed
-from drover.pipeline.data.exclusion import Excluded, Range, spelled
+from drover.pipeline.data.exclusion import Excluded, Range, format_ranges
 
 ROLLBACKS = "rollbacks.json"
 
@@ -57,8 +57,8 @@ def excluded_by(rollbacks: Sequence[Rollback], links: Collection[str]) -> Exclud
 
 def no_longer_left_out(rollbacks: Sequence[Rollback], links: Collection[str]) -> list[str]:
     """A message for each rollback that leaves nothing out of the order whose hashes are `links`."""
-    return [f"samples {spelled(rollback.samples)}, left out by the rollback from step {rollback.step}, were in a phase "
-            f"that has changed. These numbers are other text now, so they are no longer left out"
+    return [f"samples {format_ranges(rollback.samples)}, left out by the rollback from step {rollback.step}, were in a "
+            f"phase that has changed. These numbers are other text now, so they are no longer left out"
             for rollback in rollbacks if rollback.plan_sha256 not in links]
 
 

@@ -142,7 +142,7 @@ class Store:
         """
         entry = entry or self.entry(path)
         until = entry.size if until is None else min(until, entry.size)
-        return io.BufferedReader(_Blocks(self._in_order(path, start, entry, until, known)), LITTLE_BYTES)
+        return io.BufferedReader(BlockStream(self._in_order(path, start, entry, until, known)), LITTLE_BYTES)
 
     def put(self, path: str, data: bytes | Path, *, only_new: bool = False) -> Entry:
         """Write an object, complete or not at all; a large file in parts, unless the write is conditional.
@@ -180,8 +180,6 @@ class Store:
             for block in self._blocks(path, 0, entry.size, entry.etag):
                 digest.update(block)
                 file.write(block)
-            if file.tell() != entry.size:
-                raise UserError(f"{self.url_of(path)} has {entry.size:,} bytes, but only {file.tell():,} arrived.")
         return digest.hexdigest()
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -210,52 +208,52 @@ class Store:
         return "/".join(part for part in (self._prefix, path.strip("/")) if part)
 
 
-class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a stream."""
+class BlockStream(io.RawIOBase):
+    """The blocks of bytes that a generator makes, none of them empty, as a stream. file: what they are made of, which
+    is closed with it."""
 
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._left = blocks, memoryview(b"")
+    def __init__(self, blocks: Iterator[bytes], file: Any = None) -> None:
+        self._blocks = blocks
+        self._file = file
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if not self._left:
-            self._left = memoryview(next(self._blocks, b""))
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
+        self._rest = self._rest or memoryview(next(self._blocks, b""))
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count
 
     def close(self) -> None:
         if not self.closed:
             self._blocks.close()  # type: ignore[attr-defined]
+            if self._file is not None:
+                self._file.close()
         super().close()
 
 
 def preflight(store: Store) -> None:
     """Test a store: write a small object, compare it, check that a second write is refused, and delete it. Some servers
-    store the framing of an upload as content, or ignore the condition of a write.
+    store the framing of an upload as content, or ignore the condition of a write. A range other than the requested one
+    is refused at each read.
 
     Raises:
         UserError: what the store does wrong.
     """
     path = f"{CHECKED}{platform.node()}-{os.getpid()}-{os.urandom(6).hex()}"
     data = os.urandom(70_001)
-    entry = store.put(path, data)
+    store.put(path, data)
     try:
         if store.read(path) != data:
             raise _unfit(store, "a small object was read back with other content")
-        if store.read(path, 10, 20) != data[10:20]:
-            raise _unfit(store, "the server returned another range of an object than requested")
         with suppress(Exists):
             store.put(path, b"other", only_new=True)
             raise _unfit(store, "an object was overwritten by a write that should succeed only if new")
-        if store.read(path, etag=entry.etag) != data:
-            raise _unfit(store, "a refused write has changed the object")
     finally:
         store.delete([path])
-    if store.head(path) is not None:
-        raise _unfit(store, "a deleted object still exists")
 
 
 def _unfit(store: Store, what: str) -> UserError:

@@ -24,7 +24,7 @@ import numpy as np
 from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.exclusion import Range, spelled
+from drover.pipeline.data.exclusion import Range, format_ranges
 
 PHASED = " (with train.phases: end the phase at this step by `until`, and add one with a lower `lr`)"
 
@@ -195,7 +195,8 @@ class Guards:
 
     def _where(self, samples: Sequence[Range]) -> str:
         documents = self.describe(samples)
-        return f"it was to train on samples {spelled(samples)}{f', of the documents {documents}' if documents else ''}"
+        of_documents = f", of the documents {documents}" if documents else ""
+        return f"it was to train on samples {format_ranges(samples)}{of_documents}"
 
     def _spike_limits(self) -> StepLimits:
         if len(self._losses) < self.config.spike_min_history:

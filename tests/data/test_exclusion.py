@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drover.pipeline.data.exclusion import Excluded, ranges_of, sample_numbers, spelled
+from drover.pipeline.data.exclusion import Excluded, format_ranges, ranges_of, sample_numbers
 from tests.refusal import refused
 
 RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda item: (item[0], item[0] + item[1])),
@@ -19,7 +19,7 @@ def allowed(ranges, cursor, count):
 
 def test_ranges_are_sorted_merged_and_checked():
     assert Excluded([(9, 12), [3, 5], (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
-    assert spelled([(304, 320), (328, 336)]) == "[304, 320) and [328, 336)"
+    assert format_ranges([(304, 320), (328, 336)]) == "[304, 320) and [328, 336)"
     refused(AssertionError, r"\[5, 3\) is no range", Excluded, [(5, 3)])
 
 
@@ -36,9 +36,9 @@ def test_taking_is_the_same_however_it_is_cut(ranges, cursor, counts):
 
 
 @given(ranges=RANGES, first=st.integers(0, 250), length=st.integers(0, 100))
-def test_a_span_is_its_parts_within_and_outside(ranges, first, length):
+def test_a_span_is_its_parts_within_and_what_remains(ranges, first, length):
     excluded, end = Excluded(ranges), first + length
-    out, used = (sample_numbers(part(first, end)).tolist() for part in (excluded.within, excluded.outside))
+    out, used = (sample_numbers(part(first, end)).tolist() for part in (excluded.within, excluded.remaining))
     assert out == [number for number in range(first, end) if any(a <= number < b for a, b in ranges)]
     assert used == sorted({*range(first, end)} - {*out})
     assert ranges_of(np.array(out, np.int64)) == list(excluded.within(first, end))

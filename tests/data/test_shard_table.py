@@ -44,7 +44,7 @@ def make_shards(folder, count):
 def data_of(folder, table, most=1000, whole=1 << 26, mixture=MIXTURE):
     with patch.object(shard_table, "most_open", lambda: most):
         opened = OpenShards(table, folder)
-    opened._whole = whole
+    opened._kept_offsets = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
 
 

@@ -16,7 +16,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.core.console import ProgressBar, echo, first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.exclusion import ranges_of, sample_numbers, spelled
+from drover.pipeline.data.exclusion import format_ranges, ranges_of, sample_numbers
 from drover.pipeline.data.provenance import pieces, pieces_of
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
@@ -91,7 +91,7 @@ def show_samples(steps: Steps, options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(steps.ledger.work.input("tokenizer")[0]) if options.text else None
     title, records = "" if options.step is None else f"step {options.step}: ", list[Record]()
     if not options.json:
-        echo(*notes, f"{title}samples {spelled(ranges_of(samples))}")
+        echo(*notes, f"{title}samples {format_ranges(ranges_of(samples))}")
     for piece in pieces(steps.ledger.data, samples):
         shard, key = piece.shard.path.name, piece.key
         text = tokenizer.decode(piece.ids().tolist()) if tokenizer else None

@@ -15,7 +15,7 @@ from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.section import LocalPath, Section, execution
 from drover.pipeline.config.yaml_source import read_task
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.documents import Limit, Place, Unreadable, damage, is_shortage
+from drover.pipeline.data.documents import Limit, Place, Rejection, damage, is_shortage
 from drover.pipeline.data.readers import file_format, file_records
 from drover.pipeline.data.streams import Input, Piece
 
@@ -92,8 +92,8 @@ def _records(path: Path, fields: list[str]) -> Iterator[tuple[Place, dict[str, A
                          meta_fields=[field.partition(".")[0] for field in fields])
     try:
         for record in file_records(Input(Piece.of(path)), source, _LARGEST):
-            if isinstance(record, Unreadable):
-                raise UserError(f"The evaluation set {path} cannot be read at record {record.place}: {record.reason}. "
+            if isinstance(record, Rejection):
+                raise UserError(f"The evaluation set {path} cannot be read at record {record.record}: {record.reason}. "
                                 f"Repair the file, or correct `fields`.")
             number, value = record
             if not isinstance(value, dict):
