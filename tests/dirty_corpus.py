@@ -33,8 +33,8 @@ class Planted:
 def paragraphs():
     """English prose: the longer paragraphs of Python's own help, in their order, without repetitions."""
     from pydoc_data.topics import topics
-    found = [re.sub(r"\s+", " ", piece).strip() for text in topics.values() for piece in re.split(r"\n\s*\n", text)]
-    prose = [piece for piece in found if len(piece.split()) > 25 and sum(map(str.isalpha, piece)) > 0.7 * len(piece)]
+    pieces = [re.sub(r"\s+", " ", piece).strip() for text in topics.values() for piece in re.split(r"\n\s*\n", text)]
+    prose = [piece for piece in pieces if len(piece.split()) > 25 and sum(map(str.isalpha, piece)) > 0.7 * len(piece)]
     return list(dict.fromkeys(prose))
 
 
@@ -50,7 +50,7 @@ def write_dirty(folder, size=1):
     """Fill `folder/texts` and `folder/evaluation` with files; `size` times as many documents of the clean kind."""
     chance, planted, texts = random.Random(0), Planted(), folder / "texts"
     prose = paragraphs()
-    asked = [prose.pop(at) for at in range(400, 0, -80)]  # what is asked for stands in leaked documents only
+    held_out = [prose.pop(at) for at in range(400, 0, -80)]  # what is asked for stands in leaked documents only
 
     def documents(kind, count):
         # Four paragraphs in an order of their own, so that no two documents are near each other by chance.
@@ -58,8 +58,8 @@ def write_dirty(folder, size=1):
             textwrap.fill(changed(piece, chance, 3), 90) for piece in chance.sample(prose, 4))}
             for number in range(count)]
 
-    def plain(kind, *found):
-        return [{"id": f"{kind}-{number}", "text": text, "url": "x"} for number, text in enumerate(found)]
+    def plain(kind, *pieces):
+        return [{"id": f"{kind}-{number}", "text": text, "url": "x"} for number, text in enumerate(pieces)]
 
     web, second, books, tables = (documents(kind, count * size) for kind, count in (
         ("web", 60), ("second", 40), ("book", 20), ("table", 30)))
@@ -70,7 +70,7 @@ def write_dirty(folder, size=1):
             for number, each in enumerate(first)]
     planted.near = {own["id"]: each["id"] for own, each in zip(near, first, strict=True)}
     questions = [{"question": f"In the manual, complete: {' '.join(piece.split()[:18])}",
-                  "answer": " ".join(piece.split()[18:24])} for piece in asked]
+                  "answer": " ".join(piece.split()[18:24])} for piece in held_out]
     leaked = documents("leaked", 3)
     for host, each in zip(leaked, questions, strict=False):
         host["text"] += f"\n\n{each['question']} {each['answer']}"

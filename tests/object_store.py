@@ -159,9 +159,9 @@ def _truncated(application, environ, start):
 
 def answered(application, environ):
     """An application's status, headers and body."""
-    told = []
-    data = b"".join(application(environ, lambda *answer: told.append(answer)))
-    return (*told[0][:2], data)
+    answers_ = []
+    data = b"".join(application(environ, lambda *answer: answers_.append(answer)))
+    return (*answers_[0][:2], data)
 
 
 def refuse(start, status, code, message):

@@ -98,8 +98,8 @@ def assert_batch(batch, own, packed, again):
                             ("labels", "int64", labels),
                             ("documents", "int32", np.repeat(range(len(sizes)), sizes).tolist()),
                             ("positions", "int64", [place for size in sizes for place in range(size)])):
-        found = getattr(batch, name)[0].numpy()
-        assert found.dtype == kind and found.tolist() == row, name
+        actual = getattr(batch, name)[0].numpy()
+        assert actual.dtype == kind and actual.tolist() == row, name
     assert (batch.targets, batch.lengths, batch.padding) == (
         length - labels.count(IGNORED), (tuple(sizes),), (padding,))
 

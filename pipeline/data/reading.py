@@ -189,19 +189,21 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
 def _file_documents(source: StdlibSource | FilesSource, file: Input, records: Records, limit: Limit,
                     fields: Counter[str]) -> Iterator[Item]:
     """The documents of a file or a part of it, which `file.about` counts."""
-    name, place, record = file.piece.file, None, None
+    name = file.piece.file
+    place: Place = None
+    value: Any = None
     try:
         for record in records:
             if isinstance(record, Rejection):
                 item: Item = record
             else:
-                place = record[0]
-                item = _document(source, name, *record, limit, fields, file)
+                place, value = record
+                item = _document(source, name, place, value, limit, fields, file)
             file.about.count(item)
             yield item
         if (file.about.documents, file.about.rejected) == (1, 0) and isinstance(source, FilesSource) and \
-                record and isinstance(record[1], dict):
-            lists = [field for field, _ in lists_of_records(record[1], source.text_field, "")]
+                isinstance(value, dict):
+            lists = [field for field, _ in lists_of_records(value, source.text_field, "")]
             file.about.more_records = lists[-1] if lists else ""
     except damage() as error:
         raise_unless_damage(error)

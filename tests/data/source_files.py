@@ -34,7 +34,7 @@ def files_source(*paths, **fields):
     return FilesSource(kind="files", name="s", paths=[str(path) for path in paths], **fields)
 
 
-def told(items):
+def separated(items):
     """(documents, rejections) of what reading gives."""
     items = list(items)
     return ([item[0] for item in items if not isinstance(item, Rejection)],
@@ -44,14 +44,14 @@ def told(items):
 def read(*sources, **settings):
     """(documents, rejections) of the sources, or of files of one, through files and units as the stage reads them."""
     config = config_of(*(source if hasattr(source, "kind") else files_source(source) for source in sources), **settings)
-    return told(item for payload in reading_units(config.shard, listed_files(input_files(config)))
+    return separated(item for payload in reading_units(config.shard, listed_files(input_files(config)))
                 for item in unit_documents(payload))
 
 
 def payload_of(path, *borders, megabytes=128.0, **fields):
     """The payload of a unit that reads a file, or the pieces of it between these borders."""
-    whole = replace(Piece.of(path), name=f"s/{path.name}")
-    pieces = [vars(replace(whole, start=start, stop=stop)) for start, stop in pairwise(borders or (0, whole.stop))]
+    file = replace(Piece.of(path), name=f"s/{path.name}")
+    pieces = [vars(replace(file, start=start, stop=stop)) for start, stop in pairwise(borders or (0, file.stop))]
     return {"name": "s-00000", "source": files_source(path, **fields).model_dump(mode="json"), "pieces": pieces,
             "max_document_mb": megabytes}
 
@@ -97,11 +97,11 @@ def file_bytes(kind, folder):
         return lines(RECORDS)
     if kind == "json":
         return json.dumps(RECORDS, indent=2).encode()
-    path, whole = folder / f"made.{kind.split()[0]}", pa.RecordBatch.from_pylist(RECORDS)
+    path, rows = folder / f"made.{kind.split()[0]}", pa.RecordBatch.from_pylist(RECORDS)
     if kind == "csv":
-        write_csv(whole, path)
+        write_csv(rows, path)
     else:
-        write_batches(path, whole[:2], whole[2:], stream=kind == "arrow stream")
+        write_batches(path, rows[:2], rows[2:], stream=kind == "arrow stream")
     data = path.read_bytes()
     path.unlink()
     return data

@@ -52,10 +52,10 @@ def test_a_source_has_one_card_however_it_is_cut_into_units(events, borders, exa
             "language": {"languages": {"en": end - start}}, "other": {"tasks": {"t": 1}}} if end > start else {}}
             for start, end in pairwise(borders)], examples)
     numbered = list(enumerate(events))
-    whole = card(0, len(events))
-    assert card(*sorted([0, *(min(border, len(events)) for border in borders), len(events)])) == whole
-    assert list(whole["lengths"]) == sorted(whole["lengths"], key=int)
-    assert not events or whole["languages"] == {"language": {"en": len(events)}}
+    undivided = card(0, len(events))
+    assert card(*sorted([0, *(min(border, len(events)) for border in borders), len(events)])) == undivided
+    assert list(undivided["lengths"]) == sorted(undivided["lengths"], key=int)
+    assert not events or undivided["languages"] == {"language": {"en": len(events)}}
 
 
 def test_cards_stay_small():
@@ -64,7 +64,7 @@ def test_cards_stay_small():
     other = {"card": record_of([(0, (("own", "another"), "x"))], 2), "findings": {
         "lid": {"languages": {f"l{number:03}": number + 1 for number in range(100)}}}}
     assert len(many["card"]["examples"]["own"]) == MOST_REASONS
-    found = source_card([many, other], 5)
-    assert len(found["examples"]["own"]) == MOST_REASONS and found["documents"] == 0
-    lid = found["languages"]["lid"]
+    card = source_card([many, other], 5)
+    assert len(card["examples"]["own"]) == MOST_REASONS and card["documents"] == 0
+    lid = card["languages"]["lid"]
     assert len(lid) == MOST_LANGUAGES + 1 and lid["l099"] == 100 and sum(lid.values()) == 5050

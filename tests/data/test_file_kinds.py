@@ -17,7 +17,7 @@ GZIPPED, ZSTD = gzip.compress(LINES, mtime=0), zstandard.compress(LINES)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
-@pytest.mark.parametrize(("name", "data", "said"), [
+@pytest.mark.parametrize(("name", "data", "reason"), [
     ("a.jsonl", POINTER, "it is a Git LFS pointer; run `git lfs pull`"),
     ("a.parquet", POINTER, "it is a Git LFS pointer"),
     ("a.jsonl", GZIPPED, "it is a gzip file; add .gz to its name"), ("a.txt", ZSTD, "it is a zstd file; add .zst"),
@@ -44,11 +44,11 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
     ("a.jsonl", b"<HEAD>", "it is an HTML page, as"), ("a.txt", b"\xef\xbb\xbf" * 2 + b"<html>", "`html: keep`"),
     ("a.jsonl", "parquet", "it is a Parquet file; name it .parquet, or set the source's `format: parquet`"),
     ("a.parquet", "arrow", "it is an Arrow file")])
-def test_a_file_is_named_for_what_it_is(tmp_path, name, data, said):
+def test_a_file_is_named_for_what_it_is(tmp_path, name, data, reason):
     (tmp_path / name).write_bytes(file_bytes(data, tmp_path) if isinstance(data, str) else data)
     documents, (rejection,) = read(tmp_path / name)
     assert documents == [] and rejection.lost and rejection.record is None
-    assert said in rejection.reason and "latin1" not in rejection.reason, rejection.reason
+    assert reason in rejection.reason and "latin1" not in rejection.reason, rejection.reason
 
 
 @pytest.mark.parametrize(("name", "data", "wanted"), [

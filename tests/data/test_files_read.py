@@ -13,7 +13,7 @@ from drover.pipeline.data.files_read import files_read, remarks
 from drover.pipeline.data.hub import files_record
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.reporting.facts import collect
-from drover.pipeline.reporting.render import compose, html, markdown
+from drover.pipeline.reporting.render import compose, markdown
 from tests.data.source_files import COMPRESS, batch, files_source, lines, payload_of, write_batches
 from tests.reporting.made_up import write_run
 from tests.stages.conftest import run  # noqa: F401 - a fixture
@@ -59,18 +59,21 @@ def test_rows_count_as_their_share_of_the_file(tmp_path, name):
     assert (file.documents, file.rejected, file.became) == (180, 21, "partly")
     assert 0.9 < file.lost_bytes / file.bytes < 1
     assert about(tmp_path / name, text_field="body").lost_bytes == file.bytes
+    write_batches(tmp_path / name, batch(("text", pa.array([None] * 5000, pa.string()))))
+    file = about(tmp_path / name)
+    assert (file.became, file.rejected) == ("unread", 5000) and file.lost_bytes > 0.9 * file.bytes
 
 
-def test_a_line_beyond_its_part_is_lost_to_its_end(tmp_path):
-    (tmp_path / "f.jsonl").write_bytes(RECORD + b"\n" + b"x" * 5_000_000 + b"\n" + RECORD)
-    file = about(tmp_path / "f.jsonl", 0, 1_000_000, 2_000_000, 3_000_000, 5_000_000, 5_000_225, megabytes=1.0)
-    assert (file.documents, file.lost_bytes) == (2, 5_000_000)
-
-
-def test_an_array_is_read_by_the_first_part(tmp_path):
-    size = (tmp_path / "f.jsonl").write_bytes(b"[" + b", ".join([RECORD] * 99) + b"]")
-    file = about(tmp_path / "f.jsonl", 0, 50, 100, size)
-    assert (file.documents, file.rejected) == (99, 0)
+@pytest.mark.parametrize(("name", "content", "borders", "documents", "lost_bytes"), [
+    ("f.jsonl", RECORD + b"\n" + b"x" * 5_000_000 + b"\n" + RECORD, [1_000_000, 2_000_000, 3_000_000, 5_000_000], 2,
+     5_000_000),
+    ("f.jsonl", b"[" + b", ".join([RECORD] * 99) + b"]", [50, 100], 99, 0),
+    ("f.txt", b"a" * 70 + b"||b", [30], 2, 0)], ids=["a line beyond its part", "array", "separator"])
+def test_parts_say_together_what_became_of_their_file(tmp_path, name, content, borders, documents, lost_bytes):
+    (tmp_path / name).write_bytes(content)
+    file = about(tmp_path / name, 0, *borders, len(content), megabytes=1.0, separator="||" if name == "f.txt" else None)
+    assert (file.documents, file.lost_bytes) == (documents, lost_bytes)
+    assert file.separated is (True if name == "f.txt" else None)
 
 
 @pytest.mark.parametrize(("content", "named"), [
@@ -80,8 +83,9 @@ def test_an_array_is_read_by_the_first_part(tmp_path):
 @pytest.mark.parametrize("name", ["f.json", "f.jsonl"])
 def test_more_records_within_the_one_document_of_a_file_are_named(tmp_path, name, content, named):
     (tmp_path / name).write_text(json.dumps(content))
-    said = [line for line in remarks(files_source(tmp_path), [about(tmp_path / name)]) if "one document" in line]
-    assert len(said) == bool(named) and all(f"the field {named} ({name}) holds more" in line for line in said)
+    warnings = [own for own in remarks(files_source(tmp_path), [about(tmp_path / name)]) if "one document" in own]
+    assert len(warnings) == bool(named)
+    assert all(f"the field {named} ({name}) holds more" in own for own in warnings)
 
 
 @pytest.mark.parametrize(("name", "content", "records"), [
@@ -93,8 +97,9 @@ def test_rows_that_quotation_marks_may_have_joined_are_counted(tmp_path, name, c
     delimiter = content[1]
     data = f"n{delimiter}text\n{content}".encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    said = list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter=delimiter)]))
-    assert len(said) == records and all(f"in {records} records of 1 files ({name}) a quoted" in own for own in said)
+    warnings = list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter=delimiter)]))
+    assert len(warnings) == records
+    assert all(f"in {records} records of 1 files ({name}) a quoted" in own for own in warnings)
     assert not list(remarks(files_source(tmp_path), [about(tmp_path / name, delimiter=delimiter, quote="")]))
 
 
@@ -106,13 +111,6 @@ def test_a_packed_file_that_is_cut_off_is_said_to_miss_a_rest(tmp_path, ending):
     assert file.lost and file.documents and "read, but more is missing: the file cannot be read" in str(file)
     path.write_bytes(COMPRESS[ending](GOOD + b"{\n"))
     assert " of " in str(about(path)) and "missing" not in str(about(path))
-
-
-@pytest.mark.parametrize("name", ["f.parquet", "f.arrow"])
-def test_rows_of_nulls_have_bytes(tmp_path, name):
-    write_batches(tmp_path / name, batch(("text", pa.array([None] * 5000, pa.string()))))
-    file = about(tmp_path / name)
-    assert (file.became, file.rejected) == ("unread", 5000) and file.lost_bytes > 0.9 * file.bytes
 
 
 def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(tmp_path, run):  # noqa: F811
@@ -136,30 +134,23 @@ def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(
     assert counts["bytes"] == {"in": size, "rejected": sum(own["lost_bytes"] for own in rejected)}
     assert [own["file"] for own in counts["incomplete_files"]] == ["b.json", "d.json"]
     assert len(counts["remarks"]["s"]) == 2
-    page, text = reports(tmp_path, counts)
-    assert "Source s: the records of 1 files are those of a list in the field page" in text
-    assert "| s | 5 | 2 | 1 | 1 | 1 | " in text and "could not be read: 2. See Data." in page
-    for own in counts["incomplete_files"]:
-        assert f"| s/{own['file']} | {own['bytes']:,} | {own['lost_bytes']:,} | " in text
-        assert f"s/{own['file']}</td>" in page and own["reason"].split("<")[0][:20] in page
 
 
-def reports(tmp_path, counts):
-    """The report of a run whose stage shard counted this: the page and its Markdown."""
+def report(tmp_path, counts):
+    """The report of a run whose stage shard counted this, as Markdown."""
     made_up, _ = write_run(tmp_path / "report")
     manifest = read_manifest(made_up.own_folder("shard"))
     manifest.counts = counts
     manifest.write(made_up.own_folder("shard"))
-    document = compose(collect(made_up))
-    return html(document), markdown(document)
+    return markdown(compose(collect(made_up)))
 
 
-@pytest.mark.parametrize(("files", "fields", "left_out", "said"), [
+@pytest.mark.parametrize(("files", "fields", "left_out", "remark"), [
     (["d/train.jsonl", "d/test.jsonl", "LICENSE"], {"split": "train"}, {
         "LICENSE": "no text, by its name", "d/test.jsonl": "of another split"}, "1 files of"),
     (["a/b.csv", "a/c.csv", "b.csv", "README.md"], {"config_name": "x", "limit": 12}, {
         "b.csv": "of another configuration"}, "what follows the first 12 records is left out by its `limit`")])
-def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fields, left_out, said):  # noqa: F811
+def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fields, left_out, remark):  # noqa: F811
     for name in files:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         rows = [name if name == "README.md" else f"{name} {row}" for row in range(30)]
@@ -179,10 +170,10 @@ def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fie
     assert counts["bytes"] == {"in": size, "rejected": size * counts["rejected"] // counts["documents_in"]}
     assert (counts["documents_in"], counts["rejected"]) == ((12, 0) if "limit" in fields else (31, 1))
     assert counts["left_out_files"] == [{"source": "h", "file": file, "reason": left_out[file]} for file in left_out]
-    _, text = reports(tmp_path, counts)
+    text = report(tmp_path, counts)
     assert f"| h | {len(read)} | 0 | 0 | 0 | 0 | {len(read)} | " in text
     assert all(f"| h | {file} | {reason} |" in text for file, reason in left_out.items())
-    assert said in text and all(own in printed for own in counts["remarks"]["h"]) and "hold no record" not in text
+    assert remark in text and all(own in printed for own in counts["remarks"]["h"]) and "hold no record" not in text
 
 
 @pytest.mark.parametrize(("split", "read", "left_out"), [
@@ -196,8 +187,8 @@ def test_files_of_a_dataset_elsewhere_are_counted_by_what_the_library_resolved(m
             file.write(content)
     builder = datasets.load_dataset_builder("json", data_files={"train": list(sizes)[:2], "test": list(sizes)[2:]})
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
-    found = files_record(HubSource(kind="hf", name="h", dataset="someone/something", split=split))
-    assert found == {"files": len(read), "bytes": len("".join(read)), "left_out": left_out}
+    assert files_record(HubSource(kind="hf", name="h", dataset="someone/something", split=split)) == {
+        "files": len(read), "bytes": len("".join(read)), "left_out": left_out}
 
 
 @pytest.mark.parametrize(("separator", "content", "line"), [
@@ -210,8 +201,8 @@ def test_a_separator_that_does_not_occur_is_named_with_the_one_that_does(tmp_pat
     inputs = []
     for path in sorted(tmp_path.iterdir()):
         list(unit_documents(payload_of(path, separator=separator), inputs.append))
-    [said] = remarks(files_source(tmp_path, separator=separator), files_read(inputs))
-    assert said.startswith("warning: ") and line in said
+    [remark] = remarks(files_source(tmp_path, separator=separator), files_read(inputs))
+    assert remark.startswith("warning: ") and line in remark
 
 
 @pytest.mark.parametrize("text", ["a||", "a||b", "||", "\ufeffa||"])
@@ -220,8 +211,3 @@ def test_a_separator_anywhere_is_one(tmp_path, text):
     assert about(tmp_path / "f.txt", separator="||").separated
     (tmp_path / "f.txt").write_text(text.replace("||", "|"))
     assert about(tmp_path / "f.txt", separator="||").separated is False
-
-
-def test_a_separator_in_a_part_is_one_of_the_file(tmp_path):
-    (tmp_path / "f.txt").write_text("a" * 70 + "||b")
-    assert about(tmp_path / "f.txt", 0, 30, 73, separator="||").separated

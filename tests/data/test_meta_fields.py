@@ -7,7 +7,7 @@ from tests.data.source_files import batch, file_bytes, write_batches, write_json
 from tests.stages.test_shard import files_source, finished, folder_of, run, write_config
 
 
-def said(capsys):
+def output(capsys):
     """What was printed, its lines joined."""
     return " ".join("".join(capsys.readouterr()).split())
 
@@ -22,12 +22,12 @@ def test_fields_are_counted_over_all_units_and_one_of_no_record_is_refused(tmp_p
     config = write_config(tmp_path, [files_source("web", tmp_path / "*.jsonl", meta_fields=["url", "ulr"])],
                           shard_mb=0.001, validation_share=0.2, max_rejected_share=0.5)
     assert run(config) == 2
-    told = said(capsys)
-    assert "source web: none of the 80 records that could be read has a field named ulr" in told
-    assert "meta_fields" in told and not list(folder_of(config).rglob("*.tar"))
+    printed = output(capsys)
+    assert "source web: none of the 80 records that could be read has a field named ulr" in printed
+    assert "meta_fields" in printed and not list(folder_of(config).rglob("*.tar"))
     assert finished(config, "shard.sources.0.meta_fields=[url, rare]").counts["cards"]["web"]["fields"] == {
         "url": {"in": 40, "of": 80}, "rare": {"in": 1, "of": 80}}
-    assert "source web: meta field url in 40 of 80 documents" in said(capsys)
+    assert "source web: meta field url in 40 of 80 documents" in output(capsys)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow stream", "csv"])
@@ -40,11 +40,11 @@ def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, kind, 
     source = files_source("tables", tmp_path / "in" / "*", meta_fields=["name", "lang"])
     config = write_config(tmp_path, [source], validation_share=0.2, max_rejected_share=1.0)
     assert run(config) == 2
-    told = said(capsys)
-    assert "source tables: none of its 3 files has a column named lang; the columns of 1." in told
-    assert "are text, name, stars." in told and not (folder_of(config) / "units").exists()
+    printed = output(capsys)
+    assert "source tables: none of its 3 files has a column named lang; the columns of 1." in printed
+    assert "are text, name, stars." in printed and not (folder_of(config) / "units").exists()
     assert main(["--stage", "shard", "--config", str(config), "--cluster", "local", "name=b"]) == 2
-    assert "has a column named lang" in said(capsys) and not folder_of(config, "b").exists()
+    assert "has a column named lang" in output(capsys) and not folder_of(config, "b").exists()
     (tmp_path / "in/3.parquet").write_bytes(b"PAR1 cut off")
     assert run(config) == 2
     assert (folder_of(config) / "rejected.jsonl").read_text().count("no column named lang") == 2

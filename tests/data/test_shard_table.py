@@ -41,10 +41,10 @@ def make_shards(folder, count):
          [draw.integers(0, 500, length) for length in draw.integers(0, 40, 7)]) for number in range(count)])
 
 
-def data_of(folder, table, most=1000, whole=1 << 26, mixture=MIXTURE):
+def data_of(folder, table, most=1000, kept_bytes=1 << 26, mixture=MIXTURE):
     with patch.object(shard_table, "most_open", lambda: most):
         opened = OpenShards(table, folder)
-    opened._kept_offsets = whole
+    opened._kept_offsets = kept_bytes
     return training_data(folder, table, mixture=mixture, opened=opened)
 
 
@@ -62,18 +62,18 @@ def test_a_table_says_of_each_shard_what_its_record_does(tmp_path):
     assert len(empty) == len(empty.rows("train")) == 0 and list(empty.content("train")) == []
 
 
-@pytest.mark.parametrize(("mixture", "whole"), [(MIXTURE, 0), (None, 1 << 20)])
-def test_samples_are_those_of_shards_kept_whole_over_several_epochs(tmp_path, monkeypatch, mixture, whole):
+@pytest.mark.parametrize(("mixture", "kept_bytes"), [(MIXTURE, 0), (None, 1 << 20)])
+def test_samples_are_those_of_shards_kept_whole_over_several_epochs(tmp_path, monkeypatch, mixture, kept_bytes):
     """Also where threads read through a single place: a shard that is forgotten while another thread reads it must not
     give that thread another file's bytes."""
     monkeypatch.setattr(token_shards, "BLOCK", 3)
     table = ShardTable.of(make_shards(tmp_path, 14))
-    few, all_ = (data_of(tmp_path, table, *kept, mixture) for kept in ((1, whole), (1000, 1 << 26)))
+    few, all_ = (data_of(tmp_path, table, *kept, mixture) for kept in ((1, kept_bytes), (1000, 1 << 26)))
     assert min(few.order.epochs(600).values()) > 2
     numbers = [np.random.default_rng(seed).integers(0, 600, 40) for seed in range(20)]
     with ThreadPoolExecutor(8) as pool:
-        for asked, found in zip(numbers, pool.map(few.batch_of, numbers), strict=True):
-            assert_same_batches(found, all_.batch_of(asked))
+        for samples, batch in zip(numbers, pool.map(few.batch_of, numbers), strict=True):
+            assert_same_batches(batch, all_.batch_of(samples))
     assert documents_of(few, [(0, 60)]) == documents_of(all_, [(0, 60)])
 
 
@@ -83,7 +83,7 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     for number, record in enumerate(make_shards(tmp_path, 8) * 64):
         many.append({**record, "split": "train", "path": f"train/{record['source']}-9{number:04d}.arrow"})
         (tmp_path / many[-1]["path"]).symlink_to(tmp_path / record["path"])
-    data = data_of(tmp_path, ShardTable.of(many), most=20, whole=0)
+    data = data_of(tmp_path, ShardTable.of(many), most=20, kept_bytes=0)
     gc.collect()  # what other tests have left open
     kept, before = data.shards[0].opened, open_files()
     for first in range(0, 1500, 50):
@@ -110,11 +110,11 @@ def test_nothing_is_opened_before_it_is_read(tmp_path, opened):
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):
     records = make_shards(tmp_path, 10)
     table, path = ShardTable.of(records), tmp_path / records[1]["path"]
-    for harm, told in ((lambda: os.truncate(path, 100), f"damaged: it has 100 bytes instead of {records[1]['bytes']}"),
-                       (path.unlink, "cannot be read: No such file")):
+    for harm, problem in ((lambda: os.truncate(path, 100), f"it has 100 bytes instead of {records[1]['bytes']}"),
+                          (path.unlink, "cannot be read: No such file")):
         harm()
         assert size_problems(tmp_path, table, range(10)) == [refused(
-            UserError, rf"{path.name}.* {told}.* --stage encode again", data_of(tmp_path, table).batch_of,
+            UserError, rf"{path.name}.* {problem}.* --stage encode again", data_of(tmp_path, table).batch_of,
             np.arange(200))]
 
 

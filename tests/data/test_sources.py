@@ -71,7 +71,7 @@ def test_links_lead_to_a_folder_once(tmp_path, links, pattern, wanted):
         (tmp_path / "d" / link).symlink_to(tmp_path / target if target == "elsewhere" else target)
     assert [path for _, path in input_files(config_of(files_source(tmp_path / "d" / pattern)))] == \
         [tmp_path / "d" / name for name in wanted]
-    assert [found.url for found in find(f"file://{tmp_path}/d/{pattern}")] == \
+    assert [file.url for file in find(f"file://{tmp_path}/d/{pattern}")] == \
         [f"file://{tmp_path}/d/{name}" for name in wanted]
 
 
@@ -101,15 +101,15 @@ def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
     (tmp_path / "notes.doc").write_text("x")
     second = files_source(tmp_path / "*.doc").model_copy(update={"name": "second"})
     first = files_source(tmp_path / "*.txt", tmp_path / "gone.jsonl")
-    told = refused(UserError, "no file matches", names, first, second)
-    for said in ("*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.doc", ".parquet"):
-        assert said in told
+    message = refused(UserError, "no file matches", names, first, second)
+    for problem in ("*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.doc", ".parquet"):
+        assert problem in message
     assert read(second.model_copy(update={"format": "txt"}))[0][0].text == "x"
     (tmp_path / "data/web").mkdir(parents=True)
-    for pattern, said in (("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
+    for pattern, problem in (("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
                           ("dat/web/*.txt", f"(looked in {tmp_path}, where there is no dat/web)."),
                           ("data/web", "data/web is a folder: name its files, as in data/web/**/*.txt")):
-        refused(UserError, re.escape(said), read, pattern)
+        refused(UserError, re.escape(problem), read, pattern)
 
 
 def test_a_file_that_vanishes_is_not_taken_for_a_broken_one(tmp_path):
@@ -181,8 +181,8 @@ def test_text_files_and_saved_datasets_are_not_read_by_the_library(tmp_path, nam
     refused(UserError, r"each line a document.*kind: files", names, hub_source(tmp_path))
     for saved in (data := datasets.Dataset.from_dict({"text": ["a"]})), datasets.DatasetDict({"train": data}):
         saved.save_to_disk(tmp_path / "saved")
-        told = refused(UserError, "written by save_to_disk", names, hub_source(tmp_path / "saved"))
-        assert texts(read(re.search(r"\[(.*)\]", told)[1])[0]) == ["a"]
+        message = refused(UserError, "written by save_to_disk", names, hub_source(tmp_path / "saved"))
+        assert texts(read(re.search(r"\[(.*)\]", message)[1])[0]) == ["a"]
         shutil.rmtree(tmp_path / "saved")
 
 

@@ -41,7 +41,7 @@ def record(shard, tmp_path):
     return output_record(tmp_path, shard, split="train", source="web", docs=len(DOCUMENTS))
 
 
-def found(folder, record, only=None):
+def read(folder, record, only=None):
     """Documents of a shard, and the error that ends them."""
     documents = []
     try:
@@ -56,17 +56,17 @@ def found(folder, record, only=None):
 def test_any_byte_may_be_wrong(shard, tmp_path, record, only, place, byte, cut):
     """In a header, a text or the end: a reader gives documents of the shard, or an error. What is not text may differ
     in one document, where only the hash of the whole file shows it."""
-    sound, path = shard.read_bytes(), tmp_path / "harmed" / record["path"]
-    place %= len(sound)
-    data = sound[:place] if cut else sound[:place] + bytes([byte]) + sound[place + 1:]
+    valid, path = shard.read_bytes(), tmp_path / "harmed" / record["path"]
+    place %= len(valid)
+    data = valid[:place] if cut else valid[:place] + bytes([byte]) + valid[place + 1:]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-    [whole, _], [documents, error] = found(tmp_path, record, only), found(tmp_path / "harmed", record, only)
-    assert error or len(documents) == len(whole)
-    assert [one.text for one in documents] == [one.text for one in whole[:len(documents)]]
-    assert sum(one != other for one, other in zip(documents, whole, strict=False)) <= 1
+    [complete, _], [documents, error] = read(tmp_path, record, only), read(tmp_path / "harmed", record, only)
+    assert error or len(documents) == len(complete)
+    assert [one.text for one in documents] == [one.text for one in complete[:len(documents)]]
+    assert sum(one != other for one, other in zip(documents, complete, strict=False)) <= 1
     texts = (text for batch in read_texts(tmp_path / "harmed", record, 3000) for text in batch.texts)
-    if data == sound:
+    if data == valid:
         assert list(texts) == [own.text for own in DOCUMENTS]
     else:
         refused(UserError, r"web-00000\.tar is not what the stage shard committed", list, texts)
@@ -79,12 +79,12 @@ def test_a_cut_is_noticed_and_named(shard, tmp_path, record, inside):
         member = list(tar)[2]
         before = tar.getnames()[1]
     shard.write_bytes(shard.read_bytes()[:member.offset_data + 100 if inside else member.offset])
-    documents, error = found(tmp_path, record)
+    documents, error = read(tmp_path, record)
     expected = f"truncated or no text shard, after the member {before}" if inside else "holds 2 documents instead of 4"
     assert expected in error and "shard again" in error
     assert [document.text for document in documents] == [own.text for own in DOCUMENTS[:2]]
     shard.unlink()
-    assert "web-00000.tar is missing" in found(tmp_path, record)[1]
+    assert "web-00000.tar is missing" in read(tmp_path, record)[1]
 
 
 def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp_path, record):
@@ -99,8 +99,8 @@ def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp
 @pytest.mark.parametrize("member", [b"{not json", b'{"source": "web", "id": "1", "meta": {}}', b"[]",
                                     b'{"text": 5, "source": "web", "id": "1", "meta": {}}', b'{"text": "\xff"}'])
 def test_a_member_that_is_no_document_is_named(tmp_path, member):
-    whole = to_json(Document("a", "s", "1", {}))
-    write_members(tmp_path / "s.tar", [("abc", whole), ("broken", member)])
+    complete = to_json(Document("a", "s", "1", {}))
+    write_members(tmp_path / "s.tar", [("abc", complete), ("broken", member)])
     record = output_record(tmp_path, tmp_path / "s.tar", docs=2)
     refused(UserError, r"s\.tar.*broken\.json", list, read_shard(tmp_path, record, {1}))
 

@@ -10,15 +10,15 @@ from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, wr
 
 def cut(shape, cuts, chance):
     """Rectangles (offset, size) that cover `shape`, from that many cuts at random places; some may be empty."""
-    found = [((0,) * len(shape), tuple(shape))]
+    rectangles = [((0,) * len(shape), tuple(shape))]
     for _ in range(cuts if shape else 0):
-        offset, size = found.pop(chance.randrange(len(found)))
+        offset, size = rectangles.pop(chance.randrange(len(rectangles)))
         axis = chance.randrange(len(shape))
         at = chance.randint(0, size[axis])
         for start, length in ((0, at), (at, size[axis] - at)):
-            found.append(((*offset[:axis], offset[axis] + start, *offset[axis + 1:]),
+            rectangles.append(((*offset[:axis], offset[axis] + start, *offset[axis + 1:]),
                           (*size[:axis], length, *size[axis + 1:])))
-    return found
+    return rectangles
 
 
 def part_of(tensor, offset, size):

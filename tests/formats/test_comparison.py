@@ -65,12 +65,12 @@ def test_a_sharp_model_passes_and_block_by_block_transformers_computes_what_it_c
     streamed, absent = transformers_pass(tmp_path, IDS, lambda name, output: None)
     with torch.no_grad():
         assert torch.equal(whole(IDS).logits, streamed) and not absent
-    found = judged(tmp_path, weights, config, dtype)
-    assert found.layers_compared == 3 and 20 < found.largest_logit < 60
-    assert changes or found.largest_logit_difference > 1e-4, "an absolute limit would refuse it"
-    assert 0 < found.transformers_logit_error <= FACTOR * found.single_precision_logit_error < 0.05
-    assert found.argmax_equal >= found.argmax_decided > 150 and found.argmax_wrong == 0
-    assert found.transformers_loss_error < 0.01 < found.token_loss
+    result = judged(tmp_path, weights, config, dtype)
+    assert result.layers_compared == 3 and 20 < result.largest_logit < 60
+    assert changes or result.largest_logit_difference > 1e-4, "an absolute limit would refuse it"
+    assert 0 < result.transformers_logit_error <= FACTOR * result.single_precision_logit_error < 0.05
+    assert result.argmax_equal >= result.argmax_decided > 150 and result.argmax_wrong == 0
+    assert result.transformers_loss_error < 0.01 < result.token_loss
 
 
 def edited(change):
@@ -169,9 +169,9 @@ def test_each_side_is_judged():
     assert problems(near, off, off) == [] and problems(off, off, off) == [], "what float32 itself is off is no defect"
     assert "transformers' logits" in problems(near, off, near)[0]
     assert any("transformers' by only" in line for line in problems(off, near, off)), "ours is as near as transformers"
-    told = problems(near, bent, near)
-    assert any("the argmax differs on 1 of" in line for line in told)
-    assert any("token losses" in line for line in told)
+    lines = problems(near, bent, near)
+    assert any("the argmax differs on 1 of" in line for line in lines)
+    assert any("token losses" in line for line in lines)
     assert len(problems(near, near * float("nan"), near)) >= 2
-    found = agreement(reference, near, bent, near, ids, 1)
-    assert found.argmax_equal == 49 and found.argmax_decided > 40
+    result = agreement(reference, near, bent, near, ids, 1)
+    assert result.argmax_equal == 49 and result.argmax_decided > 40

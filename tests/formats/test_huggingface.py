@@ -84,8 +84,8 @@ def test_an_export_computes_the_same_in_transformers_and_is_read_back_to_the_bit
         expected, actual = theirs(tokens).logits, model(tokens)
     assert expected.std() > 0.1
     assert (actual - expected).abs().max().item() <= 1e-5
-    found, state = state_in(tmp_path)
-    assert found == config.model_copy(update={"ffn_dim": config.hidden})
+    read_back, state = state_in(tmp_path)
+    assert read_back == config.model_copy(update={"ffn_dim": config.hidden})
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
 
@@ -113,9 +113,10 @@ def test_every_crossing_is_written_as_the_class_that_computes_it_or_refused(bias
         if known == "Qwen2" and not qwens:
             known = None if window or width == "uneven" else "Llama"
         if known is None:
-            said = "qk_norm .* and .*no_rope_layer_interval" if norope else "model.qkv_bias with model.(sliding_w|dim)"
-            refused(UserError, said, refuse_unexportable, config, qwens=qwens)
-            refused(ValueError, said, write, built(config), tmp_path, qwens=qwens)
+            message = "qk_norm .* and .*no_rope_layer_interval" if norope else \
+                "model.qkv_bias with model.(sliding_w|dim)"
+            refused(UserError, message, refuse_unexportable, config, qwens=qwens)
+            refused(ValueError, message, write, built(config), tmp_path, qwens=qwens)
             continue
         refuse_unexportable(config.model_copy(update={"vocab_size": None}), qwens=qwens)
         model = built(config)

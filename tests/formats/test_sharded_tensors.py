@@ -67,9 +67,9 @@ def test_a_flat_range_is_the_elements_of_its_rectangles(shape, seed):
     chance, tensor = random.Random(seed), torch.arange(torch.Size(shape).numel()).view(tuple(shape))
     start = chance.randint(0, tensor.numel())
     stop = chance.randint(start, tensor.numel())
-    found = [part_of(tensor, offset, size).reshape(-1) for offset, size in rectangles(shape, start, stop)]
-    assert all(part.numel() for part in found) and len(found) <= max(1, 2 * len(shape) - 1)
-    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), torch.arange(start, stop))
+    result = [part_of(tensor, offset, size).reshape(-1) for offset, size in rectangles(shape, start, stop)]
+    assert all(part.numel() for part in result) and len(result) <= max(1, 2 * len(shape) - 1)
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *result]), torch.arange(start, stop))
 
 
 @pytest.mark.parametrize(("block", "run"), [(1, 1), (100, 1 << 30), (1 << 30, 1 << 30), (1 << 30, 1)])
@@ -92,8 +92,8 @@ def test_the_library_reads_the_files(tmp_path):
     pieces = [piece(tensor, *part) for part in rectangles(tensor.shape, 3, 17)]
     write_part(path, {**{name: [whole(each)] for name, each in alone.items()}, "cut": pieces})
     expected = alone | {"cut@0,3": tensor[:1, 3:], "cut@1,0": tensor[1:4], "cut@4,0": tensor[4:, :1]}
-    found = load_file(path)
-    assert found.keys() == expected.keys() and all(same(found[name], each) for name, each in expected.items())
+    result = load_file(path)
+    assert result.keys() == expected.keys() and all(same(result[name], each) for name, each in expected.items())
     for nothing in ({}, {"x": [TensorShard(torch.zeros(0, 4), (3, 0), (3, 4))]}):
         write_part(path, nothing)
         assert load_file(path) == {}
@@ -165,14 +165,14 @@ def test_a_part_that_shrinks_while_it_is_open(tmp_path):
         refused(UserError, "ends at byte", reader.read, "x")
 
 
-@pytest.mark.parametrize(("damage", "said"), [
+@pytest.mark.parametrize(("damage", "message"), [
     (Path.unlink, "missing or damaged"),
     (lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2})), "form 2")])
-def test_an_index_that_cannot_be_read_is_named(tmp_path, damage, said):
+def test_an_index_that_cannot_be_read_is_named(tmp_path, damage, message):
     """Damaged ones are tried by tests/test_fuzz.py."""
     write_checkpoint(tmp_path, {"x": torch.randn(6, 4)})
     damage(tmp_path / INDEX)
-    assert "\n" not in refused(UserError, said, CheckpointReader, tmp_path)
+    assert "\n" not in refused(UserError, message, CheckpointReader, tmp_path)
 
 
 @contextmanager

@@ -77,10 +77,11 @@ def test_a_checkpoint_that_does_not_fit_its_shape_is_refused(tmp_path):
     model = opinionated(SHAPES["untied"])
     folder, state = as_checkpoint(tmp_path / "x", model), {
         f"model.{name}": each.detach() for name, each in model.named_parameters()}
-    for wrong, said in (({"model.norm.weight": torch.ones(3)}, r"norm.weight is \[3\]; by the shape .* it is \[48\]"),
-                        ({"model.rope.freqs": torch.ones(4)}, "rope.freqs is no parameter")):
+    for wrong, message in (({"model.norm.weight": torch.ones(3)},
+                            r"norm.weight is \[3\]; by the shape .* it is \[48\]"),
+                           ({"model.rope.freqs": torch.ones(4)}, "rope.freqs is no parameter")):
         write_checkpoint(folder, state | wrong)
-        refused(UserError, said, open_weights, folder)
+        refused(UserError, message, open_weights, folder)
 
 
 @pytest.fixture
@@ -98,26 +99,26 @@ def reconfigured(folder, changes):
                                                     if value != "removed"}))
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
     (lambda tensors: tensors.update(extra=torch.ones(1)), "extra is no parameter of a Llama of 2 layers"),
     (lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].to(torch.int8)}),
      "model.norm.weight holds whole numbers .torch.int8.: quantised weights are not read")])
-def test_tensors_that_do_not_fit_are_said(folder, change, said):
+def test_tensors_that_do_not_fit_are_said(folder, change, message):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-    refused(UserError, said, open_weights, folder)
+    refused(UserError, message, open_weights, folder)
 
 
 def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_path):
     """Files that are cut off or changed anywhere are tried by tests/test_fuzz.py."""
     (folder / "model.safetensors").unlink()
     refused(UserError, "is missing", open_weights, folder)
-    for index, said in (('{"weight_map": {"a": "../../etc/passwd"}}', "is no path inside the folder"),
+    for index, message in (('{"weight_map": {"a": "../../etc/passwd"}}', "is no path inside the folder"),
                         ('{"weight_map": {"a": "b/c"}}', "not a file in its folder")):
         (folder / "model.safetensors.index.json").write_text(index)
-        refused(UserError, said, open_weights, folder)
+        refused(UserError, message, open_weights, folder)
     (folder / "model.safetensors.index.json").unlink()
     torch.save({"model.norm.weight": Hostile(tmp_path / "executed")}, folder / "pytorch_model.bin")
     refused(UserError, "nothing of it was executed", open_weights, folder)
@@ -127,13 +128,13 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
 
 
 class Hostile:
-    """Unpickled by anything that executes what it is told, it makes a file."""
+    """Makes a folder when it is unpickled by anything that calls what a pickle names."""
 
-    def __init__(self, path, call=os.mkdir, *more):
-        self.told = call, (str(path), *more)
+    def __init__(self, path):
+        self.path = str(path)
 
     def __reduce__(self):
-        return self.told
+        return os.mkdir, (self.path,)
 
 
 def test_nothing_in_a_pickle_is_executed(tmp_path):
@@ -156,13 +157,13 @@ def test_nothing_in_a_pickle_is_executed(tmp_path):
 def test_a_forged_size_is_said(tmp_path):
     """Files that are cut off anywhere are tried by tests/test_fuzz.py."""
     file = as_pickled(tmp_path / "x", opinionated(SHAPES["untied"])) / "pytorch_model.bin"
-    valid, said = file.read_bytes(), b"M" + struct.pack("<H", 90 * 48)
-    assert valid.count(said) == 2  # how many values the pickle says that lie in embedding and output
-    file.write_bytes(valid.replace(said, b"M" + struct.pack("<H", 10)))
+    valid, count = file.read_bytes(), b"M" + struct.pack("<H", 90 * 48)
+    assert valid.count(count) == 2  # how many values lie in embedding and output by the pickle
+    file.write_bytes(valid.replace(count, b"M" + struct.pack("<H", 10)))
     refused(UserError, "is truncated", open_weights, file.parent)
 
 
-@pytest.mark.parametrize(("changes", "said"), table(r"""
+@pytest.mark.parametrize(("changes", "message"), table(r"""
     {model_type: mistral, sliding_window: 8, layer_types: [full_attention, sliding_attention]} -> layer_types that do
     {vocab_size: 91} -> is \[90, 48\]; by its config.json it is \[91, 48\]
     {num_hidden_layers: 3} -> layers.2.* is missing
@@ -185,9 +186,9 @@ def test_a_forged_size_is_said(tmp_path):
     {rope_parameters: {rope_type: default, partial_rotary_factor: 0.25}} -> partial_rotary_factor = 0.25
     {rope_parameters: [1]} -> does not describe
     {num_attention_heads: 5} -> cannot be built""", yaml.safe_load))
-def test_what_the_config_says_of_another_network_is_refused_by_the_key(changes, said, folder):
+def test_what_the_config_says_of_another_network_is_refused_by_the_key(changes, message, folder):
     reconfigured(folder, changes)
-    assert "\n" not in refused(UserError, said, open_weights, folder)
+    assert "\n" not in refused(UserError, message, open_weights, folder)
 
 
 def test_a_folder_of_something_else_names_what_is_known(tmp_path):
@@ -237,8 +238,8 @@ def test_a_stored_output_matrix_of_a_tied_model_must_be_the_embedding(form, tmp_
     other[-1, -1] += 1e-6
     folder = with_head(form, tmp_path / "other", model, other)
     keys = ("tied_embeddings is true", "output") if form == "checkpoint" else ("tie_word_embeddings is true", "lm_head")
-    said = refused(UserError, f"{keys[0]}.*{keys[1]}.weight has other values", open_weights, folder)
-    assert f"set {keys[0].removesuffix(' is true')} to false" in said
+    message = refused(UserError, f"{keys[0]}.*{keys[1]}.weight has other values", open_weights, folder)
+    assert f"set {keys[0].removesuffix(' is true')} to false" in message
     if form != "checkpoint":  # the advice
         reconfigured(folder, {"tie_word_embeddings": False})
         with open_weights(folder) as weights:

@@ -35,8 +35,8 @@ def test_a_wrong_secret_is_told_with_the_url_and_without_the_secret(checking, mo
     name, wrong = checking.key
     monkeypatch.setenv(name, wrong)
     for call in CALLS:
-        told = refused(UserError, f"{checking.url}.*refused.*{name}", call, store)
-        assert not any(part in told for part in (SECRET, wrong, "\n"))
+        message = refused(UserError, f"{checking.url}.*refused.*{name}", call, store)
+        assert not any(part in message for part in (SECRET, wrong, "\n"))
 
 
 def test_a_bucket_that_is_not_there_is_named(checking):
@@ -59,8 +59,9 @@ def test_a_store_that_cannot_be_reached_is_told(failing, monkeypatch):
     az://box -> AZURE_STORAGE_ACCOUNT_KEY
     gs://bucket -> GOOGLE_APPLICATION_CREDENTIALS"""))
 def test_it_is_told_how_keys_are_set_where_neither_the_environment_nor_the_machine_has_some(url, names):
-    asked = "Error performing token request: Error performing GET http://169.254.169.254/x in 2s - HTTP error: timeout"
-    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", OSError(asked))
+    response = ("Error performing token request: Error performing GET http://169.254.169.254/x in 2s - HTTP error: "
+                "timeout")
+    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", OSError(response))
     assert re.fullmatch(rf"{url}/x: read was refused: the environment has no keys.*Set .*{names}.*\.", str(error))
 
 
@@ -93,7 +94,7 @@ def test_keys_are_taken_from_the_files_of_other_programs_also_where_they_are_ren
     nothing_set.setenv("AWS_CONFIG_FILE", str(settings))
     settings.write_text("[profile mine]\nregion = us-east-7\n")
 
-    def found(version, profile):
+    def keys_of(version, profile):
         """What is taken of the file's next version, whose time does not depend on how fine the disk's times are."""
         keys.write_text("".join(f"[{name}]\naws_access_key_id={name}-{version}\naws_secret_access_key = x\n"
                                 for name in ("default", "mine")))
@@ -102,8 +103,8 @@ def test_keys_are_taken_from_the_files_of_other_programs_also_where_they_are_ren
         assert clouds.client("s3://bucket") is clouds.client("s3://bucket")
         provider = clouds.client("s3://bucket").credential_provider
         return [provider()[name] for name in ("access_key_id", "secret_access_key")], provider.config.get("region")
-    assert found(1, "mine") == (["mine-1", "x"], "us-east-7") and found(2, "default") == (["default-2", "x"], None)
-    refused(UserError, r"s3://bucket cannot be opened: .*\(absent\)", found, 3, "absent")
+    assert keys_of(1, "mine") == (["mine-1", "x"], "us-east-7") and keys_of(2, "default") == (["default-2", "x"], None)
+    refused(UserError, r"s3://bucket cannot be opened: .*\(absent\)", keys_of, 3, "absent")
 
 
 def test_keys_that_a_program_renews_are_asked_for_again_before_they_expire(nothing_set, tmp_path):
@@ -114,8 +115,8 @@ def test_keys_that_a_program_renews_are_asked_for_again_before_they_expire(nothi
     (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/keys\n")
     nothing_set.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     nothing_set.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "absent"))
-    found = clouds.client("s3://bucket").credential_provider()
-    assert found["token"] == "c" and found["expires_at"] <= expires
+    keys = clouds.client("s3://bucket").credential_provider()
+    assert keys["token"] == "c" and keys["expires_at"] <= expires
 
 
 @pytest.mark.slow

@@ -90,5 +90,5 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(store, big, tmp_
     (lambda data, only_new: (data, False), "only if new")])
 def test_a_server_that_does_not_keep_its_promises_is_found_out(moto_server, monkeypatch, spoil, says):
     put = Cloud.put
-    monkeypatch.setattr(Cloud, "put", lambda self, key, *asked: put(self, key, *spoil(*asked)))
+    monkeypatch.setattr(Cloud, "put", lambda self, key, *arguments: put(self, key, *spoil(*arguments)))
     refused(UserError, says, preflight, Store(moto_server.url))

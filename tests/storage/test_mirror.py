@@ -99,9 +99,9 @@ def test_cut_off_before_any_change_a_copy_is_the_old_one_the_new_one_or_none_and
             again()
             killed = False
         with suppress(Missing):
-            found = Mirror(place).read()
-            Mirror(place).compare(found["files"], lambda: None)
-            assert found["of"] in ("7", "new")
+            record = Mirror(place).read()
+            Mirror(place).compare(record["files"], lambda: None)
+            assert record["of"] in ("7", "new")
         again()
         assert objects(place) == {**meant(files[0], changed), "README.md": b"somebody else's"}
         assert Mirror(place).read()["of"] == "new"
@@ -167,33 +167,33 @@ def test_a_place_without_a_finished_copy_gives_none(store, copy, tmp_path):
     refused(UserError, r"not finished\. Wait for the run mini", fetch_copy, store.url, tmp_path / "there")
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda path: path.write_bytes(bytes([9]) * 6000), "is not what was written: sha256"),
     (lambda path: path.write_bytes(b"x"), "has 1 bytes instead of 6,000"), (Path.unlink, "is missing")])
-def test_a_file_that_has_changed_since_it_was_written_is_not_sent(store, files, copy, change, told):
+def test_a_file_that_has_changed_since_it_was_written_is_not_sent(store, files, copy, change, message):
     change(files[0] / "6.bin")
-    refused(UserError, rf"6\.bin {told}", copy)
+    refused(UserError, rf"6\.bin {message}", copy)
     assert store.head("6.bin") is None and store.head(COPY) is None
 
 
-@pytest.mark.parametrize(("content", "told"), [(None, "is missing"), (bytes([9]) * 6000, "has other content")])
-def test_an_object_that_is_not_what_was_put_there_is_named(store, files, copy, tmp_path, content, told):
+@pytest.mark.parametrize(("content", "message"), [(None, "is missing"), (bytes([9]) * 6000, "has other content")])
+def test_an_object_that_is_not_what_was_put_there_is_named(store, files, copy, tmp_path, content, message):
     copy()
     store.delete(["6.bin"]) if content is None else store.put("6.bin", content)
-    refused(DamagedCopyError, rf"6\.bin {told}", Mirror(store).fetch, tmp_path / "there", files[1])
+    refused(DamagedCopyError, rf"6\.bin {message}", Mirror(store).fetch, tmp_path / "there", files[1])
 
 
 def listing(path):
     return json.dumps({"format": 1, "of": "a", "files": [{"path": path, "bytes": 1, "sha256": "a"}]}).encode()
 
 
-@pytest.mark.parametrize(("content", "told"), [
+@pytest.mark.parametrize(("content", "message"), [
     *((listing(path), "no path inside the folder") for path in ("../6.bin", "/x/6.bin", "a/../../6.bin")),
     *((torn, r"copy\.json is damaged") for torn in (
         b"", b"{}", b"[1]", b'{"format": 1, "of": "a", "files": [{"path": "a"}]}'))])
-def test_a_list_that_is_torn_or_names_files_outside_of_its_folder_is_damaged(store, content, told):
+def test_a_list_that_is_torn_or_names_files_outside_of_its_folder_is_damaged(store, content, message):
     store.put(COPY, content)
-    refused(DamagedCopyError, told, Mirror(store).read)
+    refused(DamagedCopyError, message, Mirror(store).read)
 
 
 def test_without_its_list_there_is_no_copy_and_the_newest_and_the_permanent_ones_stay(store):

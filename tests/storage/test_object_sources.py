@@ -85,11 +85,11 @@ def small(monkeypatch):
 
 def same_outputs(one, other):
     """Whether two configurations' shards are the same, and the manifests of both."""
-    found = [read_manifest(folder_of(config)) for config in (one, other)]
-    assert found[0].outputs == found[1].outputs and found[0].counts == found[1].counts
-    here, there = ({own["name"]: own["sha256"] for own in manifest.files} for manifest in found)
-    assert here == there
-    return found
+    manifests = [read_manifest(folder_of(config)) for config in (one, other)]
+    first, second = ((own.outputs, own.counts, {file["name"]: file["sha256"] for file in own.files})
+                     for own in manifests)
+    assert first == second
+    return manifests
 
 
 def test_shards_are_those_of_the_same_files_on_a_disk(tmp_path, files, checking, small, capsys):
@@ -98,9 +98,9 @@ def test_shards_are_those_of_the_same_files_on_a_disk(tmp_path, files, checking,
     local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", url)
     assert run(local) == run(remote) == 0
     capsys.readouterr()
-    [here, there] = same_outputs(local, remote)
-    assert here.counts["rejected"] >= 1
-    assert {own["path"] for own in there.files} == {f"{url}/{path.relative_to(files)}" for path in files.rglob("*")
+    _, manifest = same_outputs(local, remote)
+    assert manifest.counts["rejected"] >= 1
+    assert {own["path"] for own in manifest.files} == {f"{url}/{path.relative_to(files)}" for path in files.rglob("*")
                                                     if path.is_file() and not path.name.startswith(".")}
     upload(files, Store(url))  # whoever touches them without changing them changes nothing
     assert run(remote) == 0 and "up to date" in capsys.readouterr().out
@@ -173,13 +173,13 @@ def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files
             ("absent", "nothing/*.jsonl"), ("prefix", "not/there"), ("ending", "lines"), ("odd", "odd"))),
         files_source("nobucket", f"{nowhere}/x"),
         files_source("mixed", checking.url_of("text/a.txt"), files / "text/a.txt")])
-    said = printed(capsys, submit, "--stage", "shard", "--config", config, "--cluster", "local", expect=2)
+    message = printed(capsys, submit, "--stage", "shard", "--config", config, "--cluster", "local", expect=2)
     assert not (folder_of(config) / "units").exists()
     for part in (f"source absent: {checking.scheme}://", "no object matches", f" {nowhere} at this store",
                  "not/there: there is no", "(_SUCCESS) do not show their format",
                  "source mixed: `paths` has files of this machine and objects"):
-        assert part in said, said
-    assert "source ending" not in said
+        assert part in message, message
+    assert "source ending" not in message
 
 
 def test_every_byte_is_fetched_once_and_small_objects_by_one_request(tmp_path, files, moto_server):
@@ -189,11 +189,11 @@ def test_every_byte_is_fetched_once_and_small_objects_by_one_request(tmp_path, f
     moto_server.seen.clear()
     assert run(config) == 0
     for name in ("columns/a.parquet", "lines/a.jsonl", "lines/deep/er/b.jsonl"):
-        asked = [span.removeprefix("bytes=").split("-") for method, path, span in moto_server.seen
+        ranges = [span.removeprefix("bytes=").split("-") for method, path, span in moto_server.seen
                  if method == "GET" and span and path.endswith(name)]
-        assert len(asked) <= 2
+        assert len(ranges) <= 2
         if name.endswith("parquet"):
-            assert sum(int(stop) + 1 - int(start) for start, stop in asked) == (files / name).stat().st_size
+            assert sum(int(stop) + 1 - int(start) for start, stop in ranges) == (files / name).stat().st_size
 
 
 @pytest.mark.parametrize(("pattern",), table("""
@@ -211,20 +211,18 @@ def test_every_byte_is_fetched_once_and_small_objects_by_one_request(tmp_path, f
     lines/**/deep/er/b.jsonl
     **/**/b.jsonl"""))
 def test_wildcards_match_as_they_do_on_a_disk(files, pattern):
-    there = sorted(path.relative_to(files).as_posix() for path in files.rglob("*") if path.is_file())
-    found = glob.glob(pattern, root_dir=files, recursive=True)  # noqa: PTH207 - whose rules are meant
-    expected = sorted({path for path in found if (files / path).is_file()})
-    assert [path for path in there if matches(path.split("/"), pattern.split("/"))] == expected
+    paths = sorted(path.relative_to(files).as_posix() for path in files.rglob("*") if path.is_file())
+    matching = glob.glob(pattern, root_dir=files, recursive=True)  # noqa: PTH207 - whose rules are meant
+    assert [path for path in paths if matches(path.split("/"), pattern.split("/"))] == sorted(
+        {path for path in matching if (files / path).is_file()})
 
 
 def test_a_name_with_wildcards_that_is_there_is_meant(checking):
     store = Store(checking.url)
     for name in ("a[1].txt", "a1.txt", "b/x.txt", "b/.y.txt"):
         store.put(name, b"1")
-    assert [found.url for found in find(checking.url_of("a[1].txt"))] == [checking.url_of("a[1].txt")]
-    assert [found.name for found in find(checking.url_of("a[12].txt"))] == ["a1.txt"]
-    assert [found.name for found in find(checking.url_of("b"))] == ["x.txt"] == \
-        [found.name for found in find(checking.url_of("b/"))]
+    for pattern, name in (("a[1].txt", "a[1].txt"), ("a[12].txt", "a1.txt"), ("b", "b/x.txt"), ("b/", "b/x.txt")):
+        assert [object_file.url for object_file in find(checking.url_of(pattern))] == [checking.url_of(name)]
     refused(UserError, "no object", find, checking.url_of("a"))
 
 

@@ -11,7 +11,7 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import columnar
 from drover.pipeline.data.reading import unit_documents
-from tests.data.source_files import batch, lost, payload_of, texts, told, write_batches
+from tests.data.source_files import batch, lost, payload_of, separated, texts, write_batches
 
 TEXT = ("text", ["text 0", "text 1", "text 2"])
 
@@ -28,7 +28,7 @@ def write(path, *columns):
 
 def read(path, *borders, **fields):
     """(documents, rejections) of a file, or of its pieces between these borders."""
-    return told(unit_documents(payload_of(path, *borders, megabytes=0.001, **fields)))
+    return separated(unit_documents(payload_of(path, *borders, megabytes=0.001, **fields)))
 
 
 def strings(kind, values):
@@ -80,13 +80,13 @@ def test_a_column_that_is_there_twice_is_refused_by_name_where_it_is_wanted(path
 
 @pytest.mark.parametrize(("place", "start", "stream"), [("check_columns", 0, False), ("check_columns", 1, False),
                                                         ("_rows", 0, False), ("_rows", 0, True)])
-@pytest.mark.parametrize(("error", "told"), [
+@pytest.mark.parametrize(("error", "message"), [
     (pa.ArrowMemoryError("malloc of size 1048576 failed"), "needs more memory .*malloc of size 1048576 failed"),
     (OSError(errno.EIO, os.strerror(errno.EIO)), "cannot be read: Input/output error"),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None), (OSError("1400 requested and 1008 written"), None)])
-def test_a_shortage_of_memory_or_disk_is_no_damage(path, monkeypatch, place, start, stream, error, told):
+def test_a_shortage_of_memory_or_disk_is_no_damage(path, monkeypatch, place, start, stream, error, message):
     write_batches(path, batch(TEXT), stream=stream)
     monkeypatch.setattr(columnar, place, Mock(side_effect=error))
-    with pytest.raises(UserError if told else OSError, match=told and f"{path.name} {told}") as caught:
+    with pytest.raises(UserError if message else OSError, match=message and f"{path.name} {message}") as caught:
         read(path, start, path.stat().st_size)
-    assert told or caught.value is error
+    assert message or caught.value is error

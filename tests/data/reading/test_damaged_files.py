@@ -43,10 +43,10 @@ def test_zeros_behind_gzip_data_are_padding(tmp_path):
 def test_compressed_data_is_read_up_to_its_damage(tmp_path, harm, ending):
     """Of the lines before the damage all but those in the last buffer, and one rejection that names the rest."""
     rows, path = numbered(10_000), tmp_path / f"f.jsonl.{ending}"
-    whole = [json.loads(line)["text"] for line in rows.splitlines()]
+    complete = [json.loads(line)["text"] for line in rows.splitlines()]
     path.write_bytes(harm(COMPRESS[f".{ending}"](rows)))
     documents, [*garbage, rejection] = read(path)
-    assert texts(documents)[:3000] == whole[:3000] and len(documents) <= len(whole)
+    assert texts(documents)[:3000] == complete[:3000] and len(documents) <= len(complete)
     assert rejection.lost and "from here on" in rejection.reason and not any(own.lost for own in garbage)
 
 
@@ -55,20 +55,20 @@ def test_zstd_data_of_any_window_is_read(tmp_path, window):
     """As `zstd --long` writes it; zstd asks for the memory of the window only where the text is as long."""
     settings = zstandard.ZstdCompressionParameters.from_level(1, window_log=window, enable_ldm=True)
     stream = zstandard.ZstdCompressor(compression_params=settings).compressobj()
-    whole = stream.compress(numbered(5000)) + stream.flush()
-    assert zstandard.get_frame_parameters(whole).window_size == 1 << window
-    (tmp_path / "f.jsonl.zst").write_bytes(whole + zstandard.compress(numbered(7)))
+    complete = stream.compress(numbered(5000)) + stream.flush()
+    assert zstandard.get_frame_parameters(complete).window_size == 1 << window
+    (tmp_path / "f.jsonl.zst").write_bytes(complete + zstandard.compress(numbered(7)))
     documents, rejections = read(tmp_path / "f.jsonl.zst")
     assert rejections == [] and len(documents) == 5007
-    (tmp_path / "f.jsonl.zst").write_bytes(whole[:-2000])
+    (tmp_path / "f.jsonl.zst").write_bytes(complete[:-2000])
     documents, [rejection] = read(tmp_path / "f.jsonl.zst")
     assert len(documents) > 3000 and rejection.lost and "breaks off" in rejection.reason
 
 
 def test_what_the_first_buffer_gives_is_kept(tmp_path):
     """Also where the next read meets the damage."""
-    whole = gzip.compress(numbered(200))
-    (tmp_path / "f.jsonl.gz").write_bytes(whole[:len(whole) // 2])
+    complete = gzip.compress(numbered(200))
+    (tmp_path / "f.jsonl.gz").write_bytes(complete[:len(complete) // 2])
     documents, [rejection] = read(tmp_path / "f.jsonl.gz")
     assert len(documents) > 50 and rejection.lost
 
@@ -117,19 +117,19 @@ def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):
     assert lost(rejections) == [(2, False), (3, False), (5, True)]
 
 
-@pytest.mark.parametrize(("ending", "told"), [("parquet", (301, 300, False)), ("arrow", (301, 1, True))])
-def test_a_torn_row_group_or_record_batch_costs_its_own_rows(tmp_path, ending, told):
+@pytest.mark.parametrize(("ending", "wanted"), [("parquet", (301, 300, False)), ("arrow", (301, 1, True))])
+def test_a_torn_row_group_or_record_batch_costs_its_own_rows(tmp_path, ending, wanted):
     rows, path = [f"row {number} " + str(number ** 9) * 30 for number in range(900)], tmp_path / f"f.{ending}"
     write_batches(path, *(batch(("text", rows[start:start + 300])) for start in (0, 300, 600)))
     data = path.read_bytes()
     if ending == "parquet":
         start = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
     else:  # the metadata of the second batch, which follows those of the schema and of the first
-        start = [found.end() for found in re.finditer(b"\xff{4}", data)][2] + 4
+        start = [match.end() for match in re.finditer(b"\xff{4}", data)][2] + 4
     path.write_bytes(data[:start] + b"\xff" * 32 + data[start + 32:])
     documents, [rejection] = read(path)
     assert texts(documents) == rows[:300] + rows[600:]
-    assert (rejection.record, rejection.documents, rejection.lost) == told
+    assert (rejection.record, rejection.documents, rejection.lost) == wanted
     assert ending == "arrow" or documents[300].id == "f.parquet:601"
 
 

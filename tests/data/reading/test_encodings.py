@@ -41,16 +41,16 @@ def test_what_cannot_be_decoded_is_rejected_where_it_is(tmp_path, encoding, data
     assert {int(document.id.partition(":")[2]) for document in documents}.isdisjoint(bad)
 
 
-@pytest.mark.parametrize(("encoding", "data", "said"), [
+@pytest.mark.parametrize(("encoding", "data", "reason"), [
     ("latin-1", "größer".encode(), "it is UTF-8, not iso8859-1"),
     ("utf-16-le", b"plain text", "it is UTF-8, not utf-16-le"),
     ("utf-16", b"plain text", "no byte-order mark of UTF-16"), ("cp1252", "ü".encode("utf-16"), "`encoding: utf-16`"),
     ("utf-16", "ü".encode("utf-32"), "`encoding: utf-32`"), ("latin-1", b"%PDF-1.7\n", "it is a PDF file"),
     ("utf-16", "<html>".encode("utf-16"), "it is an HTML page"), ("latin-1", b"\x01\0\0\xff" * 9, "binary data")])
-def test_a_file_in_another_encoding_is_named_for_what_it_is(tmp_path, encoding, data, said):
+def test_a_file_in_another_encoding_is_named_for_what_it_is(tmp_path, encoding, data, reason):
     (tmp_path / "f.txt").write_bytes(data)
     documents, (rejection,) = read(files_source(tmp_path / "f.txt", encoding=encoding))
-    assert documents == [] and said in rejection.reason and rejection.lost
+    assert documents == [] and reason in rejection.reason and rejection.lost
 
 
 @pytest.mark.parametrize(("name", "encoding", "text"), [
@@ -71,8 +71,8 @@ def test_any_bytes_are_recoded_wherever_they_are_cut(encoding):
     rng, text = random.Random(1), ("äЭ字 a" * 5).encode(encoding, "ignore")
     for data in [text, *(rng.randbytes(40) for _ in range(200))]:
         at, recode = rng.randint(0, len(data)), recoder(encoding)
-        found = recode(data[:at], False) + recode(data[at:], True)
-        assert found.decode(errors="replace") == data.decode(encoding, "replace") or data != text
+        recoded = recode(data[:at], False) + recode(data[at:], True)
+        assert recoded.decode(errors="replace") == data.decode(encoding, "replace") or data != text
 
 
 def test_parquet_has_its_own_encoding(tmp_path):

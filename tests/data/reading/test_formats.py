@@ -36,25 +36,6 @@ def test_each_format_gives_the_same_documents(tmp_path, kind, ending):
         assert [document.meta for document in documents] == [{"stars": 1}, {"stars": 2}, {"stars": None}]
 
 
-def test_an_id_of_more_than_64_bits_is_one(tmp_path):
-    (tmp_path / "f.jsonl").write_text(f'{{"text": "a", "name": {2**100}}}')
-    [document], _ = read(files_source(tmp_path / "f.jsonl", id_field="name"))
-    assert document.id == str(2**100)
-
-
-@pytest.mark.parametrize("content", [
-    json.dumps(RECORDS), lines(RECORDS).decode(), f"{json.dumps(RECORDS[:2])}\n{json.dumps(RECORDS[2:])} []\n",
-    f"{json.dumps(RECORDS[:1])}[] {json.dumps(RECORDS[1])}\n{json.dumps(RECORDS[2])}"],
-    ids=["array", "values", "arrays", "both"])
-def test_json_is_arrays_or_values_in_a_row(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(readers, "CHUNK", 7)  # values and numbers are cut by the end of what was read
-    (tmp_path / "f.json").write_text(f" {content} \n")
-    documents, rejections = read(files_source(tmp_path / "f.json", meta_fields=["stars"]))
-    assert [(own.id, own.text, own.meta["stars"]) for own in documents] == [
-        (f"f.json:{number}", record["text"], record["stars"]) for number, record in enumerate(RECORDS, 1)]
-    assert rejections == []
-
-
 @pytest.mark.parametrize(("content", "reason"), [
     *((f'[{{"text": "a"}}] {after}', "something stands after the array's end")
       for after in ("<html>busy</html>", "]", ', {"text": "b"}', "\0" * 9)),
@@ -77,7 +58,9 @@ def test_a_column_that_is_missing_or_holds_numbers_is_no_text(tmp_path, kind):
         assert rejections and all("int64" in rejection.reason for rejection in rejections)
 
 
-def test_meta_becomes_plain_json(tmp_path):
+def test_ids_and_meta_become_plain_json(tmp_path):
+    (tmp_path / "f.jsonl").write_text(f'{{"text": "a", "name": {2**100}}}')
+    assert read(files_source(tmp_path / "f.jsonl", id_field="name"))[0][0].id == str(2**100)
     write_batches(tmp_path / "f.parquet", batch(
         ("text", ["a"]), ("when", pa.array([0], pa.timestamp("s"))), ("score", [float("nan")]),
         ("tags", [[1.5, float("inf")]])))
@@ -96,10 +79,14 @@ JSON = [json.dumps(record) for record in LONG]
     ",\n".join(JSON) + ",", f"{JSON[0]}\n{JSON[1]}{JSON[2]}\n" + "\r".join(JSON[3:]),
     f"{JSON[0]}\n{json.dumps(LONG[1:])}\n", "\n".join(f"\ufeff{own}" for own in JSON),
     "".join(f"\x1e{own}\n" for own in JSON),
-    json.dumps({"version": 1, "data": LONG}), json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n\r\n\n"],
+    json.dumps({"version": 1, "data": LONG}), json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n\r\n\n",
+    f" {json.dumps(LONG[:3])}\n{json.dumps(LONG[3:])} []\n",
+    f"{json.dumps(LONG[:3])} {JSON[3]}\n" + "\n".join(JSON[4:])],
     ids=["cr", "nothing", "spaces", "commas", "array", "indented array", "indented values", "array of lines",
-         "commas at ends", "mixed", "array in a line", "marks", "sequence", "wrapped", "wrapped twice"])
-def test_records_that_do_not_stand_on_lines_of_their_own_are_read(tmp_path, content, ending):
+         "commas at ends", "mixed", "array in a line", "marks", "sequence", "wrapped", "wrapped twice", "arrays",
+         "array and values"])
+def test_records_that_do_not_stand_on_lines_of_their_own_are_read(tmp_path, monkeypatch, content, ending):
+    monkeypatch.setattr(readers, "CHUNK", 7)  # values are cut by the end of what was read
     path = tmp_path / f"f.{ending}"
     path.write_bytes(COMPRESS[path.suffix if ending.count(".") else ""](content.encode()))
     documents, rejections = read(path)

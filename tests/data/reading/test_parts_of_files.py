@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import io
 import json
 import os
 from itertools import chain, pairwise
@@ -20,7 +19,7 @@ from drover.pipeline.data import sources, streams
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import reading_units
 from drover.pipeline.storage.object_files import content_hash
-from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
+from tests.data.source_files import batch, files_source, lines, payload_of, separated, texts, write_batches
 from tests.refusal import refused
 
 
@@ -32,14 +31,14 @@ def small_chunks(monkeypatch):
 def read(payload):
     """(texts, ids, rejections, records of what was read)."""
     seen = []
-    documents, rejections = told(unit_documents(payload, seen.append))
+    documents, rejections = separated(unit_documents(payload, seen.append))
     return texts(documents), [document.id for document in documents], rejections, seen
 
 
 def in_parts(path, borders, **fields):
     """What each part gives, in order, each read as a unit of its own."""
-    found = [read(payload_of(path, start, stop, **fields)) for start, stop in pairwise(borders)]
-    return [list(chain.from_iterable(part[field] for part in found)) for field in range(4)]
+    parts = [read(payload_of(path, start, stop, **fields)) for start, stop in pairwise(borders)]
+    return [list(chain.from_iterable(part[field] for part in parts)) for field in range(4)]
 
 
 def all_borders(size, inner):
@@ -47,7 +46,8 @@ def all_borders(size, inner):
 
 
 LINE = st.one_of(
-    st.sampled_from([b"", b" ", "\u2028".encode(), b"\r", b'{"text": "cut', b'{"text": "\xe2\x82"}', b"\xff", b"7"]),
+    st.sampled_from([b"", b" ", "\u2028".encode(), b"\r", b'{"text": "cut', b'{"text": "\xe2\x82"}', b"\xff", b"7",
+                     b"x" * 60]),
     st.text(alphabet="ab\u2028\x85\r\u20ac\U0001f600\0 ", max_size=6).map(lambda text: json.dumps(
         {"text": text}, ensure_ascii=False).encode()))
 INNER = st.lists(st.integers(0, 5000), max_size=8)
@@ -56,15 +56,17 @@ INNER = st.lists(st.integers(0, 5000), max_size=8)
 LIMITS = st.integers(3, 40).map(lambda limit: limit / 1e6) | st.just(128.0)
 
 
-@settings(max_examples=60)
-@given(rows=st.lists(LINE, min_size=1, max_size=12), joint=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), inner=INNER)
-def test_lines(tmp_path, rows, joint, inner):
+@settings(max_examples=150)
+@given(rows=st.lists(LINE, min_size=1, max_size=12), joint=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), inner=INNER,
+       bom=st.booleans(), megabytes=LIMITS)
+def test_lines(tmp_path, rows, joint, inner, bom, megabytes):
     """How separators are found has the next test."""
-    path, data = tmp_path / "f.jsonl", joint.join(rows)
+    path, data = tmp_path / "f.jsonl", codecs.BOM_UTF8 * bom + joint.join(rows)
     path.write_bytes(data)
-    whole, parts = ((found[0], [(own.reason, own.documents, own.lost) for own in found[2]]) for found in (
-        read(payload_of(path)), in_parts(path, all_borders(len(data), inner))))
-    assert parts == whole
+    undivided, parts = ((result[0], [(own.reason, own.documents, own.lost, own.lost_bytes) for own in result[2]])
+                        for result in (read(payload_of(path, megabytes=megabytes)),
+                                       in_parts(path, all_borders(len(data), inner), megabytes=megabytes)))
+    assert parts == undivided
 
 
 @settings(max_examples=150)
@@ -84,24 +86,6 @@ def test_texts_between_separators(tmp_path, separator, pieces, bom, megabytes):
     assert [own.encode() for own in texts] == [own for own in every if len(own) <= limit]
     assert len(rejections) == sum(len(own) > limit for own in every)
     assert all("longer than shard.max_document_mb" in own.reason for own in rejections)
-
-
-@settings(max_examples=150)
-@given(pieces=st.lists(st.sampled_from([b"\n", b"\n\n", b"7", b"x" * 30, b"\xef\xbb\xbf"]), min_size=1, max_size=24),
-       inner=INNER, limit=st.integers(1, 40))
-def test_lines_in_parts_begin_where_they_do_in_the_file(pieces, inner, limit):
-    data = b"".join(pieces)
-    whole = list(streams.separated(io.BufferedReader(io.BytesIO(data)), b"\n", limit))
-    parts = []
-    for start, stop in pairwise(all_borders(len(data), inner)):
-        stream = io.BufferedReader(io.BytesIO(data))
-        stream.seek(start)
-        parts += streams.separated(stream, b"\n", limit, start, stop)
-    assert parts == whole
-    beginning = len(codecs.BOM_UTF8) * data.startswith(codecs.BOM_UTF8)
-    *lines, last = data[beginning:].split(b"\n")
-    assert [line if isinstance(line, int) else len(line) for _, line in whole] == [
-        *map(len, lines), *([len(last)] if last else [])]
 
 
 @settings(max_examples=60)
@@ -174,9 +158,9 @@ def units_of(folder, files, source=(), **settings):
         with open(folder / name, "wb") as file:
             file.truncate(size)
     config = ShardConfig(sources=[files_source(folder / "*", **dict(source))], **settings)
-    found = reading_units(config, listed_files([(f"s/{name}", folder / name) for name in files]))
-    assert [payload["name"] for payload in found] == [f"s-{number:05d}" for number in range(len(found))]
-    return found
+    units = reading_units(config, listed_files([(f"s/{name}", folder / name) for name in files]))
+    assert [payload["name"] for payload in units] == [f"s-{number:05d}" for number in range(len(units))]
+    return units
 
 
 def cut(folder, files, shard_mb=0.001, **source):
@@ -188,21 +172,21 @@ def cut(folder, files, shard_mb=0.001, **source):
 def test_the_first_units_of_a_source_keep_examples_if_there_are_filters(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "EXAMPLE_UNITS", 2)
     for filters, kept in (([{"kind": "length", "min_words": 1}], [7, 7, None]), ([], [None] * 3)):
-        found = units_of(tmp_path, dict.fromkeys("abc", 1000), {"format": "txt"}, filters=filters, shard_mb=0.001,
+        units = units_of(tmp_path, dict.fromkeys("abc", 1000), {"format": "txt"}, filters=filters, shard_mb=0.001,
                          dropped_examples=7)
-        assert [payload.get("examples") for payload in found] == kept
+        assert [payload.get("examples") for payload in units] == kept
 
 
 def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "LEAST_PART", 1000)
-    found = cut(tmp_path, {"b.jsonl": 3000, "c.jsonl": 10, "d.jsonl": 20, "e.jsonl.gz": 9000, "f.parquet": 2001,
+    units = cut(tmp_path, {"b.jsonl": 3000, "c.jsonl": 10, "d.jsonl": 20, "e.jsonl.gz": 9000, "f.parquet": 2001,
                            "g.jsonl": 2000, "h.csv": 9000, "i.txt": 9000})
-    assert [" ".join(f"{name}[{start}:{stop}]" for name, start, stop in unit) for unit in found] == [
+    assert [" ".join(f"{name}[{start}:{stop}]" for name, start, stop in unit) for unit in units] == [
         "b.jsonl[0:1000]", "b.jsonl[1000:2000]", "b.jsonl[2000:3000]",
         "c.jsonl[0:10] d.jsonl[0:20] e.jsonl.gz[0:9000]", "f.parquet[0:1000]", "f.parquet[1000:2001]",
         "g.jsonl[0:2000]", "h.csv[0:9000]", "i.txt[0:9000]"]
-    for fields, units in (({"separator": "||", "format": "txt"}, [1, 1]), ({"format": "jsonl"}, [9, 1])):
-        assert [len(cut(tmp_path, {name: 9000}, **fields)) for name in ("i.txt", "j.zst")] == units
+    for fields, counts in (({"separator": "||", "format": "txt"}, [1, 1]), ({"format": "jsonl"}, [9, 1])):
+        assert [len(cut(tmp_path, {name: 9000}, **fields)) for name in ("i.txt", "j.zst")] == counts
     monkeypatch.undo()
     pieces = [piece for [piece] in cut(tmp_path, {"a.jsonl": 50 * 10**9}, ShardConfig().shard_mb)]
     assert all(start % (1 << 23) == 0 and stop - start < 1.2 * 64e6 for _, start, stop in pieces)
