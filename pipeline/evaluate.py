@@ -8,6 +8,8 @@ model, or a shard of it if it is too large, and does a share of the work. Rank 0
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,23 +30,21 @@ if TYPE_CHECKING:
     from drover.pipeline.evaluation.open_model import OpenedModel
     from drover.pipeline.parallel.ranks import Ranks
 
-TRAINING_BYTES = 1_000_000_000
-"""Bytes of training text on which the unigram baseline is fitted, spread evenly over the shards."""
-
 
 def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json."""
     go_offline()  # before anything imports the libraries that look for it
     from drover.pipeline.data.shard_table import ShardTable
-    from drover.pipeline.evaluation.baselines import in_background
+    from drover.pipeline.evaluation.baselines import compare
     from drover.pipeline.evaluation.cached import Cached
-    from drover.pipeline.evaluation.validation import measure_validation, wanted_texts
+    from drover.pipeline.evaluation.validation import measure_validation
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     from drover.pipeline.training.data.opening import download_once_per_node
     from drover.pipeline.training.rank_agreement import RankAgreement
 
     settings = work.config.evaluate
     ranks = start_ranks(store=work.store, device=work.config.launch.device)
+    background = ThreadPoolExecutor(1, "baselines")
     try:
         RankAgreement.gather(ranks, work)  # refuses ranks with different code or settings
         table = ShardTable.of(work.input("encode")[1].outputs)
@@ -53,38 +53,39 @@ def evaluate(work: Work) -> None:
         opened = _load(work, ranks)
         length = settings.sequence_length or opened.config.context_length
         cached = Cached(work, ranks)
-        identity = _identity(work, "shard encode", "validation_tokens compressed_mb")
-        wanted = None if cached.has("baselines", identity) else ranks.by_leader(
-            lambda: wanted_texts(work), share=False)
-        with in_background(ranks, *work.input("shard"), wanted or {}, TRAINING_BYTES,
-                           int(settings.compressed_mb * 1e6)) as baselines:
-            validation = cached.get(
-                "validation text", _identity(work, "encode convert", "validation_tokens sequence_length dtype"),
-                lambda: measure_validation(work, ranks, opened, length))
-            continuations = cached.get(
-                "continuations", _identity(work, "tokenizer convert", "prompts prompt_tokens temperature top_p dtype"),
-                lambda: continue_prompts(work, ranks, opened))
-            tasks = measure_tasks(work, ranks, cached, opened, length)
-            if settings.contamination:
-                search_items(work, ranks, cached, tasks)
-            try:
-                validation["baselines"] = cached.get("baselines", identity, baselines)
-            except UserError:  # on every rank: the text has changed or is damaged; report a damaged input first
-                _refuse_changed_inputs(ranks, inputs, cached)
-                raise
+        identity = _identity(work, ("shard", "encode"), ("validation_tokens", "compressed_mb"))
+        due = ranks.leads and cached.record("baselines", identity) is None
+        baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
+        validation = cached.get(
+            "validation text",
+            _identity(work, ("encode", "convert"), ("validation_tokens", "sequence_length", "dtype")),
+            lambda: measure_validation(work, ranks, opened, length))
+        continuations = cached.get(
+            "continuations", _identity(work, ("tokenizer", "convert"), (
+                "prompts", "prompt_tokens", "temperature", "top_p", "dtype")),
+            lambda: continue_prompts(work, ranks, opened))
+        tasks = measure_tasks(work, ranks, cached, opened, length)
+        if settings.contamination:
+            search_items(work, ranks, cached, tasks)
+        try:
+            validation["baselines"] = cached.get("baselines", identity, lambda: ranks.by_leader(baselines.result))
+        except UserError:  # on every rank: the text has changed or is damaged; report a damaged input first
+            _refuse_changed_inputs(ranks, inputs, cached)
+            raise
         _refuse_changed_inputs(ranks, inputs, cached)
         if ranks.leads:
             _write(work, ranks, opened, cached.seconds, {
                 "validation": {**validation, "window": length}, "tasks": tasks, "continuations": continuations})
         ranks.barrier()  # the others end when the stage is committed
     finally:
+        background.shutdown(wait=False)
         stop_ranks()
 
 
-def _identity(work: Work, stages: str, settings: str = "") -> Record:
+def _identity(work: Work, stages: Sequence[str], settings: Sequence[str] = ()) -> Record:
     """The values that decide a result: digests of the stages that it needs, and settings of the section evaluate."""
-    return {**{stage: work.fingerprint["inputs"][stage] for stage in stages.split()},
-            **{name: getattr(work.config.evaluate, name) for name in settings.split()}}
+    return {**{stage: work.fingerprint["inputs"][stage] for stage in stages},
+            **{name: getattr(work.config.evaluate, name) for name in settings}}
 
 
 def _files_of_rank(work: Work, ranks: Ranks, table: ShardTable) -> list[Expected]:
@@ -145,7 +146,8 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
     settings, log = work.config.evaluate, work.folder / "lm_eval.log"
     results, failed = dict[str, Any](), list[str]()
     model = HarnessModel(opened, batch=settings.batch, length=length, ranks=ranks)
-    identity = _identity(work, "tokenizer convert", "sequence_length dtype task_limit bootstrap_iters")
+    identity = _identity(work, ("tokenizer", "convert"), (
+        "sequence_length", "dtype", "task_limit", "bootstrap_iters"))
     for task in tasks:
         files = {name: digest for name, digest in work.fingerprint["files"].items()
                  if name.startswith(f"{task.name}/")}
@@ -166,7 +168,7 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: dict[str, Any]
     from drover.pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
 
     texts = [text for task in tasks.values() for text in task["per_item"]["texts"]]
-    shares = iter(cached.get("contamination", {**_identity(work, "shard"), "texts": sha256_json(texts)},
+    shares = iter(cached.get("contamination", {**_identity(work, ("shard",)), "texts": sha256_json(texts)},
                              lambda: shares_in_training_text(texts, *work.input("shard"), ranks)))
     for task in tasks.values():
         task["contamination"] = clean_and_dirty(task["per_item"], [next(shares) for _ in task["per_item"]["texts"]])
@@ -184,19 +186,16 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[Reco
         if len(ids) >= context:
             raise UserError(f"evaluate.prompts.{number} has {len(ids)} tokens, which leaves no room in the model's "
                             f"context of {context}. Shorten it.")
-    written = dict[int, Record]()
 
-    def write() -> None:
-        with opened.placed.together, named_if_nan(opened):
-            for number in range(ranks.rank, len(prompts), ranks.world):
-                room = min(settings.prompt_tokens, context - len(prompts[number]))
-                new, = generate(opened.model, [prompts[number]], room, temperature=settings.temperature,
-                                top_p=settings.top_p, seed=number, stop_ids=eos_ids(opened))
-                written[number] = {"prompt": settings.prompts[number], "text": opened.tokenizer.decode(new),
-                                   "tokens": len(new), "ended": len(new) < room}
+    def write(number: int) -> Record:
+        room = min(settings.prompt_tokens, context - len(prompts[number]))
+        with named_if_nan(opened):
+            new, = generate(opened.model, [prompts[number]], room, temperature=settings.temperature,
+                            top_p=settings.top_p, seed=number, stop_ids=eos_ids(opened))
+        return {"prompt": settings.prompts[number], "text": opened.tokenizer.decode(new), "tokens": len(new),
+                "ended": len(new) < room}
 
-    ranks.by_all(write)
-    return [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]
+    return opened.placed.divide(ranks, range(len(prompts)), write)
 
 
 def _write(work: Work, ranks: Ranks, opened: OpenedModel, seconds: dict[str, float], measured: Record) -> None:

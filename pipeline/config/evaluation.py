@@ -41,7 +41,7 @@ class EvaluateConfig(Section):
     compressed_mb: PositiveFloat = added(64.0)
     """Validation text in MB that gzip and xz compress for comparison, of all sources together. The first whole
     documents of each are taken. Before them they get as much training text, at most their windows: xz 64 MB from all
-    shards, gzip 32 KB. A separate process compresses while the ranks evaluate: about a minute for 64 MB of training
+    shards, gzip 32 KB. A thread of rank 0 compresses while the ranks evaluate: about a minute for 64 MB of training
     text, and as long for 64 MB of validation text."""
     batch: PositiveInt = execution(16)
     """Sequences per forward pass."""

@@ -12,36 +12,32 @@ documents, which the model does not.
 
 The documents of a source are concatenated in order. After training text only the bytes that they add to it count, and
 the sources follow one another; else file headers count too. The compressors get the first documents, up to
-`evaluate.compressed_mb`, and as much training text. One separate process computes all baselines once, in the
-background: it needs no torch, and does not take the interpreter lock of a rank that keeps a GPU busy.
+`evaluate.compressed_mb`, and as much training text. A thread of rank 0 computes all of them once, while the ranks
+measure; the compressors do not hold the interpreter lock.
 """
 
 from __future__ import annotations
 
 import gzip
 import lzma
-import os
-import signal
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from multiprocessing import get_context
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.orphans import end_with_parent
-from drover.pipeline.evaluation.validation import Wanted, byte_counts, read_texts, training_bytes, training_text
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.remote_tokens import shards_of
+from drover.pipeline.evaluation.validation import (
+    byte_counts,
+    chosen_documents,
+    training_bytes,
+    training_text,
+    validation_texts,
+)
 
-if TYPE_CHECKING:
-    from drover.pipeline.parallel.ranks import Ranks
-
+TRAINING_BYTES = 1_000_000_000
+"""Bytes of training text on which the unigram baseline is fitted, spread evenly over the shards."""
 AFTER = " after training text"
 MEANING = {
     "unigram": "each byte coded by its frequency in the training text, no context",
@@ -117,57 +113,30 @@ def _deflated(text: bytes, before: bytes) -> int:
     return len(deflate.compress(text)) + len(deflate.flush())
 
 
-def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_bytes: int, most: int) -> Compared:
+def compare(work: Work) -> Compared:
     """The baselines of each source and, if there are several, of all together under OVERALL.
 
-    Every text is checked against its tokens' record. The compressors get whole documents, up to `most` bytes of all
-    sources together, the same amount of each, and as much training text, evenly from all of it.
+    Every text is checked against its tokens' record. The compressors get whole documents, up to
+    `evaluate.compressed_mb` of all sources together, the same amount of each, and as much training text, evenly from
+    all of it.
     """
-    counts, training = training_text(folder, manifest, train_bytes, min(most, LZMA_WINDOW))
-    size = sum(size for shards in wanted.values() for shard in shards.values() for _, size in shard.values())
-    of_source = most if size <= most else most / len(wanted)
+    (folder, manifest), most = work.input("shard"), int(work.config.evaluate.compressed_mb * 1e6)
+    shards, chosen = shards_of(work, "validation"), chosen_documents(work)
+    counts, training = training_text(folder, manifest, TRAINING_BYTES, min(most, LZMA_WINDOW))
+    size = sum(int(documents.text_bytes.sum()) for documents in chosen.values())
+    of_source = most if size <= most else most / len(chosen)
     compared, texts, everywhere = Compared(), dict[str, bytes](), np.zeros(256, np.int64)
-    for source, documents in wanted.items():
+    for source, documents in chosen.items():
         text, own = bytearray(), np.zeros(256, np.int64)
-        for document in read_texts(folder, manifest, source, documents):
+        for document in validation_texts(folder, manifest, source, shards[source], documents):
             own += byte_counts(document)
             if len(text) < of_source:
                 text += document
         texts[source] = bytes(text)
         compared[source] = baselines(texts[source], own, counts)
         everywhere += own
-    if len(wanted) > 1:
+    if len(chosen) > 1:
         compared[OVERALL] = baselines(b"".join(texts.values()), everywhere, counts)
     after, of_training = after_training(training, texts), training_bytes(manifest)
     return {source: {**values, **after[source], "training_bytes": len(training), "of_training_bytes": of_training}
             for source, values in compared.items()}
-
-
-@contextmanager
-def in_background(ranks: Ranks, *arguments: Any) -> Iterator[Callable[[], Compared]]:
-    """Run `compare` in a process of rank 0, which is ended with the context. Gives a function that waits for the
-    result, the same on every rank; every rank calls it.
-
-    arguments: of `compare`; the sources on rank 0, empty if the result will not be needed.
-    """
-    with ProcessPoolExecutor(1, get_context("spawn"), _prepare, (os.getpid(),)) as executor:
-        future = executor.submit(compare, *arguments) if ranks.leads and arguments[2] else None
-
-        def result() -> Compared:
-            assert future is not None
-            try:
-                return future.result()
-            except BrokenProcessPool:
-                raise UserError("The process that computes the compression baselines died. Probably the kernel killed "
-                                "it because memory ran out (see dmesg): xz needs up to 1 GB. Lower "
-                                "evaluate.compressed_mb; all other results are kept.") from None
-        try:
-            yield lambda: ranks.by_leader(result)
-        finally:
-            for process in (executor._processes or {}).values():
-                process.terminate()
-
-
-def _prepare(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    end_with_parent(parent)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class ValidationText:
         lengths: tokens of each document, if known without reading them.
     """
 
-    documents: Sequence[np.ndarray] | Mapping[int, np.ndarray]
+    documents: Sequence[np.ndarray]
     text_bytes: int
     lengths: Sequence[int] | None = None
 
@@ -86,22 +86,9 @@ class ValidationBatches:
         self._windows: list[tuple[str, list[TextPiece]]] = []
         self.targets: dict[str, int] = {}
         for name, text in self.texts.items():
-            lengths = text.lengths or [len(text.documents[number]) for number in range(len(text.documents))]
+            lengths = text.lengths or list(map(len, text.documents))
             self.targets[name] = sum(max(0, count - 1) for count in lengths)
             self._windows += [(name, pieces) for pieces in pack_windows(lengths, length)]
-
-    def keep_own(self) -> None:
-        """Read this rank's documents, and drop all others."""
-        own: dict[str, set[int]] = {name: set() for name in self.texts}
-        for turn in range(len(self)):
-            for name, pieces in self._windows[self._first(turn):self._first(turn) + self.batch]:
-                own[name].update(piece.document for piece in pieces)
-        self.texts = {name: replace(text, documents={number: text.documents[number] for number in sorted(own[name])})
-                      for name, text in self.texts.items()}
-
-    def _first(self, turn: int) -> int:
-        """The first window of this rank's batch number `turn`."""
-        return (turn * self.world + self.rank) * self.batch
 
     @property
     def sources(self) -> list[str]:
@@ -113,7 +100,7 @@ class ValidationBatches:
 
     def __iter__(self) -> Iterator[ValidationBatch]:
         for turn in range(len(self)):
-            first = self._first(turn)
+            first = (turn * self.world + self.rank) * self.batch
             yield self._build(range(first, min(first + self.batch, len(self._windows))))
 
     def _build(self, windows: range) -> ValidationBatch:

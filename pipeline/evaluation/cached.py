@@ -36,7 +36,7 @@ class Cached:
         identity: all inputs of the result, as JSON, besides the code and the libraries that measure. If those change,
         the part is measured again, so that the manifest names the code that made it.
         """
-        record, how = self._record(name, identity), "measured before, kept"
+        record, how = self.ranks.by_leader(lambda: self.record(name, identity)), "measured before, kept"
         if record is None:
             start = time.monotonic()
             value = json.loads(json.dumps(measure()))  # the same value whether cached or not
@@ -49,14 +49,10 @@ class Cached:
             self.say(f"{name}: {how}")
         return record["value"]
 
-    def has(self, name: str, identity: Record) -> bool:
-        """Whether `get` would take the part from disk."""
-        return self._record(name, identity) is not None
-
-    def _record(self, name: str, identity: Record) -> Any:
-        """A part's record, if its inputs are equal."""
+    def record(self, name: str, identity: Record) -> Any:
+        """What is on disk of a part, if its inputs are equal, else None. For rank 0."""
         self._keys[name] = key = sha256_json([identity, self._made_by])
-        return self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
+        return self.ledger.found({name: key}).get(name)
 
     def forget(self) -> None:
         """Invalidate all parts of this start: its inputs did not match their digests."""

@@ -9,7 +9,7 @@ the harness's own division a rank without documents fails while others wait for 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -86,7 +86,8 @@ class HarnessModel(HFLM):
             batches.append(order[:size])
             order = order[size:]
         score = super()._loglikelihood_tokens
-        scored = self._shared(batches, lambda batch: score([requests[number] for number in batch], True))
+        scored = self.opened.placed.divide(
+            self.ranks, batches, lambda batch: score([requests[number] for number in batch], True))
         result = {number: one for batch, results in zip(batches, scored, strict=True)
                  for number, one in zip(batch, results, strict=True)}
         return [result[number] for number in range(len(pairs))]
@@ -117,7 +118,7 @@ class HarnessModel(HFLM):
         """The model's continuation of each context, up to the first stop string. Request i uses seed i."""
         work = [self._prompt(seed, *request.args) for seed, request in enumerate(requests)]
         batches = [work[start:start + self.batch_size] for start in range(0, len(work), self.batch_size)]
-        return [text for texts in self._shared(batches, self._continued) for text in texts]
+        return [text for texts in self.opened.placed.divide(self.ranks, batches, self._continued) for text in texts]
 
     def _prompt(self, seed: int, context: str, settings: dict[str, Any]) -> tuple[list[int], Sampling]:
         """A context's ids, without their beginning if the new tokens need the room, and how the task samples."""
@@ -137,21 +138,3 @@ class HarnessModel(HFLM):
                             [sampling for _, sampling in prompts]):
             texts[piece.number] += piece.text
         return texts
-
-    def _shared(self, work: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
-        """Results of `function` in the order of `work`, each computed by one rank, on every rank. An error on one rank
-        is raised on all, which would otherwise wait for it."""
-        rank, world = self.ranks.rank, self.ranks.world
-        made, problem = list[Any](), None
-        try:
-            with self.opened.placed.together:
-                made = [function(item) for item in work[rank::world]]
-        except Exception as error:
-            if self.opened.placed.broken or world == 1:
-                raise
-            problem = UserError(f"{type(error).__name__} on rank {rank}: {error}")
-            problem.__cause__ = error
-        parts = self.ranks.gather((made, problem))
-        if failed := next((other for _, other in parts if other is not None), None):
-            raise failed from problem
-        return [parts[number % world][0][number // world] for number in range(len(work))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.model.names import parameter_shapes
 from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.weights import load_model
 from drover.pipeline.parallel.free_memory import free_memory
@@ -44,6 +45,29 @@ class Placed:
     def broken(self) -> bool:
         """Whether a call failed on this rank while others wait for it, so that the ranks cannot continue together."""
         return bool(getattr(self.together, "broken", False))
+
+    def divide(self, ranks: Ranks, work: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+        """Results of `function` in the order of `work`, each computed by one rank, on every rank.
+
+        Raises:
+            UserError: another rank failed, which would otherwise keep this one waiting.
+        """
+        made, error = list[Any](), None
+        try:
+            with self.together:
+                made = [function(item) for item in work[ranks.rank::ranks.world]]
+        except Exception as failure:
+            if self.broken:
+                raise
+            error = failure
+        message = None if error is None else str(error) if isinstance(error, UserError) else \
+            f"{type(error).__name__} on rank {ranks.rank}: {error}"
+        parts = ranks.gather((made, message))
+        if error is not None:
+            raise error
+        if failed := next((other for _, other in parts if other is not None), None):
+            raise UserError(failed)
+        return [parts[number % ranks.world][0][number // ranks.world] for number in range(len(work))]
 
 
 def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: Ranks = ALONE,

@@ -160,17 +160,16 @@ class _Guarded:
 
 def _metrics(results: Record, failed: dict[str, str]) -> dict[str, Record]:
     """Each metric's value and standard error, from the harness's `metric,filter` and `metric_stderr,filter`.
-    Those of metrics that failed are None, and those that are no numbers; `failed` gets the latter, too."""
+    Values that are no finite numbers, as of metrics that failed, are None; `failed` gets a reason for each."""
     metrics = dict[str, Record]()
     for key, value in results.items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
         shown = shown_name(metric, filter_name)
-        if metric not in failed and not _is_finite(value):
+        known, error = _is_finite(value), results.get(f"{metric}_stderr,{filter_name}", math.nan)
+        if not known and metric not in failed:
             failed[shown] = f"it is {str(value)[:80]}."
-        known = failed.keys().isdisjoint({metric, shown})
-        error = results.get(f"{metric}_stderr,{filter_name}", math.nan)
         metrics[shown] = {"value": float(value) if known else None,
                           "stderr": float(error) if known and _is_finite(error) else None}
     return metrics

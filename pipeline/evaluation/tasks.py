@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -61,18 +61,18 @@ class TaskFile:
                             f"local files. Evaluation is offline: give `dataset_path: json` and "
                             f"`dataset_kwargs: {{data_files: {{test: file.jsonl}}}}`, relative to the YAML file.")
         splits = given if isinstance(given, dict) else {"train": given}
-        return {split: self._paths(entry) for split, entry in splits.items()}
+        return {split: [path for pattern in (patterns if isinstance(patterns, list) else [patterns])
+                        for path in self._matches(str(pattern))] for split, patterns in splits.items()}
 
-    def _paths(self, entry: Any) -> list[str]:
-        result: list[str] = []
-        for item in entry if isinstance(entry, list) else [entry]:
-            path = os.path.normpath(self.path.parent.absolute() / str(item))
-            root = Path(path).anchor
-            matches = sorted(map(str, Path(root).glob(path[len(root):]))) if glob.has_magic(path) else [path]
-            if not matches:
-                raise UserError(f"The task {self.name} ({self.path}) reads {item}, but no file matches {path}.")
-            result += matches
-        return result
+    def _matches(self, pattern: str) -> list[str]:
+        folder = self.path.parent.absolute()
+        matches = [pattern]
+        if glob.has_magic(pattern):
+            matches = sorted(glob.glob(pattern, root_dir=folder, recursive=True))  # noqa: PTH207 - absolute ones, too
+        if not matches:
+            raise UserError(f"The task {self.name} ({self.path}) reads {pattern}, but no file matches "
+                            f"{folder / pattern}.")
+        return [os.path.normpath(folder / match) for match in matches]
 
     def inputs(self) -> list[tuple[str, Path]]:
         """All files that decide the task, with names that do not depend on where the folder is."""
@@ -94,40 +94,41 @@ def chosen_tasks(config: Config) -> list[TaskFile]:
     return tasks_named(config.evaluate.tasks, folders, "evaluate.tasks")
 
 
-def tasks_named(asked: list[str], places: list[Path], where: str) -> list[TaskFile]:
+def tasks_named(names: list[str], folders: list[Path], where: str) -> list[TaskFile]:
     """The tasks with these names under the folders, each once; UserError for a name that is unknown. where: the setting
     or option with the names, for messages."""
-    known = find_tasks(places) if asked else {}
-    if unknown := [name for name in asked if name not in known]:
+    known = find_tasks(folders) if names else {}
+    if unknown := [name for name in names if name not in known]:
         raise UserError(f"{where} names {', '.join(unknown)}, but the tasks in "
-                        f"{' and '.join(map(str, places)) or 'evaluate.task_folders'} are "
+                        f"{' and '.join(map(str, folders)) or 'evaluate.task_folders'} are "
                         f"{', '.join(sorted(known)) or 'none'}; "
                         f"{meant(unknown[0], known, 'a group or tag is named by its tasks.')}")
-    return [known[name] for name in dict.fromkeys(asked)]
+    return [known[name] for name in dict.fromkeys(names)]
 
 
-def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
+def find_tasks(folders: list[Path]) -> dict[str, TaskFile]:
     """Every task under the folders, by name; a later folder wins. UserError for broken YAML or a missing folder."""
     result: dict[str, TaskFile] = {}
-    for place in places:
-        if not place.is_dir():
-            raise UserError(f"{place} should hold tasks (evaluate.task_folders), but it is not a folder.")
-        here: dict[str, TaskFile] = {}
-        for path in _yaml_files(place):
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} should hold tasks (evaluate.task_folders), but it is not a folder.")
+        in_folder: dict[str, TaskFile] = {}
+        for path in _yaml_files(folder):
             settings, files = _read(path, ())
             name = settings.get("task")
             if not isinstance(name, str) or "group" in settings:
                 continue  # a group, or a file that others include
-            if name in here:
-                raise UserError(f"The task {name} is defined twice: in {here[name].path} and in {path}. Rename one.")
-            here[name] = TaskFile(name, path, settings, tuple(files))
-        result.update(here)
+            if name in in_folder:
+                raise UserError(f"The task {name} is defined twice: in {in_folder[name].path} and in {path}. Rename "
+                                f"one.")
+            in_folder[name] = TaskFile(name, path, settings, tuple(files))
+        result.update(in_folder)
     return result
 
 
-def _yaml_files(place: Path) -> list[Path]:
+def _yaml_files(root: Path) -> list[Path]:
     """All YAML files under a folder. If it contains a run, whose folders may vanish meanwhile, os.walk skips them."""
-    return sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(".yaml"))
+    return sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(".yaml"))
 
 
 def _read(path: Path, including: tuple[Path, ...]) -> tuple[Record, list[Path]]:

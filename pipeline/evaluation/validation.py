@@ -14,14 +14,12 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.chosen_documents import Chosen, ChosenDocuments, choose
 from drover.pipeline.data.remote_tokens import shards_of
+from drover.pipeline.data.shard_table import Shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 
 if TYPE_CHECKING:
     from drover.pipeline.evaluation.open_model import OpenedModel
     from drover.pipeline.parallel.ranks import Ranks
-
-Wanted = dict[str, dict[int, tuple[str, int]]]
-"""Documents of one source to read: by the name of their shard and their number in it, in order, key and UTF-8 bytes."""
 
 
 def chosen_documents(work: Work) -> dict[str, Chosen]:
@@ -55,32 +53,21 @@ def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: in
         "without_validation_text": [source.name for source in work.config.shard.sources if source.name not in chosen]}
 
 
-def wanted_texts(work: Work) -> dict[str, Wanted]:
-    """By source, the texts of the measured documents."""
-    shards, sources = shards_of(work, "validation"), dict[str, Wanted]()
-    for source, chosen in chosen_documents(work).items():
-        wanted = sources[source] = Wanted()
-        for number, place, size in zip(chosen.shards, chosen.places, chosen.text_bytes, strict=True):
-            shard = shards[source][number]
-            wanted.setdefault(shard.path.stem, {})[int(place)] = shard.document_key(int(place)), int(size)
-    return sources
-
-
-def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) -> Iterator[bytes]:
-    """The text of each wanted document, one in memory at a time; other documents are skipped.
+def validation_texts(folder: Path, manifest: Manifest, source: str, shards: Shards, chosen: Chosen) -> Iterator[bytes]:
+    """The text of each chosen document of a source, one in memory at a time.
 
     Raises:
         UserError: the token shards were not made of these text shards, so bits per byte would be wrong.
     """
-    for record in sorted(shard_records(manifest, "validation", source), key=lambda record: str(record["path"])):
-        own = wanted.get(Path(record["path"]).stem, {})
-        documents = read_shard(folder, record, own) if own else ()
-        for (key, size), document in zip(own.values(), documents, strict=True):  # both in order
-            text = document.text.encode()
-            if (document.key, len(text)) != (key, size):
-                raise UserError(f"The token shard of {record['path']} was made of another text ({key}) than the text "
-                                f"shard has there ({document.key}). Run the stage encode again with --force.")
-            yield text
+    records = {Path(record["path"]).stem: record for record in shard_records(manifest, "validation", source)}
+    for number in np.unique(chosen.shards):
+        shard, places = shards[number], chosen.places[chosen.shards == number].tolist()
+        record = records[shard.path.stem]
+        for place, document in zip(places, read_shard(folder, record, set(places)), strict=True):  # both in order
+            if document.key != shard.document_key(place):
+                raise UserError(f"The token shard of {record['path']} was made of another text than the text shard has "
+                                f"there ({document.key}). Run the stage encode again with --force.")
+            yield document.text.encode()
 
 
 def byte_counts(text: bytes) -> np.ndarray:

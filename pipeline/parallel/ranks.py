@@ -87,8 +87,8 @@ class Ranks:
         dist.broadcast(received, src=0)
         return value if self.leads else decode(_bytes(received), "rank 0")
 
-    def by_leader(self, function: Callable[[], Any], share: bool = True) -> Any:
-        """Call `function` on rank 0 and return its result on every rank; without `share`, None on the others.
+    def by_leader(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on rank 0 and return its result on every rank.
 
         A UserError or OSError on rank 0 is raised on every rank.
         """
@@ -98,10 +98,10 @@ class Ranks:
                 value = function()
             except (UserError, OSError) as error:
                 value = error
-        received = self.same(value if share or isinstance(value, Exception) else None)
+        received = self.same(value)
         if isinstance(received, Exception):
             raise received
-        return received if share else value
+        return received
 
     def by_all(self, function: Callable[[], object]) -> None:
         """Call `function` on every rank. A UserError on one rank is raised on every rank."""

@@ -71,7 +71,6 @@ class Validation(Hook):
         first = loop.phase_batches[0]  # the first phase's length in all phases, so that the values form one curve
         self.batches = ValidationBatches(texts, length=first.sequence_length, batch=first.micro_batch,
                                          rank=loop.grid.data_rank, world=loop.grid.data_ranks)
-        self.batches.keep_own()
         self._first = True  # it may have to compile
 
     def look(self, loop: Loop) -> Record:
