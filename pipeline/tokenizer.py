@@ -13,16 +13,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.tasks import Task
-from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.core.files import copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
-from drover.pipeline.tokenization.checking import CURES, check_shard, from_bitmap, refuse_failures, summed
+from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
 from drover.pipeline.tokenization.choosing import beginnings, beginnings_by_source, training_shards
 from drover.pipeline.tokenization.conversion import refuse_inexact, write_characters
 from drover.pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
 from drover.pipeline.tokenization.fast import COUNT, compared
 from drover.pipeline.tokenization.files import FILES, files_beside, place, placed, ready_file, write_record
-from drover.pipeline.tokenization.ready import bos_contradiction, open_tokenizer, surrounding_problems
+from drover.pipeline.tokenization.ready import open_tokenizer, refuse_other_surroundings
 from drover.pipeline.tokenization.reporting import described
 from drover.pipeline.tokenization.tokenizer import Tokenizer, load_tokenizer, loses_marks
 from drover.pipeline.tokenization.training import Sample, sampled, train_bpe, train_sentencepiece
@@ -52,8 +51,7 @@ def make_tokenizer(work: Work) -> None:
              for record, limit in (*checked, *beginnings(train, LOOK_BYTES))]
     checks = work.run_pass("check", units, check_shard, "shards")
     whole = summed(check["tally"] for check in checks)
-    refuse_failures(whole, [failure for check in checks for failure in check["failures"]],
-                    [cure for cure in CURES if all(cure in check["cures"] for check in checks)])
+    refuse_failures(whole, [failure for check in checks for failure in check["failures"]], tokenizer)
 
     tallies = {source: summed(check["tally"] for check, (record, _) in zip(checks, checked, strict=False)
                               if record["source"] == source) for source in {record["source"] for record in validation}}
@@ -113,12 +111,10 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             _train(settings, placed(folder, payload["shards"]), payload["records"], payload["shares"], path, sample)
         tokenizer = open_tokenizer(settings.kind, path)
     if settings.kind == "huggingface":
-        if problems := surrounding_problems(source, tokenizer):
-            raise UnusableInputError("\n".join(problems))
+        refuse_other_surroundings(source, tokenizer)
         beside = files_beside(source)
-        notes = [*bos_contradiction(source, tokenizer), *(
-            f"{file} names code ({CODE}), which is left out: it is neither run nor exported"
-            for file in beside if names_code(file))]
+        notes = [f"{file} names code ({CODE}), which is left out: it is neither run nor exported"
+                 for file in beside if names_code(file)]
         # Without settings of its own, transformers does not know which tokens are BOS and EOS.
         exported = (copy_hugging_face(source, beside, folder / "hf") if beside
                     else write_hugging_face(tokenizer, folder / "hf"))

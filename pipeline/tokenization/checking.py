@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from drover.pipeline.core.errors import UnusableInputError, installed_version
 from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.normalization import Normalization
 from drover.pipeline.data.text_shards import refuse_changed_shard
 from drover.pipeline.tokenization.choosing import documents_of
 from drover.pipeline.tokenization.conversion import agreement
@@ -34,10 +35,10 @@ FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_
 """The counts. `hugging_face_failures`: documents with other ids in the export or by the tokenizer's own library.
 `literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`: documents so long
 that only their beginning is checked, or that are encoded in parts."""
-CURES = ("form: NFC", "form: NFKC", "line_ends: true")
+CURES: list[dict[str, Any]] = [{"form": "NFC"}, {"form": "NFKC"}, {"line_ends": True}]
 """Settings of the filter `normalization` after which a tokenizer that normalizes may lose nothing."""
-NORMALIZED = "\r\n\ufb01e\u0301."
-"""What each of them changes: what is named must also correct what does not occur in the text that is checked."""
+OFTEN_LOST = " One caf\xe9 cafe\u0301 \ufb01ne \u201cit\u2019s\u201d \u2013\u2026\t\u3000\u6f22\r\n "
+"""What tokenizers change that normalize: blanks, case, accents, ligatures, quotes, wide characters and line ends."""
 
 
 def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -49,7 +50,7 @@ def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
 @dataclass
 class Check:
     """A check of a tokenizer on documents, against transformers with its export and its own library: counts, ids that
-    occurred, the first failures, the time; and which of `CURES` would correct all texts that were lost."""
+    occurred, the first failures, the time."""
 
     tokenizer: Tokenizer
     exported: Any
@@ -58,7 +59,6 @@ class Check:
     seen: set[int] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     encode_s: float = 0.0
-    cures: list[str] = field(default_factory=lambda: [*CURES])
 
     def document(self, document: Document) -> None:
         """Encode and decode the beginning of a document, and compare."""
@@ -76,7 +76,6 @@ class Check:
             cut_documents=len(document.text) > PIECE or len(parts) > 1)
         joined, accepted = tokenizer.joined_bytes(ids), [text.encode(), text.replace(WORD_MARK, " ").encode()]
         if not reads_back(text, decoded) or not {joined, joined.removeprefix(b" ")} & {*accepted}:
-            self.cures = [cure for cure in self.cures if _is_corrected(replace(document, text=text), tokenizer, cure)]
             at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071 - texts, not paths
             self._fail("round_trip_failures", document, f"is decoded to other text: {text[at:at + 12]!r} at character "
                                                         f"{at} became {decoded[at:at + 12]!r}")
@@ -109,7 +108,7 @@ def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     seen = np.zeros(check.tokenizer.size, np.uint8)
     seen[[*check.seen]] = 1
     return {"outputs": [], "tally": summed([check.tally]), "seen": np.packbits(seen).tobytes().hex(),
-            "failures": check.failures, "cures": check.cures, "encode_s": check.encode_s}
+            "failures": check.failures, "encode_s": check.encode_s}
 
 
 def from_bitmap(text: str) -> set[int]:
@@ -157,16 +156,14 @@ def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
             f"transformers does not read the exported tokenizer as training does: {'; '.join(result)}. {CORRECT}")
 
 
-def refuse_failures(tally: Mapping[str, int], failures: list[str], cures: Sequence[str] = ()) -> None:
-    """UnusableInputError if a document was decoded to another text, or the exported tokenizer gave other ids.
-
-    cures: those of `CURES` that would correct all texts that were lost.
-    """
+def refuse_failures(tally: Mapping[str, int], failures: list[str], tokenizer: Tokenizer) -> None:
+    """UnusableInputError if a document was decoded to another text, or the exported tokenizer gave other ids."""
     named = "; ".join(failures[:EXAMPLES])
     if failed := tally["round_trip_failures"]:
-        advice = (f"The tokenizer normalizes text. Normalize the corpus first, and these documents are read back: add "
-                  f"{{kind: normalization, {cures[0]}}} to shard.filters and run the stages shard and tokenizer again "
-                  f"with --force. Or" if cures else
+        cure = next((cure for cure in CURES if _is_corrected(tokenizer, cure)), None)
+        advice = (f"The tokenizer normalizes text. Normalize the corpus first, and its documents are read back: add "
+                  f"{json.dumps({'kind': 'normalization', **cure})} to shard.filters and run the stages shard and "
+                  f"tokenizer again with --force. Or" if cure else
                   "No setting of the filter normalization prevents this: it is lost case, accents, white space or "
                   "characters that the vocabulary lacks. So")
         raise UnusableInputError(
@@ -181,10 +178,8 @@ def refuse_failures(tally: Mapping[str, int], failures: list[str], cures: Sequen
             f"tokenizer.kind=huggingface; with a trained one, please report it.")
 
 
-def _is_corrected(document: Document, tokenizer: Tokenizer, cure: str) -> bool:
-    """Whether a document that is lost is read back once the filter `normalization` has changed it."""
-    from drover.pipeline.config.shipped import FILTERS
-
-    [own] = FILTERS.made([FILTERS.read(yaml.safe_load(f"{{kind: normalization, {cure}}}"))])
-    text = own(replace(document, text=document.text + NORMALIZED)).text
-    return reads_back(text, tokenizer.decode(tokenizer.encode(text)))
+def _is_corrected(tokenizer: Tokenizer, cure: dict[str, Any]) -> bool:
+    """Whether what is `OFTEN_LOST` is read back once the filter `normalization` has changed it."""
+    normalized = Normalization(kind="normalization", **cure)(Document(OFTEN_LOST, "", "", {}))
+    assert isinstance(normalized, Document)
+    return reads_back(normalized.text, tokenizer.decode(tokenizer.encode(normalized.text)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,16 +60,25 @@ def _ids(content: dict[str, Any]) -> dict[str, int]:
 def find_bounds(path: Path, names: Container[str]) -> tuple[str, str]:
     """Names of BOS and EOS: from the `tokenizer_config.json` next to the file, else the first known names that it
     has."""
-    named = named_bounds(path)
-    bos, eos = (next((name for name in (named[word], *known) if name in names), "")
-                for word, known in (("bos_token", BOS_NAMES), ("eos_token", EOS_NAMES)))
-    if not bos or not eos:
-        absent = " and ".join(word for word, name in (("BOS", bos), ("EOS", eos)) if not name)
-        raise UserError(f"{path} has no token that is known as {absent}, which Drover puts around every "
+    settings = settings_beside(path)
+    return (_bound("bos_token", BOS_NAMES, path, names, settings),
+            _bound("eos_token", EOS_NAMES, path, names, settings))
+
+
+def _bound(role: str, known: tuple[str, ...], path: Path, names: Container[str], settings: dict[str, Any]) -> str:
+    value = settings.get(role)
+    named = value.get("content") if isinstance(value, dict) else value
+    if isinstance(named, str) and named not in names:
+        raise UserError(f"{path.with_name(SETTINGS)} names the {role} {named}, which tokenizer.json does not have: "
+                        f"transformers would add it with an id of its own. Name a token that is there, or remove the "
+                        f"entry.")
+    result = named if isinstance(named, str) else next((name for name in known if name in names), None)
+    if result is None:
+        raise UserError(f"{path} has no token that is known as {role[:3].upper()}, which Drover puts around every "
                         f"document. Name the tokens in a tokenizer_config.json next to it, for example "
                         f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}, and add that token to the file '
                         f"(tokenizer.add_special_tokens) if it has none.")
-    return bos, eos
+    return result
 
 
 def ready_problems(config: Config) -> list[str]:
@@ -79,57 +87,32 @@ def ready_problems(config: Config) -> list[str]:
             not (path := ready_file(config.tokenizer)).is_file():
         return []
     try:
-        return surrounding_problems(path, open_tokenizer("huggingface", path))
+        refuse_other_surroundings(path, open_tokenizer("huggingface", path))
     except UserError as error:
         return [str(error)]
+    return []
 
 
-def surrounding_problems(path: Path, tokenizer: Tokenizer) -> list[str]:
-    """Why a tokenizer.json cannot be exported: it names BOS or EOS tokens that it does not have, or it puts other ids
-    around a text than BOS and EOS, with which Drover trains."""
-    library, (bos, eos) = tokenizer.backend, tokenizer.bounds
-    problems = [f"{path.with_name(SETTINGS)} names the {role} {name}, which tokenizer.json does not have: transformers "
-             f"would add it with an id of its own. Name a token that is there ({bos}, {eos}), or remove the entry."
-             for role, name in named_bounds(path).items() if name is not None and library.token_to_id(name) is None]
-    first, last = tokenizer.bos_id, tokenizer.eos_id
-    before, after = surrounding(tokenizer)
-    if before not in ([], [first]) or after not in ([], [last]):
-        put = ", ".join(f"{token} ({library.id_to_token(token) or 'no token'})" for token in (*before, *after))
-        problems.append(
-            f"The post_processor of {path} puts {put} around a text, but BOS is {first} ({bos}) and EOS {last} "
-            f"({eos}): the exported model would get other ids than in training. Name its tokens in {SETTINGS} "
-            f"(bos_token, eos_token) if they are right. Otherwise correct it in Python: from tokenizers import "
-            f"Tokenizer, processors; t = Tokenizer.from_file({str(path)!r}); t.post_processor = "
-            f"processors.TemplateProcessing(single=[{bos!r}, '$A'], special_tokens=[({bos!r}, {first})]); "
-            f"t.save({str(path)!r})")
-    return problems
-
-
-def surrounding(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the template of the post-processor puts before and after a text."""
+def refuse_other_surroundings(path: Path, tokenizer: Tokenizer) -> None:
+    """UserError if the post-processor of a tokenizer.json puts other ids around a text than BOS and EOS, with which
+    Drover trains."""
     encoded = tokenizer.backend.encode("a")
     text = [at for at, special in enumerate(encoded.special_tokens_mask) if not special] or [len(encoded.ids)]
-    return encoded.ids[:text[0]], encoded.ids[text[-1] + 1:]
-
-
-def bos_contradiction(path: Path, tokenizer: Tokenizer) -> list[str]:
-    """A sentence if tokenizer_config.json and the post-processor differ in whether BOS is put before a text."""
-    wanted, (before, _) = settings_beside(path).get("add_bos_token"), surrounding(tokenizer)
-    if not isinstance(wanted, bool) or wanted == bool(before):
-        return []
-    return [f"{path.with_name(SETTINGS)} has add_bos_token {json.dumps(wanted)}, but the post_processor of "
-            f"tokenizer.json puts {tokenizer.bounds[0] if before else 'nothing'} before a text. Programs follow the "
-            f"one or the other; transformers 5 mostly the latter"]
+    before, after = encoded.ids[:text[0]], encoded.ids[text[-1] + 1:]
+    first, last = tokenizer.bos_id, tokenizer.eos_id
+    if before in ([], [first]) and after in ([], [last]):
+        return
+    bos, eos = tokenizer.bounds
+    put = ", ".join(f"{token} ({tokenizer.backend.id_to_token(token) or 'no token'})" for token in (*before, *after))
+    raise UserError(
+        f"The post_processor of {path} puts {put} around a text, but BOS is {first} ({bos}) and EOS {last} "
+        f"({eos}): the exported model would get other ids than in training. Name its tokens in {SETTINGS} "
+        f"(bos_token, eos_token) if they are right. Otherwise correct it in Python: from tokenizers import "
+        f"Tokenizer, processors; t = Tokenizer.from_file({str(path)!r}); t.post_processor = "
+        f"processors.TemplateProcessing(single=[{bos!r}, '$A'], special_tokens=[({bos!r}, {first})]); "
+        f"t.save({str(path)!r})")
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
     """The tokenizer_config.json next to a file; nothing if there is none."""
     return read_record(path.with_name(SETTINGS), dict[str, Any], TAKE_AGAIN) or {}
-
-
-def named_bounds(path: Path) -> dict[str, str | None]:
-    """BOS and EOS as the tokenizer_config.json next to a file names them."""
-    settings = settings_beside(path)
-    values = {role: settings.get(role) for role in ("bos_token", "eos_token")}
-    names = {role: value.get("content") if isinstance(value, dict) else value for role, value in values.items()}
-    return {role: name if isinstance(name, str) else None for role, name in names.items()}

@@ -100,10 +100,10 @@ def ready(byte_level, tmp_path):
 
 
 def stage(folder, source):
-    """The stage's unit of work, the export as a check opens it, and whether it puts BOS before a text."""
-    unit = make(folder, {"settings": {"kind": "huggingface", "path": str(source)}, "shards": "", "records": []})
+    """The stage's unit of work, and whether the export as a check opens it puts BOS before a text."""
+    make(folder, {"settings": {"kind": "huggingface", "path": str(source)}, "shards": "", "records": []})
     tokenizer, exported, _ = checking._loaded(folder, vocabulary_record(folder)["sha256"])
-    return unit["notes"], exported("a")["input_ids"][0] == tokenizer.bos_id
+    return exported("a")["input_ids"][0] == tokenizer.bos_id
 
 
 def config_of(folder):
@@ -122,7 +122,7 @@ def test_what_is_put_around_a_text_is_bos_and_eos_or_nothing(ready, tmp_path, be
     refused(UserError, message, make, tmp_path / "stage", {
         "settings": {"kind": "huggingface", "path": str(tmp_path)}, "shards": "", "records": []})
     exec(problem.partition("in Python: ")[2])  # noqa: S102
-    assert ready_problems(config_of(tmp_path)) == [] and stage(tmp_path / "again", tmp_path) == ([], True)
+    assert ready_problems(config_of(tmp_path)) == [] and stage(tmp_path / "again", tmp_path)
 
 
 @pytest.mark.parametrize(("config", "more", "message"), [
@@ -136,11 +136,3 @@ def test_what_is_put_around_a_text_is_bos_and_eos_or_nothing(ready, tmp_path, be
 def test_settings_that_transformers_reads_otherwise_or_not_are_refused(ready, tmp_path, config, more, message):
     ready([900], config=config, **more)
     refused(UserError, message, stage, tmp_path / "stage", tmp_path)
-
-
-@pytest.mark.parametrize(("wanted", "before", "puts"), [(True, [], "nothing"), (False, [900], "<s>")])
-def test_a_bos_rule_that_contradicts_the_template_is_printed(ready, tmp_path, wanted, before, puts):
-    ready(before, [901] if before else [], {**BOUNDS, "add_bos_token": wanted})
-    (note,), first = stage(tmp_path / "stage", tmp_path)
-    assert f"add_bos_token {str(wanted).lower()}, but the post_processor of tokenizer.json puts {puts} before" in note
-    assert first == bool(before)
