@@ -89,10 +89,7 @@ class Chain:
         counts = self.counts[dropped.filter]
         counts["documents"] += 1
         counts["bytes"] += len(dropped.document.text.encode())
-        reasons = counts["reasons"]
-        known = dropped.reason in reasons or len(reasons) < MOST_REASONS
-        reason = dropped.reason if known else OTHER_REASONS
-        reasons[reason] = reasons.get(reason, 0) + 1
+        counts["reasons"][dropped.reason] = counts["reasons"].get(dropped.reason, 0) + 1
         return dropped
 
 

@@ -7,21 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_BASE = 0x9E3779B97F4A7C15
-"""Of the rolling hash; odd, so that it has an inverse modulo 2^64."""
-_INVERSE = pow(_BASE, -1, 1 << 64)
-_BLOCK = 1 << 14
-"""Characters hashed at a time, so that the tables of powers stay small."""
-_POWERS = np.cumprod(np.array([1] + [_BASE] * (_BLOCK - 1), np.uint64))
-_BACK = np.cumprod(np.array([1] + [_INVERSE] * (_BLOCK - 1), np.uint64))
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+"""Of the rolling hash; odd, so that no power of it is 0 modulo 2^64."""
 
 
 class WordRuns:
     """The runs of n consecutive words of one text.
 
     Runs are compared as their characters without what is between the words, hash by hash first: sum(c_k BASE^k) modulo
-    2^64 over the characters c_k, brought to one place by BASE^-start. Runs with different hashes differ; those with
-    equal ones are looked at, so that a hash decides nothing.
+    2^64 over the characters c_k, brought to one place by BASE^(characters - start). Runs with different hashes differ;
+    those with equal ones are looked at, so that a hash decides nothing.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -29,7 +24,13 @@ class WordRuns:
         self._text = "".join(words)
         self._starts = np.zeros(len(words) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, words), np.int64, len(words)), out=self._starts[1:])
-        self._sums, self._back = _prefix_hashes(self._text, self._starts)
+        codes = np.frombuffer(self._text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        powers = np.full(len(codes) + 1, _BASE)
+        powers[0] = 1
+        np.cumprod(powers, out=powers)
+        sums = np.zeros(len(codes) + 1, np.uint64)
+        np.cumsum(codes * powers[:-1], out=sums[1:])
+        self._sums, self._shifts = sums[self._starts], powers[len(codes) - self._starts]
 
     def top_is_above(self, n: int, share: float, characters: int) -> bool:
         """Whether the most frequent run of n words is more than `share` of `characters`: its length, with a space
@@ -80,25 +81,4 @@ class WordRuns:
 
     def _hashes(self, n: int) -> np.ndarray:
         """(words - n + 1,) uint64: of each run of n words."""
-        return (self._sums[n:] - self._sums[:-n]) * self._back[:len(self._sums) - n]
-
-
-def _prefix_hashes(text: str, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Hash of the text up to each of the ascending places, and BASE^-place: (places,) uint64 each."""
-    sums, back = np.zeros(len(places), np.uint64), np.empty(len(places), np.uint64)
-    carried, power, inverse = 0, 1, 1
-    done = 0
-    for start in range(0, max(len(text), 1), _BLOCK):
-        part = np.frombuffer(text[start:start + _BLOCK].encode("utf-32-le", "surrogatepass"), np.uint32)
-        upto = np.zeros(len(part) + 1, np.uint64)
-        np.cumsum(part * (_POWERS[:len(part)] * np.uint64(power)), out=upto[1:])
-        upto += np.uint64(carried)
-        last = start + _BLOCK >= len(text)
-        end = len(places) if last else int(np.searchsorted(places, start + _BLOCK))
-        within = places[done:end] - start
-        sums[done:end] = upto[within]
-        back[done:end] = _BACK[np.minimum(within, _BLOCK - 1)] * np.uint64(inverse)  # the very end begins no run
-        carried, done = int(upto[-1]), end
-        power, inverse = power * pow(_BASE, _BLOCK, 1 << 64) % (1 << 64), inverse * pow(_INVERSE, _BLOCK, 1 << 64) \
-            % (1 << 64)
-    return sums, back
+        return (self._sums[n:] - self._sums[:-n]) * self._shifts[:len(self._sums) - n]
