@@ -137,31 +137,32 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
     for number, source in enumerate(config.sources):
         units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
         records = [read[unit] for unit in units]
-        sums = {name: sum(record.get(name, 0) for record in records) for name in ("read", "empty", "rejected", "html")}
-        fields = {name: {"in": count, "of": sums["read"] - sums["rejected"]}
+        documents, empty, rejected, pages = (sum(record.get(name, 0) for record in records)
+                                             for name in ("read", "empty", "rejected", "html"))
+        fields = {name: {"in": count, "of": documents - rejected}
                   for name, count in total(record["fields"] for record in records).items()}
         cards[source.name] = {**source_card(records, config.dropped_examples), **({"fields": fields} if fields else {})}
-        kept = {split: pieces[number] for split, pieces in zip(SPLITS, decided.pieces, strict=True)}
-        duplicate, near = decided.summary.dropped[units].sum(axis=0).tolist()
+        kept = decided.sums(number)
+        duplicate, near = decided.dropped[units].sum(axis=0).tolist()
         passed = few_reasons(total([no_counts(config.filters), *(record["filters"] for record in records)]))
         own = [file for file in inputs if file.source == source.name]
         dataset = records[0]["dataset"] if source.kind == "hf" else {}
         left_out += [{"source": source.name, "file": file, "reason": reason}
                      for file, reason in dataset.get("left_out", {}).items()]
         of_source[source.name] = counts = {
-            "documents_in": sums["read"], "cut_in_two": int(number in decided.cut),
-            **{split: pieces.total("documents") for split, pieces in kept.items()},
+            "documents_in": documents, "cut_in_two": int(decided.cuts(number)),
+            **{split: sums["documents"] for split, sums in kept.items()},
             "dropped": {"duplicate": duplicate, **({"near_duplicate": near} if config.near_duplicates else {}),
-                        "empty": sums["empty"], **{name: own["documents"] for name, own in passed.items()}},
+                        "empty": empty, **{name: own["documents"] for name, own in passed.items()}},
             **({"filters": passed} if passed else {}),
-            "rejected": sums["rejected"],
-            **({"documents_that_are_html": sums["html"]} if sums["html"] else {}),
-            **(counts_of_dataset(dataset, sums["read"], sums["rejected"]) if dataset else counts_of_files(own)),
-            "text_bytes": {split: pieces.total("text_bytes") for split, pieces in kept.items()},
-            "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
-            "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
+            "rejected": rejected,
+            **({"documents_that_are_html": pages} if pages else {}),
+            **(counts_of_dataset(dataset, documents, rejected) if dataset else counts_of_files(own)),
+            "text_bytes": {split: sums["text_bytes"] for split, sums in kept.items()},
+            "documents_with_nul": sum(sums["nul"] for sums in kept.values()),
+            "documents_with_u2581": sum(sums["u2581"] for sums in kept.values()),
         }
-        remarks[source.name] = [*(dataset_remarks(source, dataset, sums["read"]) if source.kind == "hf" else
+        remarks[source.name] = [*(dataset_remarks(source, dataset, documents) if source.kind == "hf" else
                                   file_remarks(source, own)), *_warnings(config, source, counts)]
     return {**total(of_source.values()), "sources": of_source, "cards": cards, "remarks": remarks,
             "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]],

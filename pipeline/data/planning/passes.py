@@ -30,16 +30,16 @@ from drover.pipeline.data.planning.runs import (
     VALIDATION,
     Layout,
     StagedDocuments,
-    Summary,
     layout,
     match_partition,
     read_links,
     sort_group,
-    sums,
+    sums_of,
 )
-from drover.pipeline.data.planning.shards import Pieces, find_borders, pieces_by_hash, pieces_by_tail, plan_shards
+from drover.pipeline.data.planning.shards import Piece, pieces_by_hash, pieces_by_tail, plan_shards
 from drover.pipeline.data.planning.signatures import banding
 from drover.pipeline.data.reading import staged
+from drover.pipeline.data.text_shards import SPLITS
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import ShardConfig
@@ -51,18 +51,26 @@ class Decided:
     """What becomes of the documents.
 
     Attributes:
-        summary: sums over units.
+        dropped: (units, 2) numbers of exact and near-duplicates.
         pieces: what makes each split of each source.
-        cut: numbers of the sources of which a document is cut in two, with `validation_rule: tail`.
         payloads: a shard each, for `write_shard`.
         kept: records of the outputs that name, for each dropped document, the kept one.
     """
 
-    summary: Summary
-    pieces: list[list[Pieces]]
-    cut: set[int]
+    dropped: np.ndarray
+    pieces: list[list[list[Piece]]]
     payloads: list[dict[str, Any]]
     kept: list[dict[str, Any]]
+
+    def sums(self, source: int) -> dict[str, dict[str, int]]:
+        """By split, SUMS over the documents of a source, by its number."""
+        pieces = {split: of_sources[source] for split, of_sources in zip(SPLITS, self.pieces, strict=True)}
+        return {split: {name: sum(piece.sums[at] for piece in own) for at, name in enumerate(SUMS)}
+                for split, own in pieces.items()}
+
+    def cuts(self, source: int) -> bool:
+        """Whether a document of a source is cut in two, with `validation_rule: tail`."""
+        return any(piece.cut for piece in self.pieces[0][source])
 
 
 def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int],
@@ -88,15 +96,11 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     decided = work.run_pass("decide", _groups(
         plan, drop=config.drop_duplicates, name_kept=name_kept,
         validation=None if tail else validation_below(config.validation_share)), decide_group, "groups")
-    result, borders = summary(decided), []
-    if tail:
-        borders = find_borders(folder, plan, result, config.validation_share)
-        pieces = pieces_by_tail(folder, plan, result, borders, len(config.sources))
-    else:
-        pieces = pieces_by_hash(plan, result, len(config.sources))
+    sums, dropped = (np.array([row for record in decided for row in record[name]]) for name in ("sums", "dropped"))
+    pieces = pieces_by_tail(folder, plan, sums, config.validation_share, len(config.sources)) if tail else \
+        pieces_by_hash(plan, sums, len(config.sources))
     payloads = plan_shards(pieces, config.shard_mb * 1e6, config.source_names)
-    return Decided(result, pieces, {border.source for border in borders if border.characters}, payloads,
-                   [record["outputs"][-1] for record in decided if name_kept])
+    return Decided(dropped, pieces, payloads, [record["outputs"][-1] for record in decided if name_kept])
 
 
 def _groups(plan: Layout, **payload: Any) -> list[Task]:
@@ -125,8 +129,8 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         decided here); `name_kept` (whether to write which document is kept instead of each that is dropped).
 
     Returns:
-        For each unit a row of `sums` and `dropped` as in `Summary`; the files as `outputs`, that of the
-        documents kept instead of others last.
+        For each unit in `sums` SUMS of what is kept in each split, and in `dropped` the numbers of exact and
+        near-duplicates; the files as `outputs`, that of the documents kept instead of others last.
     """
     plan, group = Layout.read(folder), payload["group"]
     documents = StagedDocuments(folder, plan)
@@ -141,7 +145,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             for place in splits_by.keys() & range(first, first + len(index)):
                 high[place - first] = splits_by[place]
             own[(own == TRAIN) & (high < np.uint64(payload["validation"]))] = VALIDATION
-        record["sums"].append([sums(index[own == fate]) for fate in (TRAIN, VALIDATION)])
+        record["sums"].append([sums_of(index[own == fate]) for fate in (TRAIN, VALIDATION)])
         record["dropped"].append([int((own == fate).sum()) for fate in (DUPLICATE, NEAR_DUPLICATE)])
         with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:
             np.save(file, own)
@@ -174,13 +178,6 @@ def _decided(folder: Path, plan: Layout, documents: StagedDocuments, group: int,
     kept[near] = links["kept"]
     kept[inside["other"] - begin] = kept[inside["kept"] - begin]
     return fates, kept, {other - begin: documents.row(first)[1]["high"] for other, first in staying.tolist()}
-
-
-def summary(records: list[dict[str, Any]]) -> Summary:
-    """What the records of all groups say, in order."""
-    def joined(name: str, *shape: int) -> np.ndarray:
-        return np.array([row for record in records for row in record[name]], np.int64).reshape(-1, *shape)
-    return Summary(joined("sums", 2, len(SUMS)), joined("dropped", 2))
 
 
 def _write_kept(documents: StagedDocuments, name: str, numbers: np.ndarray, kept: np.ndarray,

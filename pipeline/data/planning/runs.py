@@ -289,20 +289,7 @@ def read_rows(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
                     f"file again. Check the disk if this happens twice.")
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What all groups' decisions add up to.
-
-    Attributes:
-        sums: (units, 2 splits, SUMS) of what is kept.
-        dropped: (units, 2) exact and near-duplicates.
-    """
-
-    sums: np.ndarray
-    dropped: np.ndarray
-
-
-def sums(rows: np.ndarray) -> list[int]:
+def sums_of(rows: np.ndarray) -> list[int]:
     """SUMS of rows of INDEX."""
     return [len(rows), int(rows["text_bytes"].sum()), int(rows["characters"].sum()),
             *(int((rows["flags"] & flag > 0).sum()) for flag in (HAS_NUL, HAS_U2581))]

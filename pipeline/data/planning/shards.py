@@ -21,11 +21,11 @@ import numpy as np
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record
 from drover.pipeline.data.documents import document_key, from_json, key_fits, to_json
-from drover.pipeline.data.planning.runs import SUMS, TRAIN, Layout, Summary, equal_rows, read_document, sums
+from drover.pipeline.data.planning.runs import SUMS, TRAIN, Layout, read_document, sums_of
 from drover.pipeline.data.reading import INDEX, index_row, staged
 from drover.pipeline.data.text_shards import SPLITS, write_members
 
-_BYTES = SUMS.index("text_bytes")
+_BYTES, _CHARACTERS = SUMS.index("text_bytes"), SUMS.index("characters")
 
 
 @dataclass(frozen=True)
@@ -35,78 +35,58 @@ class Piece:
     Attributes:
         unit: its name.
         first, end: the first row and the one after the last.
-        cut: [row, first character, the one after the last or None] of a document of which only a part belongs here.
+        fate: of the documents that belong to the split.
         sums: SUMS over them.
+        cut: [row, first character, the one after the last or None] of a document of which only a part belongs here.
     """
 
     unit: str
     first: int
     end: int
+    fate: int
     sums: Sequence[int]
     cut: Sequence[int | None] | None = None
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of one split of one source, in order.
-
-    fate: the fate of documents that belong to it.
-    """
-
-    fate: int
-    pieces: list[Piece]
-
-    def total(self, what: str) -> int:
-        """One of SUMS over all pieces."""
-        return sum(piece.sums[SUMS.index(what)] for piece in self.pieces)
+def pieces_by_hash(plan: Layout, sums: np.ndarray, sources: int) -> list[list[list[Piece]]]:
+    """The pieces of each split and source, by the fates of documents. sums: (units, 2 splits, SUMS) of what is kept."""
+    return [[[whole_unit(plan, sums, unit, split) for unit, owner in enumerate(plan.sources) if owner == source]
+             for source in range(sources)] for split in range(len(SPLITS))]
 
 
-def pieces_by_hash(plan: Layout, summary: Summary, sources: int) -> list[list[Pieces]]:
-    """The pieces of each split and source, by the fates of documents."""
-    result = [[Pieces(split, []) for _ in range(sources)] for split in range(len(SPLITS))]
-    for unit, source in enumerate(plan.sources):
-        for split, of_sources in enumerate(result):
-            of_sources[source].pieces.append(whole_unit(plan, summary, unit, split))
-    return result
-
-
-def whole_unit(plan: Layout, summary: Summary, unit: int, fate: int) -> Piece:
+def whole_unit(plan: Layout, sums: np.ndarray, unit: int, fate: int) -> Piece:
     """All documents of a unit with a fate."""
-    return Piece(plan.names[unit], 0, plan.documents(unit), summary.sums[unit, fate].tolist())
+    return Piece(plan.names[unit], 0, plan.documents(unit), fate, sums[unit, fate].tolist())
 
 
-def plan_shards(pieces: list[list[Pieces]], target: float, sources: list[str]) -> list[dict[str, Any]]:
+def plan_shards(pieces: list[list[list[Piece]]], target: float, sources: list[str]) -> list[dict[str, Any]]:
     """The payloads for `write_shard`, in order: shards of about equal size, as few as keep to `target` on average.
 
     Args:
         pieces: for each split and source.
         target: bytes of text per shard.
     """
-    return [{"split": split, "source": source, "name": f"{source}-{number:05d}", "fate": own.fate, "pieces": chosen}
+    return [{"split": split, "source": source, "name": f"{source}-{number:05d}", "pieces": chosen}
             for split, of_sources in zip(SPLITS, pieces, strict=True)
             for source, own in zip(sources, of_sources, strict=True)
             for number, chosen in enumerate(_cut(own, target))]
 
 
-def _cut(pieces: Pieces, target: float) -> Iterator[list[list[Any]]]:
-    """For each shard its pieces: unit, first row, the one after the last, the part of a document, and which bytes of
-    the piece begin the shard's documents."""
-    own = [piece for piece in pieces.pieces if piece.sums[_BYTES]]
+def _cut(pieces: list[Piece], target: float) -> Iterator[list[list[Any]]]:
+    """For each shard its pieces: unit, first row, the one after the last, the fate, the part of a document, and which
+    bytes of the piece begin the shard's documents."""
+    own = [piece for piece in pieces if piece.sums[_BYTES]]
     starts = np.cumsum([0, *(piece.sums[_BYTES] for piece in own)]).tolist()
     total, count = starts[-1], ceil(starts[-1] / target)
     for low, high in pairwise(-(-number * total // max(1, count)) for number in range(count + 1)):
         first, end = bisect_right(starts, low) - 1, bisect_left(starts, high)  # of the pieces that reach into the shard
-        yield [[piece.unit, piece.first, piece.end, piece.cut, [max(0, low - start), min(after, high) - start]]
+        yield [[piece.unit, piece.first, piece.end, piece.fate, piece.cut,
+                [max(0, low - start), min(after, high) - start]]
                for piece, (start, after) in zip(own[first:end], pairwise(starts[first:end + 1]), strict=True)]
 
 
-def _before(index: np.ndarray) -> np.ndarray:
-    """Bytes of text before each document."""
-    return np.cumsum(index["text_bytes"], dtype=np.int64) - index["text_bytes"].astype(np.int64)
-
-
-def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None,
-           fate: int) -> tuple[np.ndarray, np.ndarray]:
+def picked(folder: Path, unit: str, first: int, end: int, fate: int,
+           cut: Sequence[int | None] | None) -> tuple[np.ndarray, np.ndarray]:
     """The documents with a fate among some rows of a unit: their rows, and what its index has there; for the one that
     is cut, digest and size are those of the part."""
     rows = first + np.flatnonzero(np.load(staged(folder, unit, ".fates"), mmap_mode="r")[first:end] == fate)
@@ -126,9 +106,9 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         UserError: a document is not what was staged, or the shard reads back as other bytes than were written.
     """
     pieces = []
-    for unit, first, end, cut, (low, high) in payload["pieces"]:
-        rows, index = picked(folder, unit, first, end, cut, payload["fate"])
-        before = _before(index)
+    for unit, first, end, fate, cut, (low, high) in payload["pieces"]:
+        rows, index = picked(folder, unit, first, end, fate, cut)
+        before = np.cumsum(index["text_bytes"], dtype=np.int64) - index["text_bytes"].astype(np.int64)
         own = (before >= low) & (before < high)
         pieces.append((unit, cut, rows[own], index[own]))
     path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for *_, index in pieces])
@@ -154,12 +134,11 @@ def _checked(path: Path, members: Iterable[tuple[str, bytes]]) -> Iterator[tuple
 
 def _keys(picks: np.ndarray) -> Iterator[str]:
     """Names of documents in their shard; equal ones are numbered."""
-    _, others, firsts = equal_rows([picks["high"], picks["low"]])
-    first_of, before = dict(zip(others.tolist(), firsts.tolist(), strict=True)), Counter[int]()
-    for place, (high, low) in enumerate(zip(picks["high"], picks["low"], strict=True)):
-        if (first := first_of.get(place)) is not None:
-            before[first] += 1
-        yield document_key(struct.pack(">QQ", high, low), 0 if first is None else before[first])
+    before = Counter[bytes]()
+    for high, low in zip(picks["high"].tolist(), picks["low"].tolist(), strict=True):
+        digest = struct.pack(">QQ", high, low)
+        yield document_key(digest, before[digest])
+        before[digest] += 1
 
 
 def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]) -> Iterator[bytes]:
@@ -176,63 +155,34 @@ def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]
                 yield member
 
 
-_CHARACTERS = SUMS.index("characters")
-
-
-@dataclass(frozen=True)
-class Border:
-    """Where a source's validation split begins: in document `row` of `unit`, after so many of its characters.
-
-    characters: 0: the border falls before the document.
-    """
-
-    source: int
-    unit: int
-    row: int
-    characters: int
-
-
-def find_borders(folder: Path, plan: Layout, summary: Summary, validation_share: float) -> list[Border]:
-    """The border of each source that keeps a document.
-
-    Of a source's n characters that are kept, the first int(n * (1 - share)) stay in the training split.
-    """
-    trained, sources = 1 - Fraction(str(validation_share)), np.array(plan.sources)  # as written: 1 - 0.9 is below 0.1
-    result = []
-    for source in np.unique(sources):
-        units = np.flatnonzero(sources == source)
-        ends = np.cumsum(summary.sums[units, TRAIN, _CHARACTERS])
-        if not ends[-1]:
+def pieces_by_tail(folder: Path, plan: Layout, sums: np.ndarray, validation_share: float,
+                   sources: int) -> list[list[list[Piece]]]:
+    """The pieces of each split and source, in the order of documents: of a source's n characters that are kept, the
+    first int(n * (1 - share)) stay in the training split. No pieces for a source that keeps nothing."""
+    trained = 1 - Fraction(str(validation_share))  # as written: 1 - 0.9 is below 0.1
+    train, validation = ([list[Piece]() for _ in range(sources)] for _ in SPLITS)
+    for source in range(sources):
+        units = np.flatnonzero(np.array(plan.sources) == source).tolist()
+        ends = np.cumsum(sums[units, TRAIN, _CHARACTERS])
+        if not len(ends) or not ends[-1]:
             continue
         border = int(int(ends[-1]) * trained)
-        place = int(np.searchsorted(ends, border, side="right"))
-        unit, before = int(units[place]), int(ends[place - 1]) if place else 0
-        rows, index = picked(folder, plan.names[unit], 0, plan.documents(unit), None, TRAIN)
+        at = int(np.searchsorted(ends, border, side="right"))
+        unit, before = units[at], int(ends[at - 1]) if at else 0
+        name, end = plan.names[unit], plan.documents(unit)
+        rows, index = picked(folder, name, 0, end, TRAIN, None)
         inside = before + np.cumsum(index["characters"]).astype(np.int64)
         first = int(np.searchsorted(inside, border, side="right"))
-        before = int(inside[first - 1]) if first else before
-        result.append(Border(int(source), unit, int(rows[first]), border - before))
-    return result
+        row = int(rows[first])
+        characters = border - (int(inside[first - 1]) if first else before)  # of this document; 0: it is whole
+        begin_cut, end_cut = ([row, 0, characters], [row, characters, None]) if characters else (None, None)
+        train[source] = [*(whole_unit(plan, sums, one, TRAIN) for one in units[:at]),
+                         _piece(folder, name, 0, row + bool(characters), begin_cut)]
+        validation[source] = [_piece(folder, name, row, end, end_cut),
+                              *(whole_unit(plan, sums, one, TRAIN) for one in units[at + 1:])]
+    return [train, validation]
 
 
-def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[Border],
-                   sources: int) -> list[list[Pieces]]:
-    """The pieces of each split and source, in the order of documents."""
-    of_source = {border.source: border for border in borders}
-    result = [[Pieces(TRAIN, []) for _ in range(sources)] for _ in SPLITS]
-    for unit, source in enumerate(plan.sources):
-        if (border := of_source.get(source)) is None:
-            continue
-        train, validation = (of_sources[source].pieces for of_sources in result)
-        if unit != border.unit:
-            (train if unit < border.unit else validation).append(whole_unit(plan, summary, unit, TRAIN))
-            continue
-        end, at = plan.documents(unit), border.characters
-        train.append(_piece(folder, plan.names[unit], 0, border.row + bool(at), [border.row, 0, at] if at else None))
-        validation.append(_piece(folder, plan.names[unit], border.row, end, [border.row, at, None] if at else None))
-    return result
-
-
-def _piece(folder: Path, unit: str, first: int, end: int, cut: list[int | None] | None) -> Piece:
-    _, index = picked(folder, unit, first, end, cut, TRAIN)
-    return Piece(unit, first, end, sums(index), cut)
+def _piece(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None) -> Piece:
+    _, index = picked(folder, unit, first, end, TRAIN, cut)
+    return Piece(unit, first, end, TRAIN, sums_of(index), cut)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.data.planning import runs, shards
 from drover.pipeline.data.planning.passes import decide
-from drover.pipeline.data.planning.runs import SUMS, equal_rows
-from drover.pipeline.data.text_shards import SPLITS
+from drover.pipeline.data.planning.runs import equal_rows
 from tests.data.planning import in_memory, staged_corpora
 from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
 from tests.refusal import refused
@@ -43,14 +42,14 @@ def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, mo
     first = 0
     for source, (name, units) in enumerate(corpus.items()):
         own = [one for one in documents if one.source == name]
-        for split, pieces in zip(SPLITS, found.decided.pieces, strict=True):
+        for split, sums in found.decided.sums(source).items():
             texts = [one.text for one in own if not one.dropped and one.validation == (split == "validation")]
-            assert {name: pieces[source].total(name) for name in SUMS} == {
+            assert sums == {
                 "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
                 "characters": sum(map(len, texts)), "nul": sum("\0" in text for text in texts),
                 "u2581": sum("\u2581" in text for text in texts)}
-        assert found.decided.summary.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
-        assert (source in found.decided.cut) * 2 == sum(one.unit == f"{name}-cut" for one in own)
+        assert found.decided.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
+        assert found.decided.cuts(source) * 2 == sum(one.unit == f"{name}-cut" for one in own)
         first += len(units)
 
 
