@@ -30,16 +30,18 @@ from drover.launch.devices import for_amd, gpu_of, has_one_of, smi, visible_gpus
 from drover.launch.processes import answer_of
 from drover.launch.slurm.start_logs import labelled
 
-FIELDS = 4
-"""Number of fields in nvidia-smi's row for a GPU."""
 LEAST_DISK = 1 << 30
 LEAST_SHARED = 64 << 20
 """The least free bytes in the run folder and in /dev/shm."""
-SPACE, FOLDER, SHARED_MEMORY, GPU, OWN = "space", "folder", "shm", "gpu", "own"
-"""Kinds of problems. The first two may be problems of the shared run folder."""
+FOLDER = "folder"
+SHARED_MEMORY = "shm"
+GPU = "gpu"
+OWN = "own"
+"""Kinds of problems: of the shared run folder, of the node's own, and what the site's own test says."""
 GRACE_S = 30.0
 """For how long a rank whose measurements failed stays, so that srun does not end the others before they fail too."""
-PRODUCT, EXCHANGE, REDUCE = "a matrix product", "an exchange with another node", "an all-reduce"
+PRODUCT = "a matrix product"
+EXCHANGE = "an exchange with another node"
 REPEATS = 5
 ROUNDS = 3
 """Rounds of exchanges. With three or more nodes each node has two different partners, so that a slow partner does not
@@ -50,8 +52,8 @@ make it look slow."""
 class Report:
     """What a rank found.
 
-    problems: of the node, by kind; from its first rank. clock_at: its time just after all ranks have met; from its
-        first rank. times: seconds of each measurement, the best of several; empty before it has met the others.
+    problems: of the node, by kind; from its first rank.
+    times: seconds of each measurement, the best of several; empty before it has met the others.
     failed: the error that ended the measurements.
     own_gpu: what identifies the one GPU that this task sees of several; empty: it sees all, or that is not known.
     """
@@ -60,7 +62,6 @@ class Report:
     node: str
     problems: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
-    clock_at: float | None = None
     times: dict[str, float] = field(default_factory=dict)
     failed: str = ""
     own_gpu: str = ""
@@ -68,56 +69,30 @@ class Report:
 
 def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> dict[str, str]:
     """Problems of this node, by kind."""
-    found, probe = dict[str, str](), run_folder / "launch" / f"probe-{platform.node()}-{os.getpid()}.tmp"
+    problems = dict[str, str]()
+    probe = run_folder / "launch" / f"probe-{platform.node()}-{os.getpid()}.tmp"
     try:
-        written = os.urandom(4096)
-        probe.write_bytes(written)
-        if probe.read_bytes() != written:
-            found[FOLDER] = f"a file in {run_folder} reads back differently from how it was written"
-        if (free := shutil.disk_usage(run_folder).free) < LEAST_DISK:
-            found[SPACE] = f"only {free / 1e6:.0f} MB are free in {run_folder}"
+        probe.write_bytes(bytes(4096))
         probe.unlink()
+        if (free := shutil.disk_usage(run_folder).free) < LEAST_DISK:
+            problems[FOLDER] = f"only {free / 1e6:.0f} MB are free in {run_folder}"
     except OSError as error:
-        found[FOLDER] = f"it cannot write into {run_folder}: {error.strerror}"
+        problems[FOLDER] = f"it cannot write into {run_folder}: {error.strerror}"
     try:
         if (free := shutil.disk_usage(shared).free) < LEAST_SHARED:
-            found[SHARED_MEMORY] = f"only {free / 1e6:.0f} MB are free in {shared}"
+            problems[SHARED_MEMORY] = f"only {free / 1e6:.0f} MB are free in {shared}"
     except OSError:
-        found[SHARED_MEMORY] = f"{shared} does not exist"
-    if gpus and (problems := check_gpus(gpus)):
-        found[GPU] = ", ".join(problems)
-    return found
+        problems[SHARED_MEMORY] = f"{shared} does not exist"
+    if gpus and (problem := check_gpus(gpus)):
+        problems[GPU] = problem
+    return problems
 
 
-def check_gpus(wanted: int) -> list[str]:
-    """Problems of the job's GPUs on this node, according to their driver. If the driver does not know a field, or
-    answers in another form, their health is unknown, which is no problem."""
+def check_gpus(wanted: int) -> str:
+    """What is wrong with the job's GPUs on this node; empty if nothing. Their health is for the site's own test."""
     if (seen := visible_gpus(os.environ)) < wanted:
-        return [f"{seen} GPUs instead of {wanted}"]
-    if for_amd():  # their health is for the site's own test
-        return []
-    rows = smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown,"
-               "clocks_throttle_reasons.hw_thermal_slowdown")
-    if rows is None and smi("--query-gpu=index") is None:
-        return ["nvidia-smi does not answer"]
-    found = []
-    for index, errors, slowdown, thermal in (row for row in rows or () if len(row) == FIELDS):
-        if errors.isdigit() and int(errors):
-            found.append(f"GPU {index} has {errors} uncorrected memory errors")
-        if "Active" in (slowdown, thermal):
-            found.append(f"GPU {index} is throttled by its hardware ({'heat' if thermal == 'Active' else 'power'})")
-    if foreign := [pid for pid, *_ in smi("--query-compute-apps=pid,used_memory") or [] if _is_foreign(pid)]:
-        found.append(f"other processes use its GPUs (process {', '.join(foreign[:3])})")
-    return found
-
-
-def _is_foreign(pid: str) -> bool:
-    """Whether a process belongs to another job. A process that is not visible from here counts as ours."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']}".encode() not in environment.split(b"\0")
+        return f"{seen} GPUs instead of {wanted}"
+    return "" if for_amd() or smi("--query-gpu=index") else "nvidia-smi does not answer"
 
 
 def failed(command: Sequence[str], limit_s: float) -> str:
@@ -146,8 +121,8 @@ def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) ->
         report.problems = check_node(run_folder, gpus)
         if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
-    elif alone and (problems := check_gpus(gpus)):
-        report.problems = {GPU: ", ".join(problems)}
+    elif alone and (problem := check_gpus(gpus)):
+        report.problems[GPU] = problem
     report.own_gpu = gpu_of(os.environ) if alone else ""
     send(report)
     try:
@@ -167,8 +142,8 @@ def send(report: Report) -> None:
 
 
 def measure(report: Report, limit_s: float, gpus: int) -> None:
-    """Time a matrix product, exchanges with single nodes and an all-reduce, with the backend that training will use. If
-    the node has `gpus` and torch cannot use them, that is a problem, and nothing is timed."""
+    """Time a matrix product and exchanges with single nodes, with the backend that training will use. If the node has
+    `gpus` and torch cannot use them, that is a problem, and nothing is timed."""
     import torch
     import torch.distributed as dist
 
@@ -192,9 +167,8 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
                             device_id=device if gpu else None)
     dist.all_reduce(total)
     report.device = device.type
-    if local == 0:
-        report.clock_at = time.time()
-    own, nodes = dist.get_rank() // per_node, dist.get_world_size() // per_node
+    own = dist.get_rank() // per_node
+    nodes = dist.get_world_size() // per_node
 
     def best(work: Callable[[], Any]) -> float:
         times = []
@@ -221,7 +195,6 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
     if nodes > 1:
         report.times[EXCHANGE] = min(seconds for partner, seconds in zip(partners, times, strict=True)
                                      if partner != own)
-    report.times[REDUCE] = best(lambda: dist.all_reduce(total))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The preflight, a short test of every node before training: memory, clock, GPUs, a product, network, run folder.
+"""The preflight, a short test of every node before training: memory, GPUs, a product, network, run folder.
 
 Each rank runs `drover.launch.job.node_trial`. Here the nodes are judged by the ranks' reports, and when the time
 is up by those that exist. A node that has not answered yet is slow, not bad. A node is blamed only for what
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from drover.launch.job.host import Host
-from drover.launch.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report, read_reports
+from drover.launch.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, Report, read_reports
 from drover.launch.job.rank import PREFLIGHT
 from drover.launch.job.spec import JobSpec
 from drover.launch.processes import Each
@@ -29,17 +29,15 @@ from drover.pipeline.core.console import counted
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time limit, which grows with the number of nodes: all ranks import from one file system at once."""
 QUIET_S = 60.0
-"""A missing node is stuck, not slow, if no report has come for so long, and for as long as all others took."""
+"""A missing node is stuck, not slow, if no other has reported for so long when the time is up."""
 FACTOR = 4.0
 """More than so many times the median is too slow."""
-CLOCK_S = 5.0
-"""The most seconds that a node's clock may differ from the others'."""
 FLOORS_S = {"cpu": 0.1, "cuda": 0.005}
 """Less than this above the median is not slow, whatever the factor: on a shared CPU short times vary much."""
 
 
 @dataclass
-class Found:
+class PreflightResult:
     """The result of a preflight.
 
     bad: nodes with their problems. lines: for the job's log. reason: why the job ends although no node is to blame: no
@@ -51,78 +49,75 @@ class Found:
     reason: str = ""
 
 
-def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str, str], each: Each
-                  ) -> Found:
+def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str, str], each: Each
+                  ) -> PreflightResult:
     """Test the nodes of this job; the runner calls this before the first start."""
     limit_s = min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
-    nodes = here.nodes
-    places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
+    rank_nodes = [host.nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # Slurm distributes in blocks
     trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.node_trial", spec.run, f"{limit_s:.0f}",
              str(spec.gpus_per_node), *spec.health_check]
-    reports, look_at = list[Report](), 0.0
-    began = last = time.monotonic()  # last: when the newest report came
+    reports = list[Report]()
+    began = newest_at = time.monotonic()
+    next_read = 0.0
 
-    def goes_on() -> bool:
-        """False once the time is up, or once the few nodes without a report are stuck."""
-        nonlocal reports, last, look_at
+    def has_time() -> bool:
+        nonlocal reports, newest_at, next_read
         now = time.monotonic()
-        if now >= look_at:
-            if (found := read_reports(folder)) != reports:
-                reports, last = found, now
-            look_at = now + 1 + len(reports) / 1000
-        silent = _silent(reports, places)
-        if len(reports) == len(places) and all(report.failed for report in reports):
-            return False
-        stuck = 0 < len(silent) <= few(len(nodes)) and now - last >= 2 * max(QUIET_S, last - began)
-        return each() and now - began < limit_s and not (reports and stuck)
+        if now >= next_read:
+            current = read_reports(folder)
+            newest_at = now if current != reports else newest_at
+            reports = current
+            next_read = now + 1 + len(reports) / 1000
+        return each() and now - began < limit_s
 
-    end = here.start(replace(spec, stage=PREFLIGHT), trial, environment, folder, goes_on)
-    look_at = 0.0
-    goes_on()  # the last reports
-    now = time.monotonic()
-    found = judge(reports, places, last - began, now - last)
-    if not reports and end.exit_code and now - began < limit_s:  # none could even begin
+    end = host.start(replace(spec, stage=PREFLIGHT), trial, environment, folder, has_time)
+    next_read = 0.0
+    in_time = has_time()
+    seconds = time.monotonic() - began
+    result = judge(reports, rank_nodes, began + seconds - newest_at)
+    if not reports and end.exit_code and in_time:  # no rank could even begin
         lines = [line for rank in range(0, spec.ranks, spec.tasks_per_node)
                  for line in last_lines(folder, rank, spec.tasks_per_node, 1)]
-        if len(lines) == spec.nodes and (reason := _common(lines)):
-            found = Found(reason=reason)
-    found.lines += conclusion(found, reports, places, now - began, end.cause)
-    return found
+        if len(lines) == spec.nodes:
+            result.reason = _common_error(lines)
+    result.lines += conclusion(result, reports, rank_nodes, seconds, end.cause)
+    return result
 
 
-def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.0, quiet_s: float = inf) -> Found:
-    """Find the bad nodes.
+def judge(reports: Sequence[Report], rank_nodes: Sequence[str], quiet_s: float = inf) -> PreflightResult:
+    """Decide which nodes are bad.
 
     Args:
         reports: of the ranks that sent one.
-        places: the node of each rank.
-        lasted_s: for how long reports came. quiet_s: for how long none came, up to the end.
+        rank_nodes: the node of each rank.
+        quiet_s: for how long no report had come at the end.
     """
-    count, result = len({*places}), Found()
-    bad, most = result.bad, few(count)
+    count = len({*rank_nodes})
+    most = few(count)
+    result = PreflightResult()
+    bad = result.bad
     common = f"of {count} nodes, more than {most} at once have a cause in common: no strikes"
 
     def share(some: Collection[str]) -> str:
         return f"{len(some)} of {counted(count, 'node')}"
 
-    def blame(found: Mapping[str, str], what: str) -> None:
+    def blame(causes: Mapping[str, str], what: str) -> None:
         """Blame these nodes if they are less than half and, with those already blamed, few; else add a line."""
-        if found and (len({*found, *bad}) > most or 2 * len(found) >= count):
-            result.lines.append(f"{share(found)} {what} ({named(found)}): {common}")
+        if causes and (len({*causes, *bad}) > most or 2 * len(causes) >= count):
+            result.lines.append(f"{share(causes)} {what} ({named(causes)}): {common}")
         else:
-            bad.update({**found, **bad})  # the first reason counts
+            bad.update({**causes, **bad})  # the first reason counts
 
     sick = {report.node: report.problems for report in reports if report.problems}
     bad.update({node: next(iter(problems.values())) for node, problems in sick.items()})
-    for kind, shared in ((SPACE, "the folder"), (FOLDER, "the folder"), (OWN, "launch.health_check")):
-        found = [problems[kind] for problems in sick.values() if kind in problems]
-        if found and (kind == SPACE or 2 * len(found) > count):
-            result.reason = f"{found[0]} ({share(found)}; {shared} is shared, so no node is to blame)"
+    for kind, shared in ((FOLDER, "the folder"), (OWN, "launch.health_check")):
+        texts = [problems[kind] for problems in sick.values() if kind in problems]
+        if 2 * len(texts) > count:
+            result.reason = f"{texts[0]} ({share(texts)}; {shared} is shared, so no node is to blame)"
             return result
     errors = {report.node: report.failed for report in reports if report.failed}
-    on_all_nodes = errors.keys() == {*places}
-    if reason := _shared_gpu(reports) or (_common([*errors.values()]) if on_all_nodes else ""):
-        result.reason = reason
+    result.reason = _shared_gpu(reports) or (_common_error([*errors.values()]) if len(errors) == count else "")
+    if result.reason:
         return result
     if errors:
         result.lines.append(f"{share(errors)} failed: {named(errors)}, with {next(iter(errors.values()))}")
@@ -130,20 +125,17 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
         result.reason = (f"{next(iter(bad.values()))} ({share(bad)}; {named(bad)}; {common}. Look at these nodes. If "
                          f"they are bad, exclude them (launch.exclude) and submit the same command again)")
         return result
-    silent = _silent(reports, places)
-    if quiet_s >= max(QUIET_S, lasted_s):
-        blame(dict.fromkeys(silent, "it did not report"), "did not report")
-        unfinished = {report.node for report in reports if not report.times}
-        if 2 * sum(bool(report.times) for report in reports) > len(places):
-            blame(dict.fromkeys(unfinished, "its ranks did not finish with the others"), "did not finish")
+    ranks = {report.rank for report in reports}
+    silent = {node: "it did not report" for rank, node in enumerate(rank_nodes) if rank not in ranks}
+    if quiet_s >= QUIET_S:
+        blame(silent, "did not report")
+        unfinished = {report.node: "its ranks did not finish with the others" for report in reports
+                      if not report.times}
+        if 2 * sum(bool(report.times) for report in reports) > len(rank_nodes):
+            blame(unfinished, "did not finish")
     elif silent:
         result.lines.append(f"not all nodes have answered yet: {named(silent)} ({share(silent)}); slow is not bad, "
-                           f"so none gets a strike")
-    clocks = {report.node: report.clock_at for report in reports if report.clock_at is not None}
-    middle = median(clocks.values() or [0])
-    apart = CLOCK_S / 2 if len(clocks) == 2 else CLOCK_S  # of two the middle is halfway between them
-    blame({node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
-           for node, at in clocks.items() if abs(at - middle) > apart}, "differ in their clocks")
+                            f"so none gets a strike")
     for what in (PRODUCT, EXCHANGE) if count > 2 else (PRODUCT,):  # of two nodes nobody knows whose the link is
         times = [(report, report.times[what]) for report in reports
                  if what in report.times and report.node not in bad]
@@ -155,17 +147,18 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
     return result
 
 
-def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], seconds: float, cause: str) -> list[str]:
+def conclusion(result: PreflightResult, reports: Sequence[Report], rank_nodes: Sequence[str], seconds: float,
+               cause: str) -> list[str]:
     """The result in words."""
-    if found.reason:
-        return [found.reason]
-    if found.bad:
-        return [f"{node} is bad: {text}" for node, text in sorted(found.bad.items())]
-    if len([report for report in reports if report.times]) < len(places):
+    if result.reason:
+        return [result.reason]
+    if result.bad:
+        return [f"{node} is bad: {text}" for node, text in sorted(result.bad.items())]
+    if len([report for report in reports if report.times]) < len(rank_nodes):
         return [f"after {seconds:.0f} s{f' ({cause})' if cause else ''} no node can be blamed; training starts"]
     times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
                       for what in reports[0].times)
-    return [f"{counted(len({*places}), 'node')} passed in {seconds:.0f} s ({times})"]
+    return [f"{counted(len({*rank_nodes}), 'node')} passed in {seconds:.0f} s ({times})"]
 
 
 def _shared_gpu(reports: Sequence[Report]) -> str:
@@ -176,15 +169,9 @@ def _shared_gpu(reports: Sequence[Report]) -> str:
                  f"site's TaskProlog" for (node, gpu), count in ranks.items() if count > 1), "")
 
 
-def _common(errors: Sequence[str]) -> str:
+def _common_error(errors: Sequence[str]) -> str:
     """The error of all nodes, with advice; empty if they have several."""
     if len({re.sub(r"[0-9]+", "#", error) for error in errors}) > 1:
         return ""
     return (f"{errors[0]} (the same on all nodes, so none is to blame. If it names a network interface, look at "
             f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in launch.environment)")
-
-
-def _silent(reports: Sequence[Report], places: Sequence[str]) -> list[str]:
-    """Nodes with a rank that has not reported."""
-    there = {report.rank for report in reports}
-    return list(dict.fromkeys(node for rank, node in enumerate(places) if rank not in there))

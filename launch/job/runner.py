@@ -186,19 +186,19 @@ class Runner:
         folder = folders / f"{here.name}.{here.restart}.{self.number}"
         folder.mkdir(parents=True, exist_ok=True)
         prune(folders, here.name, self.say)
-        found = run_preflight(spec, here, folder, self._environment(), self.tick)
-        for line in found.lines:
+        result = run_preflight(spec, here, folder, self._environment(), self.tick)
+        for line in result.lines:
             self.say(f"preflight: {line}")
-        self._log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
-        if self.stopping or not (found.bad or found.reason):
+        self._log("preflight", seconds=round(time.monotonic() - began, 1), bad=result.bad)
+        if self.stopping or not (result.bad or result.reason):
             return None
-        if found.reason:
-            return Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
-        counts = self._strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()})
+        if result.reason:
+            return Decision("stop", "failed", f"preflight: {result.reason}", 1, final=True)
+        counts = self._strike({node: f"failed preflight: {reason}" for node, reason in result.bad.items()})
         self._keep_off(counts)
-        here.avoid.update(found.bad)
+        here.avoid.update(result.bad)
         left_out = max(counts.values(), default=0) >= STRIKES
-        return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in found.bad.items()), spec,
+        return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in result.bad.items()), spec,
                                  left_out=left_out, others=here.has_others(spec))
 
     # ---- starts

@@ -15,7 +15,7 @@ import pytest
 
 from drover.launch.job import runner, srun
 from drover.launch.job.host import StepEnd
-from drover.launch.job.preflight import Found
+from drover.launch.job.preflight import PreflightResult
 from drover.launch.job.spec import JobSpec
 from drover.launch.job.srun import SlurmHost, read_end
 from drover.launch.processes import stop_requests
@@ -122,7 +122,7 @@ class Job:
             patch.setenv("SLURM_RESTART_COUNT", str(restart))
             patch.setattr(runner, "PAUSE_S", 0.0)
             patch.setattr(runner, "run_preflight", trial if callable(trial) else
-                          lambda *_: trial or Found({}, ["all is well"]))
+                          lambda *_: trial or PreflightResult({}, ["all is well"]))
             patch.setattr(srun, "STEP_PAUSE_S", 0.0)
             patch.setattr(srun, "run_step", start)
             patch.setattr(SlurmHost, "requeue", lambda here: self.slurm.requeue(here.name))

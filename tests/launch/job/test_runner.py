@@ -12,7 +12,7 @@ import yaml
 from drover.launch.job import joblock, runner, srun
 from drover.launch.job.host import StepEnd
 from drover.launch.job.joblock import JobLock
-from drover.launch.job.preflight import Found
+from drover.launch.job.preflight import PreflightResult
 from drover.launch.slurm.chain import Chain, ChainJob
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.start_logs import KEPT
@@ -149,7 +149,7 @@ def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
 
 def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
     """It is the first one, which has the runner: the ranks meet on the next."""
-    job.slurm.nodes, found = ("n1", "n2", "n3"), [Found(), Found({"n1": "no GPU"})]
+    job.slurm.nodes, found = ("n1", "n2", "n3"), [PreflightResult(), PreflightResult({"n1": "no GPU"})]
     runs = []
     status, log = job.go("work", preflight=True, trial=lambda spec, here, *_: runs.append(here.nodes) or found.pop(),
                          **SPARE)
@@ -186,7 +186,7 @@ def test_a_job_whose_starts_cannot_be_recorded_ends(job, impatient, place):
     else:
         (job.run / place).touch()
     refused(UserError, r"Starts cannot be recorded \(.*Make the folder writable", job.go, preflight=True,
-            trial=Found({"n2": "no GPU"} if place.endswith("jsonl") else {}))
+            trial=PreflightResult({"n2": "no GPU"} if place.endswith("jsonl") else {}))
     assert not job.commands and not job.slurm.requeued
 
 
