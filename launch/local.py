@@ -47,7 +47,7 @@ class LocalHost(Host):
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
         """The output goes to the terminal too."""
-        group = run_here(command, environment, each, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS)
+        group = run_here(command, environment, each, spec.stage, self.requests, spec.ranks, folder / ONE_PROCESS)
         end = process_end(group.status)
         if not spec.ranks or not group.failed:
             return end
@@ -77,18 +77,18 @@ def find_machine(device: str = "auto") -> Machine:
     return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
 
 
-def _this_machine(run: Run, asked: list[int]) -> LocalHost:
-    """This machine, for one stage. asked: receives the requests to stop."""
+def _this_machine(run: Run, requests: list[int]) -> LocalHost:
+    """This machine, for one stage. requests: receives the requests to stop."""
     return LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                     (platform.node(),), None, NoScheduler(), asked, log=run.folder / WORDS)
+                     (platform.node(),), None, NoScheduler(), requests, log=run.folder / WORDS)
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     """Run the jobs; 0 if all are done, else the status of the one that failed."""
     began, run, chain = time.monotonic(), Run(config), f"local-{now()}"
-    with stop_requests() as asked:
+    with stop_requests() as requests:
         for job in jobs:
-            if status := _run_job(run, job, options, chain, asked):
+            if status := _run_job(run, job, options, chain, requests):
                 return status
     report = run.folder / "report.html"
     what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {run.folder}"
@@ -96,9 +96,9 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     return 0
 
 
-def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int]) -> int:
+def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[int]) -> int:
     again = f"the same command{' without --force' if job.forced else ''} continues"
-    if asked:
+    if requests:
         tell(sys.stderr, f"\nstopped before {job.stage}; {again}")
         return INTERRUPTED
     job = replace(job, state=run.state(job.stage))
@@ -109,11 +109,11 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int])
     refuse_changed(run, job, options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     spec = _spec(run, job, chain)
-    runner = Runner(spec, _this_machine(run, asked))
+    runner = Runner(spec, _this_machine(run, requests))
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
-    if asked or (decision and decision.status == "preempted"):
+    if requests or (decision and decision.status == "preempted"):
         tell(sys.stderr, f"\nstopped in {job.stage}; {again}")
         return INTERRUPTED
     if decision is None:  # an earlier start of the Slurm job around us has finished the stage or given it up

@@ -41,7 +41,7 @@ SHUTDOWN_S = 600.0
 CHUNK = 65536
 PORTS = range(20000, 30000)
 """Below the ports that the kernel hands out by itself (32768 and up)."""
-_held: list[socket.socket] = []
+_reserved: list[socket.socket] = []
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -52,12 +52,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Collect requests to stop (Ctrl-C, SIGTERM, a closed terminal) in a list, in order of arrival."""
-    asked: list[int] = []
+    requests: list[int] = []
     numbers = [number for number in STOP_SIGNALS
                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]  # nohup is respected
-    before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers}
+    before = {number: signal.signal(number, lambda number, frame: requests.append(number)) for number in numbers}
     try:
-        yield asked
+        yield requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -80,8 +80,7 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def answer_of(command: Sequence[str], environment: Environment, timeout_s: float, told: str = ""
-              ) -> tuple[int, str, str]:
+def answer_of(command: Sequence[str], environment: Environment, timeout_s: float) -> tuple[int, str, str]:
     """A program's exit status, output and errors.
 
     A program that hangs is killed with its children, because a site may have wrapped the real program in a script.
@@ -91,9 +90,9 @@ def answer_of(command: Sequence[str], environment: Environment, timeout_s: float
         subprocess.TimeoutExpired: it did not end in time.
     """
     with subprocess.Popen(command, env=environment, text=True, errors="replace", start_new_session=True,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         try:
-            output, errors = program.communicate(told, timeout_s)
+            output, errors = program.communicate(timeout=timeout_s)
         finally:
             if program.poll() is None:
                 kill_group(program.pid)
@@ -106,11 +105,11 @@ def free_port() -> int:
     It stays bound, without listening, until the next call: the ranks listen only some seconds later, and others may
     look for a port meanwhile.
     """
-    while _held:
-        _held.pop().close()
+    while _reserved:
+        _reserved.pop().close()
     for port in random.SystemRandom().sample(PORTS, 100):
         probe = socket.socket()
-        _held.append(probe)
+        _reserved.append(probe)
         try:
             probe.bind(("", port))
         except OSError:
@@ -181,7 +180,7 @@ class Group:
     Args:
         running: the started processes, by rank.
         stage: its name in messages about stopping it; empty: no messages.
-        asked: requests to stop, in order of arrival. The first asks the processes to save and end, the second kills
+        requests: requests to stop, in order of arrival. The first asks the processes to save and end, the second kills
             them.
         readers: threads that read their output. They are started here.
 
@@ -190,9 +189,9 @@ class Group:
         killed: whether they had to be killed because they did not end after SIGTERM.
     """
 
-    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", asked: Sequence[int] = (),
+    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", requests: Sequence[int] = (),
                  readers: Sequence[threading.Thread] = ()) -> None:
-        self.stage, self.asked, self._running, self._readers = stage, asked, dict(enumerate(running)), readers
+        self.stage, self.requests, self._running, self._readers = stage, requests, dict(enumerate(running)), readers
         self.failed: list[tuple[int, int]] = []
         self.killed = False
         self._until = math.inf
@@ -209,7 +208,7 @@ class Group:
 
         each: called again and again; returning False ends the processes.
         """
-        heard = 0
+        handled = 0
         while self._running:
             time.sleep(POLL_S)
             ended = {rank: status for rank, process in self._running.items() if (status := process.poll()) is not None}
@@ -218,12 +217,12 @@ class Group:
                 if status := ended[rank]:
                     self.failed.append((rank, status if status > 0 else 128 - status))
                     self._end_within(BROKEN_S)
-            if len(self.asked) > heard:
-                heard = len(self.asked)
+            if len(self.requests) > handled:
+                handled = len(self.requests)
                 if self.stage:
-                    tell(sys.stderr, f"\nkilling {self.stage}" if heard > 1 else
+                    tell(sys.stderr, f"\nkilling {self.stage}" if handled > 1 else
                          f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
-                self._end_within(0 if heard > 1 else SHUTDOWN_S)
+                self._end_within(0 if handled > 1 else SHUTDOWN_S)
             if not each():
                 self._end_within(KILL_S)
             if time.monotonic() > self._until:
@@ -242,11 +241,11 @@ class Group:
 
 
 def run_here(command: Sequence[str], environment: Environment, each: Each = lambda: True, stage: str = "",
-             asked: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> Group:
+             requests: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> Group:
     """Run a command on this machine to its end. If this process has a terminal, the command gets one.
 
     ranks: processes under torch.distributed; 0: one process without it. log: file for the output, which is also shown.
-    each, stage, asked: as of a `Group`.
+    each, stage, requests: as of a `Group`.
     """
     if ranks:
         environment = {**environment, **meeting("127.0.0.1", free_port())}
@@ -256,7 +255,7 @@ def run_here(command: Sequence[str], environment: Environment, each: Each = lamb
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, kept), daemon=True)
                    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
         group = Group([started(command, {**environment, **own}, out, errors) for own in variables_of(ranks)],
-                      stage, asked, readers)
+                      stage, requests, readers)
         group.run(each)
     return group
 

@@ -26,6 +26,7 @@ MOST_OUTSIDE = 20
 """So many in a row that brought no new checkpoint end the stage as well: a node that dies and is back at once looks the
 same."""
 
+
 @dataclass(frozen=True)
 class Outcome:
     """What a start of a stage left.
@@ -66,6 +67,9 @@ class Decision:
     final: bool = False
 
 
+STOPPED = Decision("stop", "preempted", "a request to end came (cancelled, or at its time limit)", TERMINATED)
+
+
 def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     """What follows from a start's end."""
     state, end, cause = outcome.state, outcome.end, outcome.end.cause
@@ -81,7 +85,7 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     if outcome.stopping and end.lost:
         return Decision("stop", "crashed", f"{cause}, and a request to end came", TERMINATED)
     if outcome.stopping:
-        return Decision("stop", "preempted", "a request to end came (cancelled, or at its time limit)", TERMINATED)
+        return STOPPED
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
     if end.exit_code == UserError.exit_status and not outcome.again:
         return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)

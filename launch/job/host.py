@@ -51,7 +51,7 @@ class Host(ABC):
         restart: how often Slurm requeued the job. index: of the array element; None for a job that is no array.
         scheduler: gave the nodes. It answers how much time is left and how nodes are, and requeues the job. With one
             that never answers (`NoScheduler`) a job continues.
-        asked: signals that asked the job to end, in order of arrival.
+        requests: signals that asked the job to end, in order of arrival.
         avoid: nodes that failed a start or the preflight of this job.
     """
 
@@ -61,7 +61,7 @@ class Host(ABC):
     nodes: tuple[str, ...]
     index: int | None
     scheduler: Scheduler
-    asked: list[int] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
 
     def ready(self, spec: JobSpec) -> JobSpec | None:
@@ -104,16 +104,16 @@ class Host(ABC):
         A node that Slurm has given up may keep running for long. A step that it requests under the job's id would get
         the nodes of the job's next start.
         """
-        job = self.seen()
+        job = self.info()
         return job.state == UNKNOWN or (job.state in WITH_NODES and job.restarts == self.restart)
 
-    def seen(self) -> JobInfo:
+    def info(self) -> JobInfo:
         """The scheduler's view of this job; an unknown job if it does not answer."""
         return (self.scheduler.jobs([self.name]) or {}).get(self.name, JobInfo(self.name))
 
     def pause(self, seconds: float, each: Each) -> None:
-        """Wait, unless asked to end. `each` is called meanwhile."""
+        """Wait, unless a request to end comes. `each` is called meanwhile."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self.asked:
+        while time.monotonic() < until and not self.requests:
             each()
             time.sleep(0.25)

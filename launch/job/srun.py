@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import sys
@@ -82,7 +83,8 @@ class SlurmHost(Host):
         srun = srun_command(spec, folder, command, self.nodes)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, environment, folder, each, self.say)
-            if end.started or end.abandoned or end.lost or self.asked or number == STEP_TRIES or not self.is_current():
+            final = end.started or end.abandoned or end.lost or number == STEP_TRIES
+            if final or self.requests or not self.is_current():
                 break
             self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
             self.pause(STEP_PAUSE_S * number, each)
@@ -98,9 +100,9 @@ class SlurmHost(Host):
                 signal.raise_signal(signal.SIGUSR2)
             except Exception as error:  # noqa: BLE001 - the disk's, scontrol's or submitit's
                 problem = str(error)
-            job = self.seen()
+            job = self.info()
             # Slurm ends a job that it requeues, perhaps before scontrol has the answer.
-            if self.asked or job.restarts > self.restart or job.state not in (UNKNOWN, *WITH_NODES):
+            if self.requests or job.restarts > self.restart or job.state not in (UNKNOWN, *WITH_NODES):
                 return None
             if job.state != UNKNOWN or time.monotonic() - began > CONTROLLER_S:
                 return f"{problem} Its answer is in the job's log"
@@ -143,45 +145,51 @@ def run_step(command: Sequence[str], environment: Environment, folder: Path, eac
              say: Say) -> StepEnd:
     """Run srun to its end, and pass its messages to `say`. `each` is called meanwhile; if False, the step ends."""
     log = folder / "srun.err"
+    messages = ""
+    has_tasks = False
+    given_up = False
+    broken_at = math.inf  # when the first task had failed
+    began = time.monotonic()
     with open(log, "wb") as written, open(log, errors="replace") as reader:
-        began, said, broken, made, given_up = time.monotonic(), "", 0.0, False, False
-
-        def hear() -> None:
-            nonlocal said
+        def read() -> None:
+            nonlocal messages
             new = reader.read()
-            said += new
+            messages += new
             for line in filter(str.strip, new.splitlines()):
                 say(line)
 
-        def goes_on() -> bool:
-            nonlocal broken, made, given_up
-            hear()
-            broken = broken or (time.monotonic() if _ENDED.search(said) else 0.0)
-            made = made or any(folder.glob("node*.log"))
-            given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
-            return each() and not given_up and not (broken and time.monotonic() - broken > BROKEN_S)
+        def has_time() -> bool:
+            nonlocal has_tasks, given_up, broken_at
+            read()
+            now = time.monotonic()
+            if _ENDED.search(messages):
+                broken_at = min(broken_at, now)
+            has_tasks = has_tasks or any(folder.glob("node*.log"))
+            given_up = given_up or (not has_tasks and now - began > MAKE_S)
+            return each() and not given_up and now - broken_at <= BROKEN_S
 
         srun = Group([started(command, environment, written, written)])  # it answers SIGTERM by killing its tasks
-        srun.run(goes_on)
-        hear()
-    return read_end(srun.status, said, given_up=given_up, abandoned=srun.killed)
+        srun.run(has_time)
+        read()
+    return read_end(srun.status, messages, given_up=given_up, abandoned=srun.killed)
 
 
-def read_end(status: int, said: str, *, given_up: bool = False, abandoned: bool = False) -> StepEnd:
+def read_end(status: int, messages: str, *, given_up: bool = False, abandoned: bool = False) -> StepEnd:
     """How a step ended.
 
     Args:
-        status: of srun. said: what it wrote to stderr.
+        status: of srun. messages: what it wrote to stderr.
         given_up: it had started no task for so long that it was ended.
         abandoned: it did not end itself and was killed: Slurm may still run its tasks.
     """
-    ends = list(_ENDED.finditer(said))
+    ends = list(_ENDED.finditer(messages))
     own = [end for end in ends if end["how"] != "Terminated" and end["code"] != "143"]  # not ended for others' sake
     first = next(iter(own + ends), None)
-    vanished, no_step = _VANISHED.search(said), _NO_STEP.search(said)
-    lost = tuple(dict.fromkeys(found[1] or found[2] for found in _NODE.finditer(said)))
-    alone = process_end(status)
-    rank, code, cause = 0, alone.exit_code, alone.cause
+    vanished = _VANISHED.search(messages)
+    no_step = _NO_STEP.search(messages)
+    lost = tuple(dict.fromkeys(match[1] or match[2] for match in _NODE.finditer(messages)))
+    end = process_end(status)
+    rank, code, cause = 0, end.exit_code, end.cause
     if first:
         rank = int(re.split("[,-]", first["tasks"])[0])
         code = int(first["code"]) if first["code"] and not vanished else None

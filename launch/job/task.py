@@ -44,10 +44,10 @@ class StageTask(Checkpointable):
         handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # srun passes signals on to the ranks
         sys.tracebacklimit = 0  # what is raised here has its reason
         try:
-            with stop_requests() as asked:
-                here = SlurmHost(job.raw_job_id, job.job_id, int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                                 tuple(job.hostnames), index, Scheduler(), asked, handler=handler)
-                runner = Runner(trusted_spec(Path(self.spec)), here)
+            with stop_requests() as requests:
+                host = SlurmHost(job.raw_job_id, job.job_id, int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+                                 tuple(job.hostnames), index, Scheduler(), requests, handler=handler)
+                runner = Runner(trusted_spec(Path(self.spec)), host)
                 status = runner.run()
         except (UserError, OSError) as error:
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)

@@ -175,7 +175,7 @@ class LaunchConfig(Resources):
     or a folder above. false: for a file system without true owners and modes, or if you trust all who may write there.
     """
     preflight: bool = True
-    """Test every node (devices, memory, disk, network, clock) before training. It takes at most 180 s, one more for
+    """Test every node (devices, memory, disk, network) before training. It takes at most 180 s, one more for
     every two nodes, and half an hour in all. A rank four times slower than the median makes its node a bad one."""
     health_check: list[str] = []
     """A site's own test of a node: a command that the preflight runs on each. If it fails, the node has failed the

@@ -117,7 +117,7 @@ class Job:
             what = next(left)
             return what(each) if callable(what) else self.play(what, folder, element)
 
-        with redirect_stdout(io.StringIO()) as said, stop_requests() as asked, pytest.MonkeyPatch.context() as patch:
+        with redirect_stdout(io.StringIO()) as log, stop_requests() as requests, pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_JOB_ID", job)
             patch.setenv("SLURM_RESTART_COUNT", str(restart))
             patch.setattr(runner, "PAUSE_S", 0.0)
@@ -125,10 +125,10 @@ class Job:
                           lambda *_: trial or PreflightResult({}, ["all is well"]))
             patch.setattr(srun, "STEP_PAUSE_S", 0.0)
             patch.setattr(srun, "run_step", start)
-            patch.setattr(SlurmHost, "requeue", lambda here: self.slurm.requeue(here.name))
-            here = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
-                             element, self.slurm, asked)  # type: ignore[arg-type]
-            return runner.Runner(self.spec, here).run(), said.getvalue()
+            patch.setattr(SlurmHost, "requeue", lambda host: self.slurm.requeue(host.name))
+            host = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
+                             element, self.slurm, requests)  # type: ignore[arg-type]
+            return runner.Runner(self.spec, host).run(), log.getvalue()
 
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""
@@ -201,7 +201,7 @@ def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
     return Job(folder, replace(spec, **changes))
 
 
-def chain_of(job: Job, *ids: str) -> None:
+def chain_of(job: Job, *ids: str, chain: str = "c") -> None:
     """Record a chain of links for the job's stage."""
-    Chain("c", "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, id) for id in ids)
+    Chain(chain, "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, id) for id in ids)
           ).write(job.run)

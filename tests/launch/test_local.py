@@ -61,7 +61,7 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
         end, *said = left.pop(0).split()
         commands.append(command)
         (folder / "output.log").touch()
-        here.asked += [signal.SIGTERM] * ("request" in said)
+        here.requests += [signal.SIGTERM] * ("request" in said)
         if "done" in said:
             launcher.done(spec.stage)
         for word in {"done", "preempted"}.intersection(said):

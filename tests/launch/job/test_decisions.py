@@ -28,7 +28,7 @@ def terms(later_links=False, requeue=True, max_restarts=3):
 
 
 @pytest.mark.parametrize("why, state, end, outcome, rules, expected", table(f"""
-    it is done, whatever the exit status says -> done -> {{status: 143, said: {REFUSED!r}}} -> \
+    it is done, whatever the exit status says -> done -> {{status: 143, messages: {REFUSED!r}}} -> \
 {{committed: true, stopping: true}} -> {{}} -> leave done 0
     killed after its commit -> running -> {{status: 137}} -> {{committed: true}} -> {{}} -> leave done 0
     it was up to date -> null -> {{status: 0}} -> {{committed: true}} -> {{}} -> leave done 0
@@ -36,14 +36,14 @@ def terms(later_links=False, requeue=True, max_restarts=3):
 restart crashed 0
     a word without a manifest -> done -> {{status: 0}} -> {{}} -> {{}} -> restart crashed 0
     the user's error -> failed -> {{status: 143}} -> {{hang: x, fruitless: 9}} -> {{later_links: true}} -> stop failed 1
-    an earlier start did not refuse this -> null -> {{status: 143, said: {REFUSED!r}}} -> \
+    an earlier start did not refuse this -> null -> {{status: 143, messages: {REFUSED!r}}} -> \
 {{again: true, fruitless: 1}} -> {{}} -> restart crashed 0
     asked to stop -> asked -> {{status: 0}} -> {{}} -> {{later_links: true, requeue: false}} -> leave preempted 0
     asked to stop, and nothing goes on -> asked -> {{status: 0}} -> {{}} -> {{requeue: false}} -> stop preempted 1
     cancelled -> cancelled -> {{status: 0}} -> {{}} -> {{later_links: true}} -> stop preempted 1
     the processes were told to end, but not the job: a preemption -> terminated -> {{status: 0}} -> {{}} -> {{}} -> \
 requeue preempted 0
-    told to end while the stage was at work -> running -> {{status: 143, said: {LOST!r}}} -> {{stopping: true}} -> \
+    told to end while the stage was at work -> running -> {{status: 143, messages: {LOST!r}}} -> {{stopping: true}} -> \
 {{}} -> stop crashed 143
     the last crash that is allowed -> running -> {{status: 143}} -> {{fruitless: 3}} -> {{max_restarts: 3}} -> \
 restart crashed 0
@@ -52,7 +52,7 @@ restart crashed 0
     Slurm may still run the tasks, so there is no second gang -> running -> {{status: 137, abandoned: true}} -> \
 {{fruitless: 1}} -> {{}} -> requeue crashed 0""", str, *[yaml.safe_load] * 4))
 def test_the_table(why, state, end, outcome, rules, expected):
-    end = read_end(**{"said": "", **end})
+    end = read_end(**{"messages": "", **end})
     decision = decide(Outcome(STATES[state], end=end, **outcome), terms(**rules))
     assert f"{decision.action} {decision.status} {decision.exit_status}" == expected, why
 

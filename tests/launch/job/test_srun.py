@@ -54,5 +54,5 @@ def test_when_a_step_is_ended(tmp_path, monkeypatch, script, limit, each, expect
     said = []
     end = run_step(["env", "-C", str(tmp_path), "sh", "-c", script], {"PATH": "/usr/bin:/bin"}, tmp_path,
                    lambda: each and not (limit == "KILL_S" and (tmp_path / "node1.log").exists()), said.append)
-    assert end == read_end(**{"said": "".join(f"{line}\n" for line in said), **expected})
+    assert end == read_end(**{"messages": "".join(f"{line}\n" for line in said), **expected})
     assert len(said) == (limit == "BROKEN_S")

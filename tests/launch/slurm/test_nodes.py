@@ -111,7 +111,7 @@ def test_who_was_late_when_training_hung(job):
 @pytest.mark.parametrize("count, struck", [(3, 3), (4, 0)])
 def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, struck):
     nodes = [f"n{number}" for number in range(count)]
-    assert runner(job, 64)._strike(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:struck], 1)
+    assert runner(job, 64)._record_failures(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:struck], 1)
 
 
 def test_starts_are_counted_over_restarts(job):
