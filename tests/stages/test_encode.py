@@ -171,7 +171,7 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
         assert told in run("encode", copy, "--force", "encode.encoder=fastokens", expect=2).err
 
 
-def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
+def test_of_long_documents_fewer_are_proved_and_only_their_beginning_is_compared(copy, monkeypatch):
     shards, tokenizer = run_folder(copy) / "shard", load_tokenizer(run_folder(copy) / "tokenizer")
     record = max(shard_records(manifest_of(copy, "shard"), "train"), key=lambda record: record["docs"])
 
@@ -180,7 +180,21 @@ def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
     whole = encoded()
     assert {0, record["docs"] - 1} <= set(whole.proved) and len(whole.proved) == min(16, record["docs"])
     monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
-    assert set(encoded().proved) == {min(whole.proved, key=lambda number: (whole.text_bytes[number], number))}
+    result = encoded()
+    assert set(result.proved) == {min(whole.proved, key=lambda number: (whole.text_bytes[number], number))}
+    monkeypatch.setattr(encode_stage, "COMPARED", 50)
+    lengths = []
+
+    class Reference:
+        def encode_flat(self, texts):
+            lengths.extend(map(len, texts))
+            return tokenizer.encode_flat(texts)
+
+    class Wrong:
+        def encode_flat(self, texts):
+            return tokenizer.encode_flat([text[1:] for text in texts])
+    assert not encode_stage.other_ids(result, tokenizer, Reference()) and lengths == [50]
+    assert "other ids for the document" in encode_stage.other_ids(result, Wrong(), Reference())
 
 
 def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):
