@@ -43,7 +43,9 @@ def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
     everywhere, and no part of the corpus is favoured. Shards are read one by one; only documents that may still be
     chosen are kept in memory.
     """
-    taken, of_documents, of_tokens = np.empty(0, _CANDIDATE), 0, 0
+    taken = np.empty(0, _CANDIDATE)
+    of_documents = 0
+    of_tokens = 0
     for number, shard in enumerate(shards):
         candidates = np.empty(shard.documents, _CANDIDATE)
         candidates["shard"], candidates["place"] = number, np.arange(shard.documents)
@@ -65,7 +67,8 @@ class ChosenDocuments(Sequence[np.ndarray]):
     """The ids of chosen documents. Each is read from its shard on access; only the last one stays in memory."""
 
     def __init__(self, shards: Sequence[TokenShard], chosen: Chosen) -> None:
-        self._shards, self._chosen = shards, chosen
+        self._shards = shards
+        self._chosen = chosen
         self._last: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:

@@ -82,7 +82,8 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             if piece.start == 0:  # said once for all parts
                 raise
             return
-        first, groups = 0, parquet.num_row_groups
+        first = 0
+        groups = parquet.num_row_groups
         for group in range(groups):
             rows = parquet.metadata.row_group(group).num_rows
             if piece.is_complete or piece.start <= group * piece.bytes // groups < piece.stop:
@@ -92,7 +93,8 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 def _row_group(parquet: Any, group: int, first: int, columns: list[str], file: Input, source: FilesSource,
                limit: Limit) -> Records:
-    about, done = parquet.metadata.row_group(group), 0
+    about = parquet.metadata.row_group(group)
+    done = 0
     rows = max(1, min(ROWS, limit.bytes * about.num_rows // max(1, about.total_byte_size)))
     size = max(1, about.total_byte_size // max(1, about.num_rows))
     file.content += about.total_byte_size
@@ -112,7 +114,8 @@ def arrow_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         if not data.size():
             return
         reader, count = _arrow_reader(data)
-        present, first = reader.schema.names, 0
+        present = reader.schema.names
+        first = 0
         columns = list(dict.fromkeys(_column(present, name) for name in _checked(reader.schema, source)))
         for number in range(count):
             try:

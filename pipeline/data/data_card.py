@@ -79,7 +79,9 @@ def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str
     Returns:
         As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages.
     """
-    cards, shown, result = [DataCard().record()], dict[str, dict[str, list[Any]]](), []
+    cards = [DataCard().record()]
+    shown = dict[str, dict[str, list[Any]]]()
+    result = []
     for record in records:
         cards.append(record["card"])
         result.append({name: own["languages"] for name, own in record["findings"].items() if "languages" in own})

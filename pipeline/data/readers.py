@@ -222,7 +222,8 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         if file.piece.start == 0:  # it has no parts
             yield from _json_records(file, source, limit)
         return
-    field, is_nested = source.text_field, "." in source.text_field
+    field = source.text_field
+    is_nested = "." in source.text_field
     is_complete = file.piece.is_complete
     has_keys_once = _key_test(source, str.encode)
     line: bytes | int = b""
@@ -271,7 +272,8 @@ def _key_test(source: FilesSource, form: Callable[[str], Any] = str) -> Callable
 
 def _once(name: str, form: Callable[[str], Any]) -> Callable[[Any], bool]:
     """A test whether a key surely stands once in JSON."""
-    key, escape = form(json.dumps(name)), form("\\u")
+    key = form(json.dumps(name))
+    escape = form("\\u")
     key_and_colon = re.compile(re.escape(key) + form(r"\s*:"))
     escapes = [*map(form, {f"\\u{ord(own) >> 4:03x}" for own in name})]  # how those of its characters begin
 
@@ -328,7 +330,8 @@ def _odd_line(file: Input, place: Place, line: str, source: FilesSource, alone: 
 
 def _values_of(line: str) -> Iterator[Any]:
     """Its value; or its objects and arrays, of which no line break is between one and the next."""
-    at, count = _skip(line, 0), 0
+    at = _skip(line, 0)
+    count = 0
     while at < len(line):
         value, at = _DECODER.raw_decode(line, at)
         at, count = _skip(line, at), count + 1
@@ -403,11 +406,13 @@ def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
-    field, has_keys_once = source.text_field, _key_test(source)
+    field = source.text_field
+    has_keys_once = _key_test(source)
     with file.open() as stream:
         text = _JsonText(stream)
         number = 0
-        within, wrong = "nothing", ""
+        within = "nothing"
+        wrong = ""
         file.current = text.current
         while not wrong and (character := text.next(_SPACE if within == "rest" else _COMMAS)):
             if (character == "[" and within in ("nothing", "rest")) or (character == "]" and within == "array"):
@@ -457,7 +462,10 @@ class _JsonText:
     """The text of a JSON file, of which some is held: `at` is where to read on in it, `last` the last value's text."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._held, self.at, self._ended = stream, "", 0, False
+        self._stream = stream
+        self._held = ""
+        self.at = 0
+        self._ended = False
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self.last = ""
 
@@ -511,7 +519,8 @@ class _JsonText:
 
 def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     csv.field_size_limit(limit.bytes)
-    size, number = [0], 0
+    size = [0]
+    number = 0
     file.current = lambda: (size[0], False)
     with _text(file) as stream:
         rows = _csv_reader(file, source, _csv_lines(stream, limit, size))

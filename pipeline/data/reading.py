@@ -82,14 +82,19 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
     """
-    name, source = payload["name"], payload["source"]
+    name = payload["name"]
+    source = payload["source"]
     texts, index, rejections, bands = (staged(folder, name, ending)
                                        for ending in (".documents", ".npy", ".rejected", ".bands"))
     aside = folder / DROPPED / f"{name}.jsonl"
-    rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0, "html": 0}
-    chain, card = Chain(payload.get("filters", ())), DataCard(payload.get("examples", 0))
+    rows = bytearray()
+    offset = 0
+    counts = {"read": 0, "empty": 0, "rejected": 0, "lost": 0, "html": 0}
+    chain = Chain(payload.get("filters", ()))
+    card = DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
-    inputs, fields = list[dict[str, Any]](), Counter[str]()
+    inputs = list[dict[str, Any]]()
+    fields = Counter[str]()
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload, inputs.append, fields):

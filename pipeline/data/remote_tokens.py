@@ -57,7 +57,8 @@ def download_shards(work: Work, table: ShardTable, rows: Iterable[int], *, shows
     Raises:
         UserError: the store does not hold these shards, or the folder has no room or cannot be written to.
     """
-    url, folder = work.config.train.tokens_from, shard_folder(work, table)
+    url = work.config.train.tokens_from
+    folder = shard_folder(work, table)
     if url is None:
         return
     records = [table.record(row) for row in rows]

@@ -116,7 +116,8 @@ class ShardTable:
 
     def content(self, split: str) -> Iterator[list[str]]:
         """(path, sha256) of each shard of a split, in the manifest's order: what identifies the tokens."""
-        chosen, digests = [kind[0] == split for kind in self.kinds], self.sha256.tobytes()
+        chosen = [kind[0] == split for kind in self.kinds]
+        digests = self.sha256.tobytes()
         return ([path, digests[32 * row:32 * row + 32].hex()]
                 for row, (path, kind) in enumerate(zip(self.paths, self.kind.tolist(), strict=True)) if chosen[kind])
 
@@ -152,7 +153,8 @@ class Shards(Sequence[TokenShard]):
     """
 
     def __init__(self, opened: OpenShards, rows: NDArray[np.int64]) -> None:
-        self.opened, self.rows = opened, rows
+        self.opened = opened
+        self.rows = rows
         self.token_counts: NDArray[np.int64] = opened.table.numbers[rows, NUMBERS.index("tokens")]
 
     def __len__(self) -> int:

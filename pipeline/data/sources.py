@@ -153,22 +153,19 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
         problems += [f"source {source.name}: the folder {error.filename} cannot be read: {error.strerror}. Make it "
                      f"readable, or narrow `paths`." for error in closed if isinstance(error, PermissionError)]
         files = [path for path in there if path.is_file()]
-        if glob.has_magic(pattern) and (broken := [path.name for path in there if _is_broken(path)]):
+        has_wildcard = glob.has_magic(pattern)
+        broken = [path.name for path in there if path.is_symlink() and not path.exists()]
+        if has_wildcard and broken:
             problems.append(f"source {source.name}: {len(broken):,} links that match {pattern} lead to no file "
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files:
-            has_wildcard = glob.has_magic(pattern)
             problems.append(f"source {source.name}: " + (f"no file matches {pattern}" if has_wildcard else
                             _what_it_is(pattern, full)) +
                             f" ({_looked_in(full)}). Correct `paths`.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems
-
-
-def _is_broken(path: Path) -> bool:
-    return path.is_symlink() and not path.exists()
 
 
 def _without_dots(path: Path) -> Path:
@@ -213,7 +210,8 @@ def named_files(source: str, paths: Sequence[InputFile]) -> list[tuple[str, Inpu
 def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: float) -> list[list[Piece]]:
     """Runs of whole files of at least `size` bytes each, but for the last before a file in parts; those alone."""
     groups: list[list[Piece]] = []
-    held, part_size = size, max(size, LEAST_PART)
+    held = size
+    part_size = max(size, LEAST_PART)
     for file in files:
         large = file.bytes > UNDIVIDED_UP_TO * part_size
         if large and isinstance(source, FilesSource) and divisible(PurePath(file.path), source):

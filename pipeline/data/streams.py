@@ -125,7 +125,9 @@ class Input:
     """
 
     def __init__(self, piece: Piece, encoding: str = UTF8) -> None:
-        self.piece, self.reader, self.encoding = piece, piece.reader(), encoding
+        self.piece = piece
+        self.reader = piece.reader()
+        self.encoding = encoding
         self.path = Path(piece.path) if self.reader is None else PurePath(piece.path)
         self.content = 0
         self.head = b""
@@ -221,7 +223,8 @@ class _FileHash:
     """
 
     def __init__(self, piece: Piece, opened: Callable[[int, int | None], Any]) -> None:
-        self._opened, self._size = opened, piece.bytes
+        self._opened = opened
+        self._size = piece.bytes
         self._is_first = piece.start == 0
         self._digest = hashlib.sha256()
         self.at = 0
@@ -248,7 +251,8 @@ class _Counted(io.BufferedIOBase):
     """A stream of which the input counts what is read."""
 
     def __init__(self, stream: Any, of: Input) -> None:
-        self._stream, self._of = stream, of
+        self._stream = stream
+        self._of = of
 
     def readable(self) -> bool:
         return True
@@ -332,7 +336,10 @@ class _Spool(io.RawIOBase):
     """An object of which the bytes from `start` on lie in `copy`."""
 
     def __init__(self, reader: ObjectFile, copy: IO[bytes], start: int) -> None:
-        self._reader, self._copy, self._start, self._stop = reader, copy, start, start + copy.tell()
+        self._reader = reader
+        self._copy = copy
+        self._start = start
+        self._stop = start + copy.tell()
         self._position = 0
 
     def readable(self) -> bool:
@@ -421,7 +428,8 @@ def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int =
     size = len(separator)
     own = start == 0  # whether the present record is of this part
     at = begin = start  # offsets of `rest` and of the record that it belongs to
-    rest, data = b"", _read(stream, len(codecs.BOM_UTF8) + 1)
+    rest = b""
+    data = _read(stream, len(codecs.BOM_UTF8) + 1)
     if own and data.startswith(codecs.BOM_UTF8):
         at, begin, data = at + 3, begin + 3, data[3:]
     while data:
@@ -446,7 +454,8 @@ def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int =
 
 def _read(stream: BufferedIOBase, least: int) -> bytes:
     """At least so many bytes, fewer at the end."""
-    parts, size = list[bytes](), 0
+    parts = list[bytes]()
+    size = 0
     while size < least and (part := stream.read1(CHUNK)):
         parts.append(part)
         size += len(part)

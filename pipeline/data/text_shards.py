@@ -94,7 +94,8 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
     Raises:
         UserError: the shard is truncated, a text was changed, or the number of documents is wrong.
     """
-    path, count = folder / record["path"], 0
+    path = folder / record["path"]
+    count = 0
     with _open(path) as file:
         for count, (key, member) in enumerate(_members(file, path), 1):
             if only is not None and count - 1 not in only:
@@ -141,7 +142,9 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
     """
     from webdataset.tariterators import tar_file_iterator
 
-    expected, count, fault = output(folder, record, "shard"), 0, None
+    expected = output(folder, record, "shard")
+    count = 0
+    fault = None
     path = expected.path
     batch, size = Texts([], [], []), 0
     digest = hashlib.sha256()

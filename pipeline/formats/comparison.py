@@ -189,7 +189,8 @@ class _Passes:
         if name == "norm":
             self._normed = theirs
             return
-        weights, result = read_part(self.config, name, self.read), dict[str, dict[str, Tensor]]()
+        weights = read_part(self.config, name, self.read)
+        result = dict[str, dict[str, Tensor]]()
         for kind, (dtype, table) in self._kinds.items():
             result[kind] = our_part(self.config, name, weights, dtype, table, self.tokens, self.outputs.get(kind))
             self.outputs[kind] = result[kind][name]

@@ -69,7 +69,9 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
         qwens: as for `export_class`.
     """
     content = config_to_json(source.config, source.dtype, qwens=qwens)
-    files, where, size = list[OutputFile](), dict[str, str](), 0
+    files = list[OutputFile]()
+    where = dict[str, str]()
+    size = 0
     for file, layouts in tensor_files(source, shard_bytes, lambda number, count:
                                       f"model-{number + 1:05d}-of-{count:05d}.safetensors",
                                       partial(to_huggingface, config=source.config,
@@ -91,7 +93,8 @@ def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], st
         most_bytes: largest size of a file, unless one tensor is larger.
         named: returns a file's name, from its number (from 0) and the number of files.
     """
-    shapes, groups = parameter_shapes(source.config), list[list[str]]()
+    shapes = parameter_shapes(source.config)
+    groups = list[list[str]]()
     room = 0
     for name, shape in shapes.items():
         size = math.prod(shape) * source.dtype.itemsize

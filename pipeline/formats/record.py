@@ -14,7 +14,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import shape_from
 from drover.pipeline.core.files import Outputs, Record, read_record
 
@@ -35,9 +34,3 @@ class WeightsRecord(TypedDict):
 def weights_record(folder: Path) -> WeightsRecord | None:
     """The record in a folder; None if there is none. UserError if it is truncated or of another version."""
     return read_record(folder / RECORD, WeightsRecord, "Make the folder again.", FORMAT)
-
-
-def recorded_config(folder: Path) -> ModelConfig | None:
-    """The shape in a folder's record; None if there is none. Raises as `weights_record`."""
-    record = weights_record(folder)
-    return ModelConfig(**record["model"]) if record else None

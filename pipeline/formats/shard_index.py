@@ -48,7 +48,8 @@ class Index:
     @classmethod
     def of(cls, file: Record, tensors: Mapping[str, tuple[str, Dims, Sequence[Rectangle]]]) -> Index:
         """The index of one file. tensors: element type, shape and rectangles of each."""
-        cuts, entries = dict[tuple[Rectangle, ...], int](), dict[str, Entry]()
+        cuts = dict[tuple[Rectangle, ...], int]()
+        entries = dict[str, Entry]()
         for name, (dtype, shape, pieces) in tensors.items():
             entries[name] = Entry(dtype, shape, cuts.setdefault(tuple(pieces), len(cuts)))
         return cls((file,), entries, tuple(np.array([(0, *offset, *size) for offset, size in cut], np.int64)
@@ -61,7 +62,8 @@ class Index:
         Raises:
             ValueError: the parts disagree on what a tensor is.
         """
-        files, moved = list[Record](), list[list[Cut]]()
+        files = list[Record]()
+        moved = list[list[Cut]]()
         result: dict[str, tuple[str, Dims, list[tuple[int, int]]]] = {}
         for number, part in enumerate(parts):
             for name, entry in part.tensors.items():

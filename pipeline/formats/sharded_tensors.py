@@ -151,7 +151,8 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, fix: str = "Run the train stage again: it continues from the newest valid one.",
                  index: bytes | None = None) -> None:
-        self.folder, self._fix = folder, fix
+        self.folder = folder
+        self._fix = fix
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
             content = parsed_json(read_bytes(folder / INDEX) if index is None else index)

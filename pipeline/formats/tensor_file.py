@@ -117,7 +117,8 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
         OSError: the disk is full or fails.
         ValueError: a tensor does not match its layout.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with named_in_errors(path), open(path, "wb", buffering=0) as file:
         for content in _contents(layouts, tensors):
             for start in range(0, len(content), _CHUNK):
@@ -190,7 +191,8 @@ class TensorFile:
             self._fill(target, layout, start, offset)
 
     def _fill(self, target: Tensor, layout: Layout, start: int, offset: Dims) -> None:
-        first, inner = offset[0], Layout(layout.dtype, layout.shape[1:])
+        first = offset[0]
+        inner = Layout(layout.dtype, layout.shape[1:])
         full_rows = tuple(target.shape[1:]) == inner.shape
         if full_rows and target.is_contiguous():
             self._read(_bytes(target), start + first * inner.size)
@@ -215,7 +217,9 @@ class TensorFile:
 
     def _read_header(self) -> tuple[dict[str, Layout], dict[str, int]]:
         size = os.fstat(self._file.fileno()).st_size
-        layouts, starts, end = {}, {}, 0
+        layouts = {}
+        starts = {}
+        end = 0
         try:
             length = int.from_bytes(self._file.read(8), "little")
             header = parsed_json(os.pread(self._file.fileno(), min(length, size), 8))

@@ -32,7 +32,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Inside, read_record
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.huggingface import OutputFile, Source, tensor_files
-from drover.pipeline.formats.record import RECORD, recorded_config
+from drover.pipeline.formats.record import RECORD, weights_record
 from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
 from drover.pipeline.formats.tensor_file import (
@@ -56,7 +56,8 @@ class CheckpointWeights(Weights):
     form = "drover"
 
     def __init__(self, path: Path, config: ModelConfig | None = None) -> None:
-        recorded = recorded_config(path)
+        record = weights_record(path)
+        recorded = ModelConfig(**record["model"]) if record else None
         marker = None if recorded else read_marker(path)
         self._reader = CheckpointReader(path, fix="Make it again.") if recorded else CheckpointReader(path)
         try:
@@ -133,7 +134,8 @@ class HuggingFaceWeights(Weights):
         except BaseException:
             self.close()
             raise
-        names, zeros = set(self._where), zero_biases(self.config)
+        names = set(self._where)
+        zeros = zero_biases(self.config)
         width = self.config.dim
         self._fit({name: file.layouts[name].shape for name, file in self._where.items()},
                   {their_name(name): shape for name, shape in self.stored_shapes.items()},
@@ -149,7 +151,8 @@ class HuggingFaceWeights(Weights):
         return self._where[theirs].layouts[theirs].dtype
 
     def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
-        theirs, heads = their_name(name), rotated_heads(name, self.config)
+        theirs = their_name(name)
+        heads = rotated_heads(name, self.config)
         if heads is None or not all(shape):
             return self._filled(theirs, offset, shape)
         # Their rows of a head are in another order: read whole heads and reorder them.
@@ -235,7 +238,8 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
 
 def drover_files(source: Source, shard_bytes: int) -> list[OutputFile]:
     """The files of weights alone, in the format of a training checkpoint's tensors (sharded_tensors.py)."""
-    files, parts = list[OutputFile](), list[Index]()
+    files = list[OutputFile]()
+    parts = list[Index]()
     for file, layouts in tensor_files(source, shard_bytes, lambda number, _: f"weights-{number:05d}.safetensors",
                                       lambda name, tensor: [(MODEL + name, tensor)]):
         files.append(file)

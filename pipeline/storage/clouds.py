@@ -61,7 +61,8 @@ class Cloud:
     """A bucket (or container), as a backend of `drover.pipeline.storage.store.Store`: keys are full names."""
 
     def __init__(self, root: str) -> None:
-        self._root, self._client = root, client(root)
+        self._root = root
+        self._client = client(root)
         self._kind = _kind(root)
 
     def list(self, prefix: str, attempts: int = LISTINGS) -> list[Entry]:
@@ -155,7 +156,8 @@ class Cloud:
                              f"set the store's address ({_ADDRESS[self._kind]}).")
         if isinstance(error, FileNotFoundError):
             return Missing(f"{url} is not there. Correct the URL, or put the object there.")
-        reason, advice = plainly(text), _ADVICE[self._kind]
+        reason = plainly(text)
+        advice = _ADVICE[self._kind]
         if _MACHINES_OWN.search(text):
             return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
                              f"none of its own ({reason}). Set {advice}.")

@@ -76,7 +76,8 @@ class Owner:
     """
 
     def __init__(self, store: Store) -> None:
-        self.store, self._writer = store, uuid4().hex
+        self.store = store
+        self._writer = uuid4().hex
         self.content = self._read()
 
     def _read(self) -> Record | None:
@@ -233,7 +234,8 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
         UserError: the place has another owner, the store does not keep what it is sent, or a file differs from its
             record.
     """
-    store, owner = Store(url), Owner(Store(url))
+    store = Store(url)
+    owner = Owner(store)
     mirror = Mirror(store)
     preflight(store)
     there = {entry.path: entry for entry in store.list() if not entry.path.startswith(CHECKED)}

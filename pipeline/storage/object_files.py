@@ -123,7 +123,8 @@ def find(pattern: str) -> list[ObjectFile]:
     """
     scheme, _, place = pattern.partition("://")
     root, _, key = place.partition("/")
-    bucket, parts = Store(f"{scheme}://{root}"), key.strip("/").split("/")
+    bucket = Store(f"{scheme}://{root}")
+    parts = key.strip("/").split("/")
     if glob.has_magic(key):
         folder = "/".join(takewhile(lambda part: not glob.has_magic(part), parts))
         entries = list(bucket.list(folder))

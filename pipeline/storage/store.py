@@ -175,7 +175,8 @@ class Store:
             Missing: it is not there.
             Changed: it was replaced during reading.
         """
-        entry, digest = self.entry(path), hashlib.sha256()
+        entry = self.entry(path)
+        digest = hashlib.sha256()
         with atomic_file(to) as file:
             for block in self._blocks(path, 0, entry.size, entry.etag):
                 digest.update(block)

@@ -14,7 +14,7 @@ from drover.pipeline.data.hub import files_record
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, markdown
-from tests.data.source_files import COMPRESS, batch, files_source, lines, payload_of, write_batches
+from tests.data.source_files import COMPRESS, batch, files_source, lines, payload_of, write_batches, write_jsonl
 from tests.reporting.made_up import write_run
 from tests.stages.conftest import run  # noqa: F401 - a fixture
 from tests.stages.test_shard import files_source as source_of
@@ -148,18 +148,14 @@ def report(tmp_path, counts):
 @pytest.mark.parametrize(("files", "fields", "left_out", "remark"), [
     (["d/train.jsonl", "d/test.jsonl", "LICENSE"], {"split": "train"}, {
         "LICENSE": "no text, by its name", "d/test.jsonl": "of another split"}, "1 files of"),
-    (["a/b.csv", "a/c.csv", "b.csv", "README.md"], {"config_name": "x", "limit": 12}, {
-        "b.csv": "of another configuration"}, "what follows the first 12 records is left out by its `limit`")])
+    (["a/b.jsonl", "a/c.jsonl", "b.jsonl", "README.md"], {"config_name": "x", "limit": 12}, {
+        "b.jsonl": "of another configuration"}, "what follows the first 12 records is left out by its `limit`")])
 def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fields, left_out, remark):  # noqa: F811
     for name in files:
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = [name if name == "README.md" else f"{name} {row}" for row in range(30)]
-        (tmp_path / "in" / name).write_text(
-            "".join(["text,n\n", *(f"{row},1\n" for row in rows), ",2\n"]) if name.endswith("csv") else
-            lines([*({"text": row} for row in rows), {"text": None}]).decode())
+        write_jsonl(tmp_path / "in" / name, [*({"text": f"{name} {row}"} for row in range(30)), {"text": None}])
     if "README.md" in files:
         (tmp_path / "in/README.md").write_text("---\nconfigs:\n- {config_name: x, data_files: a/*}\n"
-                                               "- {config_name: y, data_files: b.csv}\n---\n")
+                                               "- {config_name: y, data_files: b.jsonl}\n---\n")
     source = {"kind": "hf", "name": "h", "dataset": str(tmp_path / "in"), **fields}
     config = write_config(tmp_path, [source], validation_share=0.2, max_rejected_share=0.5)
     printed = run("shard", config).out

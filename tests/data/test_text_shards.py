@@ -76,12 +76,11 @@ def test_any_byte_may_be_wrong(shard, tmp_path, record, only, place, byte, cut):
 def test_a_cut_is_noticed_and_named(shard, tmp_path, record, inside):
     """Also between two members, where webdataset notices nothing. Documents before it are given first."""
     with tarfile.open(shard) as tar:
-        member = list(tar)[2]
-        before = tar.getnames()[1]
+        _, before, member, _ = tar
     shard.write_bytes(shard.read_bytes()[:member.offset_data + 100 if inside else member.offset])
     documents, error = read(tmp_path, record)
-    expected = f"truncated or no text shard, after the member {before}" if inside else "holds 2 documents instead of 4"
-    assert expected in error and "shard again" in error
+    message = f"no text shard, after the member {before.name}" if inside else "holds 2 documents instead of 4"
+    assert message in error and "shard again" in error
     assert [document.text for document in documents] == [own.text for own in DOCUMENTS[:2]]
     shard.unlink()
     assert "web-00000.tar is missing" in read(tmp_path, record)[1]
@@ -92,8 +91,6 @@ def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp
     refused(UserError, "holds 4 documents instead of 3", list, read_texts(tmp_path, {**record, "docs": 3}, 10))
     shard.write_bytes(shard.read_bytes().replace(b"n. text.", b"n. text!"))
     refused(UserError, r"page\.3 does not have the hash", list, read_shard(tmp_path, record))
-    write_documents(shard, DOCUMENTS[:3])
-    refused(UserError, "holds 3 documents instead of 4", list, read_shard(tmp_path, record))
 
 
 @pytest.mark.parametrize("member", [b"{not json", b'{"source": "web", "id": "1", "meta": {}}', b"[]",
@@ -103,6 +100,7 @@ def test_a_member_that_is_no_document_is_named(tmp_path, member):
     write_members(tmp_path / "s.tar", [("abc", complete), ("broken", member)])
     record = output_record(tmp_path, tmp_path / "s.tar", docs=2)
     refused(UserError, r"s\.tar.*broken\.json", list, read_shard(tmp_path, record, {1}))
+    refused(UserError, r"s\.tar is no text shard", list, read_texts(tmp_path, record, 10))
 
 
 @given(text=st.text(),
@@ -110,10 +108,6 @@ def test_a_member_that_is_no_document_is_named(tmp_path, member):
 def test_a_member_reads_back_as_it_was(text, value):
     document = Document(text, "s", "1", {"m": [value, None, {"n": True}]})
     assert from_json(to_json(document), "") == document
-
-
-def test_half_a_character_is_not_written():
-    refused(UnicodeEncodeError, "surrogates", to_json, Document("t", "s", "1", {"a": "\ud800"}))
 
 
 def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
@@ -124,12 +118,6 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
         write_documents(tmp_path / f"runs/demo/shard/train/web-0000{number}.tar", documents)
     assert run_python("-c", snippet, cwd=tmp_path).stdout.splitlines() == [
         f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
-
-
-def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):
-    write_members(tmp_path / "a.tar", [("a", b"[]")])
-    refused(UserError, "is no text shard", list,
-            read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=1), 10))
 
 
 def test_equal_documents_give_equal_bytes(shard, tmp_path):

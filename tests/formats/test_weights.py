@@ -111,7 +111,7 @@ def test_tensors_that_do_not_fit_are_said(folder, change, message):
     refused(UserError, message, open_weights, folder)
 
 
-def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_path):
+def test_missing_files_and_paths_that_lead_out_are_refused(folder):
     """Files that are cut off or changed anywhere are tried by tests/test_fuzz.py."""
     (folder / "model.safetensors").unlink()
     refused(UserError, "is missing", open_weights, folder)
@@ -119,10 +119,6 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
                         ('{"weight_map": {"a": "b/c"}}', "not a file in its folder")):
         (folder / "model.safetensors.index.json").write_text(index)
         refused(UserError, message, open_weights, folder)
-    (folder / "model.safetensors.index.json").unlink()
-    torch.save({"model.norm.weight": Hostile(tmp_path / "executed")}, folder / "pytorch_model.bin")
-    refused(UserError, "nothing of it was executed", open_weights, folder)
-    assert not (tmp_path / "executed").exists()
     (folder / "config.json").write_text("{")
     refused(UserError, "does not describe a Llama", open_weights, folder)
 

@@ -141,13 +141,6 @@ def test_keys_that_have_expired_are_told_as_such(moto_server):
                 call, store)
 
 
-def test_a_profile_without_files_and_a_file_that_cannot_be_looked_at(nothing_set, tmp_path):
-    for variable in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        nothing_set.setenv(variable, str(tmp_path / ("x" * 300)))  # an error, but not that it is absent
-    nothing_set.setenv("AWS_PROFILE", "absent")
-    refused(UserError, r"s3://bucket cannot be opened: .*\(absent\)", clouds.client, "s3://bucket")
-
-
 def test_without_obstore_it_is_told_what_to_install(monkeypatch, tmp_path):
     clouds._opened.cache_clear()
     monkeypatch.setitem(sys.modules, "obstore", None)

@@ -1,7 +1,6 @@
 """What every store does, on a disk, in memory and at servers of each cloud."""
 
 import hashlib
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -88,9 +87,3 @@ def test_of_many_who_claim_a_place_at_once_one_has_it(store):
         [one] = filter(None, pool.map(claim, owners))
     one.refuse_lost()
     assert Owner(store).content["name"] == str(id(one))
-
-
-def test_a_store_is_its_url_in_every_process(tmp_path):
-    store = Store(f"file://{tmp_path}/p/")
-    store.put("x", b"12")
-    assert pickle.loads(pickle.dumps(store)).read("x") == b"12"
