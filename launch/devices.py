@@ -38,13 +38,6 @@ def has_one_of(gpus: int, environment: Mapping[str, str]) -> bool:
     return bool(masks_in(environment)) and visible_gpus(environment) == 1 < gpus
 
 
-def gpu_of(environment: Mapping[str, str]) -> str:
-    """What identifies the one GPU that a process may use, or its part (MIG); empty if that cannot be known."""
-    named = next((environment[mask] for mask in MASKS if environment.get(mask, "").startswith(("GPU-", "MIG-"))), "")
-    rows = [] if named or for_amd() else smi("--query-gpu=uuid") or []
-    return named or (rows[0][0] if len(rows) == 1 else "")
-
-
 def for_amd() -> bool:
     """Whether torch is a build for AMD's GPUs. Without one, AMD devices only drive screens."""
     return "rocm" in (installed_version("torch") or "")

@@ -21,7 +21,7 @@ from drover.launch.job.spec import JobSpec
 from drover.launch.plan import Job, Machine, Options
 from drover.launch.processes import Each, Environment, run_here, stop_requests, tell
 from drover.launch.slurm.scheduler import NoScheduler
-from drover.launch.slurm.start_logs import ONE_PROCESS, rank_log
+from drover.launch.slurm.start_logs import ONE_PROCESS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.preparation import report_done
@@ -77,12 +77,6 @@ def find_machine(device: str = "auto") -> Machine:
     return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
 
 
-def _this_machine(run: Run, requests: list[int]) -> LocalHost:
-    """This machine, for one stage. requests: receives the requests to stop."""
-    return LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                     (platform.node(),), None, NoScheduler(), requests, log=run.folder / WORDS)
-
-
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     """Run the jobs; 0 if all are done, else the status of the one that failed."""
     began, run, chain = time.monotonic(), Run(config), f"local-{now()}"
@@ -107,23 +101,25 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
             report_done(run, job.stage)
         return 0
     refuse_changed(run, job, options)
-    (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
-    spec = _spec(run, job, chain)
-    runner = Runner(spec, _this_machine(run, requests))
-    status, decision = runner.run(), runner.decision
+    log = run.folder / WORDS
+    log.parent.mkdir(parents=True, exist_ok=True)
+    host = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+                     (platform.node(),), None, NoScheduler(), requests, log=log)
+    runner = Runner(_spec(run, job, chain), host)
+    status = runner.run()
+    decision = runner.decision
     if decision and decision.status == "done":
         return 0
     if requests or (decision and decision.status == "preempted"):
         tell(sys.stderr, f"\nstopped in {job.stage}; {again}")
         return INTERRUPTED
-    if decision is None:  # an earlier start of the Slurm job around us has finished the stage or given it up
+    if decision is None or runner.last is None:  # nothing was started: `launch/stop` exists
         return status
-    folder, end = runner.last or (run.folder, StepEnd(1))
-    what = f" (exit status {end.status})" if decision.status == "failed" and runner.last else f": {decision.reason}"
-    output = rank_log(folder, end.rank, spec.tasks_per_node) if runner.last else run.folder / WORDS
+    folder, end = runner.last
+    what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
-                     f"{output}. Once the cause is fixed, {again}.")
+                     f"{folder / ONE_PROCESS}. Once the cause is fixed, {again}.")
     return end.status or 1
 
 

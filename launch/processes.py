@@ -166,14 +166,6 @@ def meeting(address: str, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), SECRET: secrets.token_hex(32)}
 
 
-def variables_of(ranks: int) -> list[dict[str, str]]:
-    """Variables of torch.distributed for each rank on this machine; {} for the one process of a stage without ranks."""
-    if not ranks:
-        return [{}]
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
 class Group:
     """Processes that end together.
 
@@ -247,14 +239,17 @@ def run_here(command: Sequence[str], environment: Environment, each: Each = lamb
     ranks: processes under torch.distributed; 0: one process without it. log: file for the output, which is also shown.
     each, stage, requests: as of a `Group`.
     """
+    own = [dict[str, str]()]  # variables of each process
     if ranks:
-        environment = {**environment, **meeting("127.0.0.1", free_port())}
+        environment = {**environment, **meeting("127.0.0.1", free_port()), "WORLD_SIZE": str(ranks),
+                       "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()]
     (_, out), (_, errors) = pipes
     with open(log, "ab", buffering=0) as kept:
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, kept), daemon=True)
                    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
-        group = Group([started(command, {**environment, **own}, out, errors) for own in variables_of(ranks)],
+        group = Group([started(command, {**environment, **variables}, out, errors) for variables in own],
                       stage, requests, readers)
         group.run(each)
     return group

@@ -36,17 +36,20 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
     Raises:
         UserError: it does not fit the GPUs' memory (`launch.gpu_memory_gb`).
     """
-    config, train, made = run.config, _training(jobs), run.manifest("tokenizer")
-    known = network(config).vocab_size is not None
-    if train is None or not (known or made):
-        return say("rehearsal", "not done: there is no training to submit, or the size of the vocabulary is unknown "
-                                "until the tokenizer is done (model.vocab_size sets it)")
+    train = _training(jobs)
+    if train is None:
+        return say("rehearsal", "not done: there is no training to submit")
     say("rehearsal", "computing the memory of a training step without GPUs (--no-rehearse skips this) ...")
-    memory = config.launch.gpu_memory_gb
-    gpus = [f"--memory={memory:g}"] if memory else []
-    status, output, errors = _ask([
-        "--config", options.config_path, "--ranks", str(train.ranks), *(gpus if train.gpus_per_node else ["--cpu"]),
-        *options.overrides, *([] if known or made is None else [f"model.vocab_size={made.counts['vocab_size']}"])])
+    arguments = ["--config", options.config_path, "--ranks", str(train.ranks)]
+    if not train.gpus_per_node:
+        arguments.append("--cpu")
+    elif memory := run.config.launch.gpu_memory_gb:
+        arguments.append(f"--memory={memory:g}")
+    arguments += options.overrides
+    made = run.manifest("tokenizer")
+    if made is not None and network(run.config).vocab_size is None:
+        arguments.append(f"model.vocab_size={made.counts['vocab_size']}")
+    status, output, errors = _rehearse(arguments)
     lines = output.splitlines()
     fit = next((line for line in lines if line.startswith(FIT)), "")
     if status and not fit:
@@ -63,7 +66,7 @@ def _training(jobs: list[Job]) -> Job | None:
     return next((job for job in jobs if job.stage == "train" and job.to_run and job.ranks), None)
 
 
-def _ask(arguments: list[str]) -> tuple[int, str, str]:
+def _rehearse(arguments: list[str]) -> tuple[int, str, str]:
     """Exit status, output and errors of `drover rehearse`."""
     path = filter(None, [str(IMPORTED_FROM), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",

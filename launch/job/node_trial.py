@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drover.launch.devices import for_amd, gpu_of, has_one_of, smi, visible_gpus
+from drover.launch.devices import for_amd, has_one_of, smi, visible_gpus
 from drover.launch.processes import answer_of
 from drover.launch.slurm.start_logs import labelled
 
@@ -55,7 +55,6 @@ class Report:
     problems: of the node, by kind; from its first rank.
     times: seconds of each measurement, the best of several; empty before it has met the others.
     failed: the error that ended the measurements.
-    own_gpu: what identifies the one GPU that this task sees of several; empty: it sees all, or that is not known.
     """
 
     rank: int
@@ -64,7 +63,6 @@ class Report:
     device: str = "cpu"
     times: dict[str, float] = field(default_factory=dict)
     failed: str = ""
-    own_gpu: str = ""
 
 
 def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> dict[str, str]:
@@ -114,16 +112,15 @@ def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) ->
     """Do this rank's part. limit_s: how long to wait for the other ranks, at most. gpus: of a node."""
     report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    if has_one_of(gpus, os.environ):
+    alone = has_one_of(gpus, os.environ)
+    if alone:
         gpus = 1
-    alone = gpus == 1 < per_node
     if report.rank % per_node == 0:
         report.problems = check_node(run_folder, gpus)
         if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
     elif alone and (problem := check_gpus(gpus)):
         report.problems[GPU] = problem
-    report.own_gpu = gpu_of(os.environ) if alone else ""
     send(report)
     try:
         measure(report, limit_s, gpus)
@@ -182,19 +179,18 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
         return min(times)
 
     def exchange(partner: int) -> None:
-        if partner == own:
-            return
-        other = partner * per_node + local
-        for task in dist.batch_isend_irecv([dist.P2POp(dist.isend, total, other),
-                                            dist.P2POp(dist.irecv, received, other)]):
-            task.wait()
+        if partner != own:
+            other = partner * per_node + local
+            for task in dist.batch_isend_irecv([dist.P2POp(dist.isend, total, other),
+                                                dist.P2POp(dist.irecv, received, other)]):
+                task.wait()
 
-    report.times[PRODUCT] = best(lambda: torch.mm(matrix, matrix))
-    partners = [partner_of(own, number, nodes) for number in range(ROUNDS)]
-    times = [best(partial(exchange, partner)) for partner in partners]
-    if nodes > 1:
-        report.times[EXCHANGE] = min(seconds for partner, seconds in zip(partners, times, strict=True)
-                                     if partner != own)
+    report.times[PRODUCT] = best(partial(torch.mm, matrix, matrix))
+    for number in range(ROUNDS):
+        partner = partner_of(own, number, nodes)
+        seconds = best(partial(exchange, partner))
+        if partner != own:
+            report.times[EXCHANGE] = min(seconds, report.times.get(EXCHANGE, seconds))
     dist.barrier()
     dist.destroy_process_group()
 

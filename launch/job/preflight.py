@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -116,8 +115,8 @@ def judge(reports: Sequence[Report], rank_nodes: Sequence[str], quiet_s: float =
             result.reason = f"{texts[0]} ({share(texts)}; {shared} is shared, so no node is to blame)"
             return result
     errors = {report.node: report.failed for report in reports if report.failed}
-    result.reason = _shared_gpu(reports) or (_common_error([*errors.values()]) if len(errors) == count else "")
-    if result.reason:
+    if len(errors) == count and (reason := _common_error([*errors.values()])):
+        result.reason = reason
         return result
     if errors:
         result.lines.append(f"{share(errors)} failed: {named(errors)}, with {next(iter(errors.values()))}")
@@ -159,14 +158,6 @@ def conclusion(result: PreflightResult, reports: Sequence[Report], rank_nodes: S
     times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
                       for what in reports[0].times)
     return [f"{counted(len({*rank_nodes}), 'node')} passed in {seconds:.0f} s ({times})"]
-
-
-def _shared_gpu(reports: Sequence[Report]) -> str:
-    """Names a GPU that several ranks have, with advice; empty if there is none."""
-    ranks = Counter((report.node, report.own_gpu) for report in reports if report.own_gpu)
-    return next((f"{count} ranks on {node} have one GPU ({gpu}). Each needs its own: look at gpu-bind and "
-                 f"gpus-per-task in launch.extra and launch.srun_args, launch.environment, launch.setup, and the "
-                 f"site's TaskProlog" for (node, gpu), count in ranks.items() if count > 1), "")
 
 
 def _common_error(errors: Sequence[str]) -> str:

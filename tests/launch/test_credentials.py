@@ -44,9 +44,6 @@ def test_known_forms_are_refused_wherever_they_stand(kind):
         problem, = found(**settings)
         assert "looks like a secret (" in problem and token not in problem
         assert "launch.secrets" in problem and "only you can read" in problem
-
-
-def test_what_looks_like_an_address_with_a_password():
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
 
 

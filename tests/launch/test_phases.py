@@ -59,27 +59,23 @@ def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
     assert said == "data      tokens and epochs of each source are known once training has planned the packing"
 
 
-@pytest.mark.parametrize(("train", "counts", "source"), table(r"""
-    {steps: 24000} -> COUNTS -> all sources: 234.
-    {steps: 24000, max_epochs: {}} -> COUNTS -> all sources: 234.
-    {steps: 24000, packing: best_fit} -> COUNTS -> all sources: 234.
-    {steps: 100, packing: best_fit, mixture: {web: 1, code: 1}} -> COUNTS -> code: 10.
-    {phases: [{until: 10240}, {until: 51200, mixture: {web: 0, code: 1}}]} -> COUNTS -> code: 8.3
-    {steps: 24000, max_epochs: {code: 300}, mixture: {web: 1, code: 0}} -> COUNTS -> web: 245.8
-    """, yaml.safe_load, lambda text: COUNTS, str))
-def test_the_plan_warns_of_many_epochs_in_every_run(tmp_path, train, counts, source):
-    lines = consumption_lines(run_of(tmp_path, counts, **{"phases": [], **train}))
-    [warning] = [line for line in lines if "warning" in line]
-    assert f" warning: {source}" in warning and "epochs. Beyond 4 epochs" in warning
-
-
-@pytest.mark.parametrize(("train", "counts"), [({"steps": 300}, COUNTS), ({"steps": 300}, None),
-                                               ({"steps": 24000, "max_epochs": 300}, COUNTS),
-                                               ({"steps": 24000, "max_epochs": {"code": 300}}, COUNTS),
-                                               ({"steps": 24000, "max_epochs": 300}, None)])
-def test_the_plan_warns_of_nothing_else(tmp_path, train, counts):
-    lines = consumption_lines(run_of(tmp_path, counts, **{"phases": [], **train}))
-    assert not [line for line in lines if "warning" in line]
+@pytest.mark.parametrize(("train", "encoded", "source"), table(r"""
+    {steps: 24000} -> true -> all sources: 234.
+    {steps: 24000, max_epochs: {}} -> true -> all sources: 234.
+    {steps: 24000, packing: best_fit} -> true -> all sources: 234.
+    {steps: 100, packing: best_fit, mixture: {web: 1, code: 1}} -> true -> code: 10.
+    {phases: [{until: 10240}, {until: 51200, mixture: {web: 0, code: 1}}]} -> true -> code: 8.3
+    {steps: 24000, max_epochs: {code: 300}, mixture: {web: 1, code: 0}} -> true -> web: 245.8
+    {steps: 300} -> true -> null
+    {steps: 300} -> false -> null
+    {steps: 24000, max_epochs: 300} -> true -> null
+    {steps: 24000, max_epochs: {code: 300}} -> true -> null
+    {steps: 24000, max_epochs: 300} -> false -> null""", yaml.safe_load, json.loads, str))
+def test_the_plan_warns_of_many_epochs_that_no_setting_allows(tmp_path, train, encoded, source):
+    lines = consumption_lines(run_of(tmp_path, COUNTS if encoded else None, **{"phases": [], **train}))
+    warnings = [line for line in lines if "warning" in line]
+    assert [f" warning: {source}" in line and "epochs. Beyond 4 epochs" in line for line in warnings] == [
+        True] * (source != "null")
 
 
 def test_a_source_shorter_than_a_sequence_is_refused_before_the_job_queues_unless_it_is_packed(tmp_path):

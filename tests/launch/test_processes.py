@@ -68,23 +68,20 @@ def test_requests_are_noted(number, given):
     assert signal.signal(number, before) == given
 
 
-def test_lines_keep_the_last_drawing_of_a_live_line_and_a_closed_output_ends_nothing():
-    log, (read, write), (reader, closed) = io.BytesIO(), os.pipe(), os.pipe()
+def test_a_live_line_is_shown_unchanged_and_logged_once():
+    """A closed output ends nothing."""
+    shown, log = io.TextIOWrapper(io.BytesIO()), io.BytesIO()
+    reader, closed = os.pipe()
     os.close(reader)
-    shown = os.fdopen(closed, "w")
-    os.write(write, b"\r\x1b[K1/3\r\x1b[K2/3\r\x1b[Kdone 3/3\nnext\r\nrest")
-    pass_on(read, write, shown, log)
-    tell(shown, "nobody reads this")
+    for target in shown, os.fdopen(closed, "w"):
+        read, write = os.pipe()
+        os.write(write, b"\r\x1b[K1/3\r\x1b[Kdone 3/3\nnext\r\nrest")
+        pass_on(read, write, target, log)
+    tell(target, "nobody reads this")
     with suppress(BrokenPipeError):
-        shown.close()
-    assert log.getvalue() == b"done 3/3\nnext\nrest\n"
-
-
-def test_what_is_shown_is_not_changed():
-    shown, (read, write) = io.TextIOWrapper(io.BytesIO()), os.pipe()
-    os.write(write, b"\r\x1b[K2/3\rdone\nrest")
-    pass_on(read, write, shown, io.BytesIO())
-    assert shown.buffer.getvalue() == b"\r\x1b[K2/3\rdone\nrest"
+        target.close()
+    assert shown.buffer.getvalue() == b"\r\x1b[K1/3\r\x1b[Kdone 3/3\nnext\r\nrest"
+    assert log.getvalue() == 2 * b"done 3/3\nnext\nrest\n"
 
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from drover.launch import devices
-from drover.launch.devices import gpu_of, visible_gpus
+from drover.launch.devices import visible_gpus
 from drover.launch.job.rank import SAVES, defaults, rank_environment
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.core.errors import UserError
@@ -61,16 +61,6 @@ def test_the_place_of_a_rank_names_its_caches(tmp_path, monkeypatch):
     found = {defaults({**SLURM, "SLURM_LOCALID": str(place), "LOCAL_RANK": "0"})["TRITON_CACHE_DIR"]
              for place in range(4)}
     assert len(found) == 4
-
-
-@pytest.mark.parametrize("mask, answer, gpu", [
-    ("GPU-8a3f", "", "GPU-8a3f"), ("MIG-41b1", "", "MIG-41b1"), ("3", "GPU-77", "GPU-77"), ("3", "", ""),
-    ("0", "GPU-77\\nGPU-78", "")])
-def test_what_identifies_a_gpu(programs, monkeypatch, mask, answer, gpu):
-    programs.do("nvidia-smi", f"printf '{answer}'")
-    monkeypatch.setenv("PATH", f"{programs.folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    assert gpu_of(os.environ) == gpu
 
 
 @pytest.mark.parametrize("masks, count", table("""

@@ -181,7 +181,7 @@ def test_a_folder_that_takes_no_record_for_a_moment_ends_no_job(job, impatient, 
 
 @pytest.mark.parametrize("place", ["logs", "launch/attempts", "launch/nodes.jsonl"])
 def test_a_job_whose_starts_cannot_be_recorded_ends(job, impatient, place):
-    """Nobody could count them, nor the strikes of a bad node. Slurm requeues nothing."""
+    """Nobody could count them, nor the failures of a bad node. Slurm requeues nothing."""
     if place.endswith("jsonl"):
         (job.run / place).mkdir()
     else:

@@ -74,13 +74,16 @@ def test_a_site_that_does_not_count_gpus(asked):
     assert (job["ntasks_per_node"], job["gres"]) == (8, "nvme:1") and not any("gpus" in name for name in job)
 
 
-@pytest.mark.parametrize("settings", [
-    "'launch.extra={gpus-per-task: 1}'", "'launch.extra={gpu-bind: closest}'",
-    "'launch.srun_args=[--gpu-bind=single:1]'",
-    "launch.environment.CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"])
-def test_gpus_may_be_given_to_each_task(launcher, settings):
-    """Each then takes its own (test_rank)."""
-    launcher.accepted(f"--stage train {DRY} launch.gpus_per_node=8 train.micro_batch=1 {settings}")
+@pytest.mark.parametrize("setting, given", table("""
+    extra={gpus-per-task: 1} -> gpus-per-task: '1'
+    extra={gpu-bind: closest} -> gpu-bind: closest
+    srun_args=[--gpus-per-task=1] -> srun --gpus-per-task=1
+    srun_args=[--gpu-bind=single:1] -> srun --gpu-bind=single:1
+    environment.CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 -> CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"""))
+def test_each_task_may_be_given_a_gpu_of_its_own(launcher, setting, given):
+    """By options of sbatch or of srun, which get them. A task takes what it sees (test_rank)."""
+    shown = launcher.accepted(f"--stage train {DRY} launch.gpus_per_node=8 train.micro_batch=1", f"launch.{setting}")
+    assert given in shown
 
 
 @pytest.mark.parametrize("name", ["A B", "A-B", "A=B", "", "1A"])
