@@ -16,11 +16,14 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, publish, sync, write_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from drover.model.config import ModelConfig
     from drover.pipeline.config.tree import Config
     from drover.pipeline.contract.input_check import Expected
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.formats.huggingface import Read
+    from drover.pipeline.tokenization.tokenizer import Tokenizer
 
 CHECKED_TOKENS = 512
 """How many validation tokens are compared. A float64 forward pass of the checkpoint is the reference for transformers
@@ -77,6 +80,7 @@ def _convert(work: Work) -> None:
     from drover.pipeline.records.generation_settings import FILE, read_settings
     from drover.pipeline.tokenization.export import names_qwen2, settings_text
     from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS
+    from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
     train_folder, trained = work.input("train")
     tokenizer_folder, tokenizer = work.input("tokenizer")
@@ -110,15 +114,16 @@ def _convert(work: Work) -> None:
                **{name: generation[name] for name in ("pad_token_id",) if name in generation}}
         write_folder(temporary, huggingface_files(Source(config, dtype, read), int(settings.max_shard_mb * 1e6), ids,
                                                   generation, qwens=qwens))
-        vocabulary, copied = _tokenizer(work), sorted((tokenizer_folder / "hf").iterdir())
+        vocabulary = load_tokenizer(tokenizer_folder)
+        copied = sorted((tokenizer_folder / "hf").iterdir())
         # llama.cpp reads the scores of merges from it. It would also read a unigram model's scores as such.
         if vocabulary.kind == "sentencepiece" and vocabulary.model == "BPE":
             copied.append(tokenizer_folder / MODEL_FILE)
         for path in copied:
             shutil.copyfile(path, temporary / path.name)
-        if (beside := temporary / SETTINGS).is_file():
-            write_text(beside, settings_text(beside, config.context_length))
-        counts = _prove(work, temporary, config, read, split)
+        if (tokenizer_settings := temporary / SETTINGS).is_file():
+            write_text(tokenizer_settings, settings_text(tokenizer_settings, config.context_length))
+        counts = _prove(work, temporary, config, read, vocabulary, split)
     for path in temporary.iterdir():
         sync(path)
     publish(temporary, final)
@@ -142,7 +147,8 @@ def _files_of(checkpoint: Path) -> list[Expected]:
                      "Restore the right file, or leave its step out of convert.average") for record in marker["files"]]
 
 
-def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, split: str) -> dict[str, Any]:
+def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, tokenizer: Tokenizer,
+           split: str) -> dict[str, Any]:
     """Verify the folder. Config and tensors must equal the checkpoint's, token ids those of the vocabulary, and
     transformers must compute logits as close to exact arithmetic as single precision allows. split: of the text."""
     from drover.pipeline.formats.comparison import compare_folder, compare_logits
@@ -150,18 +156,18 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, split: str
 
     compared = compare_folder(folder, config, read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
-    ids, texts = _text(work, split)
+    ids, texts = _text(work, tokenizer, split)
     return_freed_memory()
     result = compare_logits(folder, config, read, ids)
     work.say(f"transformers computes it block by block ({config.layers} layers): {result.sentence}")
-    return {**asdict(result), "tensors_compared": compared, **_compare_tokens(work, folder, texts)}
+    return {**asdict(result), "tensors_compared": compared, **_compare_tokens(work, tokenizer, folder, texts)}
 
 
-def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any]:
+def _compare_tokens(work: Work, tokenizer: Tokenizer, folder: Path, texts: list[str]) -> dict[str, Any]:
     """UserError unless the exported tokenizer gives the ids that training used."""
     from transformers import AutoTokenizer
 
-    exported, tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), _tokenizer(work)
+    exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     wrong = [text for text in texts if exported.encode(
         text, add_special_tokens=False, split_special_tokens=True, verbose=False) != tokenizer.encode(text)]
     if wrong:
@@ -172,25 +178,21 @@ def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any
     return {"documents_compared": len(texts)}
 
 
-def _text(work: Work, split: str) -> tuple[Any, list[str]]:
+def _text(work: Work, tokenizer: Tokenizer, split: str) -> tuple[Tensor, list[str]]:
     """Text for the comparison: a window of tokens (1, length) of a split, and the texts of their documents."""
     import torch
 
     from drover.pipeline.data.remote_tokens import shards_of
 
     length = min(CHECKED_TOKENS, work.config.model.context_length)
-    result, texts, tokenizer = [], [], _tokenizer(work)
+    ids = list[int]()
+    texts = list[str]()
     for shard in (shard for own in shards_of(work, split).values() for shard in own):
         for index in range(min(shard.documents, 50)):
             tokens = shard.document_tokens(index).tolist()
-            result += tokens
+            ids += tokens
             texts.append(tokenizer.decode(tokens[1:-1]))
-    return torch.tensor([result[:length]]), texts
-
-
-def _tokenizer(work: Work) -> Any:
-    from drover.pipeline.tokenization.tokenizer import load_tokenizer
-    return load_tokenizer(work.input("tokenizer")[0])
+    return torch.tensor([ids[:length]]), texts
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,7 +21,9 @@ HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """Code points that no file can hold. Those between are bytes of names of files that are not UTF-8."""
 LARGEST = 1 << 22
 """Bytes of the largest file that is read. YAML is read slowly: of this size in half a minute."""
-
+MOST_VALUES = 1 << 20
+"""Most values in a file or override, those of an alias counted wherever it stands. Nested aliases could make more than
+any memory holds."""
 
 TYPED = "the command line"
 """Start of the place of an override."""
@@ -137,13 +141,10 @@ def merge(below: Tree, above: Tree) -> Tree:
     return tree
 
 
-def override(tree: Tree, dotted: str, text: str, *, as_text: bool = False) -> Tree:
-    """The tree with an override `a.b=text`. Numbers in the path index lists.
-
-    as_text: take the text as typed, not as YAML. `name=20261101` is a number in YAML, but a name is needed.
-    """
+def override(tree: Tree, dotted: str, text: str) -> Tree:
+    """The tree with an override `a.b=text`. Numbers in the path index lists."""
     place = f"{TYPED} ({shortened(f'{dotted}={text}', 200)})"
-    value = text if as_text else _parsed(text, place)
+    value = _parsed(text, place)
 
     def placed(old: Any, path: list[str]) -> Any:
         """The old value, with the new one at a path in it."""
@@ -195,7 +196,10 @@ def _parsed(text: str, name: str) -> Any:
         loader = _Loader(text)
         loader.name = name  # of the marks of all nodes
         node = loader.get_single_node()
-        return None if node is None else loader.construct_object(node, deep=True)
+        value = None if node is None else loader.construct_object(node, deep=True)
+        for _ in islice(json.JSONEncoder(default=str).iterencode(value), MOST_VALUES, None):
+            raise ValueError(f"with its aliases it has more than {MOST_VALUES:,} values")
+        return value
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{name} is not valid YAML: {error}") from None
     except RecursionError:

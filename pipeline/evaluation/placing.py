@@ -91,10 +91,10 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
     if ranks.leads and attention.fallback:
         say(attention.fallback)
     if ranks.leads and shards > 1:
-        whole, share = needed(config, dtype, 1) / 1e9, needed(config, dtype, shards) / 1e9
-        say(f"weights sharded over {shards} ranks (FSDP2, all-gathered block by block): {share:.3g} GB on each, where "
-            f"weights may take {allowed / 1e9:.3g} GB; whole they take {whole:.3g} GB. Every new token of a text "
-            f"all-gathers all of them once. If memory runs out, use more ranks, or evaluate.dtype=bfloat16")
+        say(f"weights sharded over {shards} ranks (FSDP2, all-gathered block by block): "
+            f"{needed(config, dtype, shards) / 1e9:.3g} GB on each, where weights may take {allowed / 1e9:.3g} GB; "
+            f"whole they take {needed(config, dtype, 1) / 1e9:.3g} GB. Every new token of a text all-gathers all of "
+            f"them once. If memory runs out, use more ranks, or evaluate.dtype=bfloat16")
     if shards == 1:
         model = load_model(weights, device, dtype)
         model.backend = attention.backend
@@ -116,8 +116,8 @@ def needed(config: ModelConfig, dtype: torch.dtype, shards: int) -> int:
     for name, shape in parameter_shapes(config).items():
         unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
         sizes[unit] = sizes.get(unit, 0) + math.prod(shape) * dtype.itemsize
-    whole = sum(sizes.values())
-    return whole if shards == 1 else -(-whole // shards) + 2 * sum(sorted(sizes.values())[-2:])
+    total = sum(sizes.values())
+    return total if shards == 1 else -(-total // shards) + 2 * sum(sorted(sizes.values())[-2:])
 
 
 def fewest(config: ModelConfig, dtype: torch.dtype, allowed: float, world: int) -> int:

@@ -31,9 +31,9 @@ def readable_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 def eos_ids(opened: OpenedModel) -> frozenset[int]:
     """EOS, and further ids that end a text by the model's generation_config.json, or without them there by its
     config.json. UserError for a file that cannot be read."""
-    said = stated_settings(opened.path).get("eos_token_id")
-    named = said if isinstance(said, list) else [said]
-    return frozenset(token for token in (opened.tokenizer.eos_id, *named) if isinstance(token, int))
+    stated = stated_settings(opened.path).get("eos_token_id")
+    tokens = stated if isinstance(stated, list) else [stated]
+    return frozenset(token for token in (opened.tokenizer.eos_id, *tokens) if isinstance(token, int))
 
 
 def ending_ids(opened: OpenedModel) -> frozenset[int]:

@@ -24,19 +24,19 @@ tokenizer: {vocab_size: 70016}
 encode: {dtype: uint16}
 """
     path = written(text)
-    said = refusal(path, "parallel.tp=two", check=False)
-    assert said.startswith("4 problems")
+    message = refusal(path, "parallel.tp=two", check=False)
+    assert message.startswith("4 problems")
     for expected in (f"{path}:2: unknown key 'nmae'; did you mean 'name'?", f"{base}:3: unknown key 'shard.nmae'",
                      f"{path}:5: 'train.lr' is 'fast'", "the command line (parallel.tp=two): 'parallel.tp'"):
-        assert expected in said, said
-    said = refusal(written(text.replace("nmae: x\nbase: base.yaml", "").replace("fast", "1")))
-    assert said.startswith("6 problems")
+        assert expected in message, message
+    message = refusal(written(text.replace("nmae: x\nbase: base.yaml", "").replace("fast", "1")))
+    assert message.startswith("6 problems")
     for expected in ("heads (6) must be divisible by kv_heads (4)", "warmup_steps 60 is more than train.steps 50",
                      "batch_tokens 1000 is not a multiple of train.sequence_length 300",
                      "sequence_length 300 is longer than model.context_length 128",
                      "holds ids up to 65535, but the vocabulary of the tokenizer has 70016",
                      "train.sample_tokens 128 leaves no room"):
-        assert expected in said, said
+        assert expected in message, message
 
 
 @pytest.mark.parametrize(("value", "steps"), table("""
@@ -97,9 +97,6 @@ def test_no_value_of_a_setting_ends_in_a_traceback(written, keys):
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("model: 5", "'model' is 5 (int)"), ("train: {steps: 1e308}", "'train.steps' is 1e+308 (float)"),
-    ("train: {batch_tokens: 999999999999T}", "'train.batch_tokens'"), ("model: [preset]", "'model' is a list"),
-    ("launch: {time: 99999999999999999}", "longer than Slurm counts"),
     ("runs_dir: " + "x" * 300, "no file can have this name"),
     ('train: {init_from: "a\\0b"}', "no file can have this name"),
     ("name: " + "x" * 201, "at most 200 characters"), ("launch: {cluster: " + "x" * 5000 + "}", "name too long")])
@@ -108,7 +105,7 @@ def test_values_that_nothing_can_compute_with_are_named(written, text, expected)
 
 
 def test_of_very_many_problems_the_first_are_listed(written):
-    said = refusal(written("".join(f"unknown_{number}: 1\n" for number in range(4000))))
-    assert said.startswith("4,000 problems") and "unknown_0'" in said and "and 3,960 more" in said
-    assert len(said) < 40_000
+    message = refusal(written("".join(f"unknown_{number}: 1\n" for number in range(4000))))
+    assert message.startswith("4,000 problems") and "unknown_0'" in message and "and 3,960 more" in message
+    assert len(message) < 40_000
     assert len(refusal(written(f"{'k' * 100_000}: {'v' * 100_000}\n"))) < 3000

@@ -22,10 +22,10 @@ def test_addresses_that_cannot_be_written_to_are_refused_together_before_anythin
     submitted = ["--stage", "shard,tokenizer,encode,train,convert", "--config", str(place / "c.yaml"),
                  "--cluster", "local"]
     assert main(submitted) == 2
-    said = capsys.readouterr().err
-    assert "train.checkpoint.copy_to: " in said and "convert.copy_to: " in said
-    assert f" {bucket.scheme}://no-such-bucket-here at this store" in said
-    assert SECRET not in said and not (place / "runs").exists()
+    message = capsys.readouterr().err
+    assert "train.checkpoint.copy_to: " in message and "convert.copy_to: " in message
+    assert f" {bucket.scheme}://no-such-bucket-here at this store" in message
+    assert SECRET not in message and not (place / "runs").exists()
     assert main([*submitted, "--dry-run"]) == 0, "what is only shown contacts nobody"
 
 

@@ -27,12 +27,9 @@ def test_their_files_are_code_of_training_without_being_imported(tmp_path, monke
     assert {name for name in after if after[name] != before[name]} == {"outside_steps"}
 
 
-def test_what_ships_adds_nothing(tmp_path, monkeypatch):
+def test_only_an_attention_that_is_not_there_is_refused(tmp_path, monkeypatch):
     config = loaded(tmp_path, monkeypatch, "attention: sdpa, optimizer: muon")
     assert training_code(config) == {} and list(absent_attention(config)) == []
-
-
-def test_an_attention_that_is_not_there_is_said(tmp_path, monkeypatch):
+    assert list(absent_attention(loaded(tmp_path, monkeypatch, "attention: 'outside_attention:Ours'"))) == []
     config = loaded(tmp_path, monkeypatch, "attention: 'no_such_module:Ours'")
     assert "there is no module no_such_module" in next(absent_attention(config))
-    assert list(absent_attention(loaded(tmp_path, monkeypatch, "attention: 'outside_attention:Ours'"))) == []

@@ -2,6 +2,7 @@
 
 import pytest
 
+from drover.pipeline.config.batch import with_largest
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.loading import dump_config, load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
@@ -45,16 +46,12 @@ def plan(phases, **train):
 def test_tokens_as_people_write_them(text, tokens):
     for given in (text, float(tokens)):
         assert read_tokens(given) == tokens and isinstance(read_tokens(given), int)
+    assert read_tokens(tokens_text(tokens)) == tokens
 
 
 @pytest.mark.parametrize("text", ["10 billion", "B", "1e3M", "-5M", "", None, True, [1]])
 def test_what_is_no_number_of_tokens_is_left_for_the_types_to_refuse(text):
     assert read_tokens(text) is text
-
-
-def test_tokens_for_a_person():
-    said = [tokens_text(number) for number in (999, 1000, 12_288, 1.5e9, 15e12)]
-    assert said == ["999", "1k", "12.29k", "1.5B", "15T"]
 
 
 def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(load, tmp_path):
@@ -79,7 +76,7 @@ def test_without_phases_nothing_is_new():
 
 
 def test_all_problems_of_all_phases_come_at_once(written):
-    said = refusal(written("""
+    message = refusal(written("""
 shard:
   sources: [{kind: files, name: web, paths: [x.txt]}, {kind: files, name: code, paths: [x.txt]}]
   filters: [{kind: c4, sources: [web]}, {kind: repetition, sources: [books]}]
@@ -112,27 +109,28 @@ train.phases[3].warmup_steps 500 is more than its 9 steps
 train.phases[3]: train.mixture gives the source code 1e-07
 train.max_epochs names wob
 shard.filters: the filter repetition names books, but shard.sources are web, code""".splitlines():
-        assert expected in said, said
-    assert said.count("model.heads") == 1, "what phases share is said once"
+        assert expected in message, message
+    assert message.count("model.heads") == 1, "what phases share is said once"
 
 
 def test_ranks_are_checked_against_every_phase(load):
     config = load({**SHORT, "batch_tokens": 1024, "micro_batch": 2, "phases": [
         {"until": "10k"}, {"until": "20k", "sequence_length": 256, "batch_tokens": 1536}]})
     assert rank_problems(config, 1) == [] and not problems(config)
-    [said] = rank_problems(config, 4)
-    assert said.startswith("train.phases[1]: the global batch of 6 sequences") and "not divisible by 4" in said
+    assert with_largest(config, 1).train.sequence_length == 256, "with the most tokens at once"
+    [message] = rank_problems(config, 4)
+    assert message.startswith("train.phases[1]: the global batch of 6 sequences") and "not divisible by 4" in message
     zero = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "deepspeed"})})
-    [said] = rank_problems(zero, 1)
-    assert "the same number of micro-batches in every step, and in train.phases they are 8, 3" in said
+    [message] = rank_problems(zero, 1)
+    assert "the same number of micro-batches in every step, and in train.phases they are 8, 3" in message
 
 
 def test_without_words_about_it_the_learning_rate_is_that_of_the_whole_run():
     train = {"warmup_steps": 5, "lr": 0.01}
     phases = plan([{"until": "10k"}, {"until": "40k", "batch_tokens": 2048, "sequence_length": 128}], **train)
-    whole = TrainConfig(steps=phases.steps, **train)
+    complete = TrainConfig(steps=phases.steps, **train)
     assert [planned_rate(step, phases) for step in range(phases.steps)] == \
-        [planned_rate(step, PhasePlan.of(whole)) for step in range(phases.steps)]
+        [planned_rate(step, PhasePlan.of(complete)) for step in range(phases.steps)]
 
 
 def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
@@ -153,7 +151,7 @@ def test_which_changes_are_to_the_past():
     longer = {"until": 90_000, "sequence_length": 256}
 
     def changes(step, *phases, **train):
-        return [text for begun, text in plan_changes(before, plan(list(phases), **train), step) if begun]
+        return [text for has_started, text in plan_changes(before, plan(list(phases), **train), step) if has_started]
     assert changes(15, first, second, third) == [] and changes(15, first, {"until": 40_960}) == []
     assert changes(10, first, larger) == [], "the second has not begun"
     assert changes(11, first, larger) == ["train.phases[1].batch_tokens: 1024 -> 2048"]

@@ -17,8 +17,8 @@ CANNOT_BE = [("file", "/file is not a folder"), ("file/deeper/still", "/file is 
              ("link", "/link is not a folder")]
 
 
-@pytest.mark.parametrize(("runs_dir", "said"), CANNOT_BE)
-def test_a_run_folder_that_cannot_be(place, capsys, runs_dir, said):
+@pytest.mark.parametrize(("runs_dir", "message"), CANNOT_BE)
+def test_a_run_folder_that_cannot_be(place, capsys, runs_dir, message):
     (place / "file").write_text("x")
     (place / "link").symlink_to(place / "nowhere")
     before = sorted(place.iterdir())
@@ -26,11 +26,11 @@ def test_a_run_folder_that_cannot_be(place, capsys, runs_dir, said):
     for more in (["local"], ["local", "--dry-run"], ["slurm", "--dry-run"]):
         assert submit(["--stage", "shard", "--cluster", *more, *arguments, "train.warmup_steps=2000"]) == 2
         text = capsys.readouterr().err
-        assert said in text and "2 problems" in text and "train.warmup_steps 2000" in text, text
+        assert message in text and "2 problems" in text and "train.warmup_steps 2000" in text, text
     assert why(["shard", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert stage_main("shard", never, arguments) == 2
-    assert said in capsys.readouterr().err and sorted(place.iterdir()) == before
+    assert message in capsys.readouterr().err and sorted(place.iterdir()) == before
 
 
 def test_a_folder_that_may_not_be_written(place, capsys, monkeypatch):

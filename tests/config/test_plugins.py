@@ -11,7 +11,6 @@ from drover.pipeline.config.plugins import loaded_plugins, plugin_files, plugin_
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, parse_stages, register_stage
 from drover.pipeline.core.errors import UserError
-from tests.conftest import run_python
 from tests.refusal import refused
 
 
@@ -29,10 +28,11 @@ def place(tmp_path, no_plugins, monkeypatch):
 
 def test_a_file_beside_the_configuration_is_imported_and_found_by_other_processes(place):
     """Also by those that load the resolved configuration, from anywhere: it has the whole path."""
-    loaded, here = load_config(place / "config.yaml", check=False), str(place / "here")
+    loaded = load_config(place / "config.yaml", check=False)
+    folder = str(place / "here")
     assert os.getpid() == sys.modules["plugged_in"].LOADED
-    assert loaded.plugins == [f"{here}/plugged_in.py"] and plugin_folders() == [here]
-    assert here in os.environ["PYTHONPATH"].split(os.pathsep)
+    assert loaded.plugins == [f"{folder}/plugged_in.py"] and plugin_folders() == [folder]
+    assert folder in os.environ["PYTHONPATH"].split(os.pathsep)
     assert yaml.safe_load(dump_config(loaded))["plugins"] == loaded.plugins
     assert plugin_files() == [place / "here/imported_beside.py", place / "here/plugged_in.py"]
 
@@ -91,7 +91,9 @@ def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
      "'ours' follows converted: there is no such"),
     (Stage("ours", needs=("evaluate",), reads=(), code=(), own_module="ours", after="convert"),
      "'ours' needs evaluate: there is no such stage before it"),
-    (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it")])
+    (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it"),
+    (Stage("ours", needs=(), reads=(), code=(), own_module="ours", functions={"file": "a:b"}),
+     "has functions file; there are due, files")])
 def test_a_stage_that_cannot_be_is_refused(stage, message):
     refused(ValueError, message, register_stage, stage)
     assert "ours" not in STAGES
@@ -106,20 +108,9 @@ def test_a_stage_follows_the_one_that_it_names(monkeypatch):
                                    "last"]
 
 
-def test_settings_of_an_own_filter_may_be_called_path_and_files(tmp_path):
-    (tmp_path / "ours_of_paths.py").write_text(
-        "from typing import Any\nfrom drover.pipeline.data.filters.base import Filter\n"
-        "class F(Filter):\n    '''F.'''\n    path: Any = None\n    files: Any = None\n"
-        "    def __call__(self, document):\n        return document\n")
-    (tmp_path / "c.yaml").write_text("plugins: [ours_of_paths.py]\nshard: {filters: [{kind: 'ours_of_paths:F', "
-                                     "path: [a, b], files: [x, 5]}]}\n")
-    code = ("from drover.pipeline.config.checks import problems\n"
-            "from drover.pipeline.config.loading import load_config\n"
-            "print(problems(load_config('c.yaml', check=False)))")
-    done = run_python("-c", code, cwd=tmp_path, check=False)
-    assert done.returncode == 0 and "ours_of_paths" not in done.stdout, done.stderr
-
-
-def test_a_function_that_no_stage_has_is_refused():
-    refused(ValueError, "has functions file; there are due, files", register_stage,
-            Stage("x", needs=(), reads=(), code=(), own_module="x", functions={"file": "a:b"}))
+def test_settings_of_an_own_filter_are_checked_when_its_module_is_imported(place):
+    """They may be called path and files, as those of built-in ones that name inputs."""
+    text = "plugins: []\nshard: {filters: [{kind: 'imported_by_nobody:F', path: [a, b], files: [x, 5]}]}\n"
+    (place / "config.yaml").write_text(text)
+    load_config(place / "config.yaml")
+    assert "imported_by_nobody" not in sys.modules

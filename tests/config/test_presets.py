@@ -23,13 +23,13 @@ def shape(path, *overrides):
 def test_a_preset_is_the_published_shape_over_which_other_keys_are_laid(written, name):
     published = PRESETS[name].model_copy(update={"ffn_dim": PRESETS[name].hidden, "ffn_dim_multiplier": None})
     for keys, changes in (("", {}), (", layers: 2, vocab_size: null", {"layers": 2, "vocab_size": None})):
-        found = shape(written(f"model: {{preset: {name}{keys}}}"))
-        assert found.model_copy(update={"multiple_of": published.multiple_of}) == published.model_copy(update=changes)
+        result = shape(written(f"model: {{preset: {name}{keys}}}"))
+        assert result.model_copy(update={"multiple_of": published.multiple_of}) == published.model_copy(update=changes)
 
 
 def test_the_width_may_be_told_by_the_rule(written):
-    found = shape(written("model: {preset: llama3_8b, ffn_dim_multiplier: 1.0}"))
-    assert found.problems() == [] and found.hidden == 11264
+    result = shape(written("model: {preset: llama3_8b, ffn_dim_multiplier: 1.0}"))
+    assert result.problems() == [] and result.hidden == 11264
 
 
 def test_who_names_a_preset_means_all_of_it(written):
@@ -50,8 +50,8 @@ def test_a_folder_with_weights_is_a_shape_too(written, tmp_path):
     write_json(tmp_path / "alone/weights.json", {"model": model.config.model_dump(mode="json")})
     for folder in (run, run / "train/checkpoints/step-00000003", exported, tmp_path / "alone"):
         size = TOKENIZER_OF_BYTES.size
-        found = shape(written(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
-        assert found.model_copy(update={"context_length": model.config.context_length}) == model.config
+        result = shape(written(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
+        assert result.model_copy(update={"context_length": model.config.context_length}) == model.config
     (tmp_path / "empty").mkdir()
     assert "/empty describes no shape" in refusal(written(f"model: {{preset: {tmp_path}/empty}}"))
 
@@ -61,10 +61,10 @@ def test_the_configuration_of_the_page_extends_a_llama_of_the_hub(written, tmp_p
     monkeypatch.chdir(tmp_path)
     published = PRESETS["llama3.2_1b"]
     write_json(tmp_path / "models/Llama-3.2-1B/config.json", config_to_json(published, torch.bfloat16))
-    found = shape(written(text))
-    assert found.problems() == [] and found.context_length == 262144
-    assert found.rope_scaling == published.rope_scaling.model_copy(update={"factor": 64.0})
-    assert (found.parameter_count, found.hidden, found.tied_embeddings, found.vocab_size) == (
+    result = shape(written(text))
+    assert result.problems() == [] and result.context_length == 262144
+    assert result.rope_scaling == published.rope_scaling.model_copy(update={"factor": 64.0})
+    assert (result.parameter_count, result.hidden, result.tied_embeddings, result.vocab_size) == (
         published.parameter_count, 8192, True, 128256)
 
 

@@ -21,6 +21,15 @@ train.steps=1e-3 -> 'train.steps' is 0.001 (float)
 train.steps=1e999 -> 'train.steps' is inf (float)
 train.steps=true -> 'train.steps' is True (bool)
 train.steps=0 -> greater than 0
+train.steps=1e308 -> 'train.steps' is 1e+308 (float)
+train.batch_tokens=999999999999T -> 'train.batch_tokens'
+model=5 -> 'model' is 5 (int)
+model=[preset] -> 'model' is a list
+launch.time=99999999999999999 -> longer than Slurm counts
+launch.mem=64GiB -> 'launch.mem' is '64GiB' (str): string should match pattern '^[0-9]+[KMGTkmgt]?$'
+launch.mem=-4 -> 'launch.mem' is '-4' (str): string should match
+launch={account: 17} -> 'launch.account' is 17 (int): a text is needed; write it in quotes ('17').
+launch.environment={A: true} -> write it in quotes ('true').
 train.schedule=linear -> 'cosine' or 'wsd'
 name=a/b -> name
 train.lr=nan -> train.lr
@@ -189,6 +198,6 @@ of 32768 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.p
 """, str, int))
 def test_ranks_that_cannot_be_laid_out(written, overrides, ranks, words):
     given = ["train.sequence_length=256", "train.batch_tokens=2048", *(f"parallel.{one}" for one in overrides.split())]
-    [said] = rank_problems(load_config(written(BASE), given), ranks)
-    assert words in said
+    [message] = rank_problems(load_config(written(BASE), given), ranks)
+    assert words in message
 

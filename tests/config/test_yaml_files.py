@@ -30,16 +30,17 @@ def test_a_problem_in_what_was_merged_is_named_where_it_was_written(written):
     assert f"{path}:6: 'launch.encode.mem'" in text
 
 
-@pytest.mark.parametrize("text", ["train: {<<: 5}\n", "train: {<<: [1]}\n", "train: {<<: [[{steps: 3}]]}\n"])
-def test_only_mappings_can_be_merged(written, text):
-    assert "for merging, but found" in refusal(written(text))
-
-
 @pytest.mark.parametrize("text", ["train: &x {lr: *x}\n", "train: &x\n  prompts: [a, *x]\n",
                                   "train: &x {guards: {spike: [[*x]]}}\n", "&x shard: {sources: &y [[*y]]}\n"])
 def test_an_alias_inside_of_itself(tmp_path, written, text):
-    said = refusal(written(text))
-    assert f'found unconstructable recursive node\n  in "{tmp_path}/c.yaml", line ' in said
+    message = refusal(written(text))
+    assert f'found unconstructable recursive node\n  in "{tmp_path}/c.yaml", line ' in message
+
+
+def test_aliases_that_make_more_than_memory_holds(written):
+    lines = [f"{name}: &{name} [{', '.join([below] * 10)}]" for below, name in zip(
+        ["x", "*a", "*b", "*c", "*d", "*e", "*f"], "abcdefg", strict=True)]
+    assert "more than 1,048,576 values" in refusal(written("\n".join(lines)))
 
 
 def test_overrides_that_cannot_be_read(written):
@@ -56,6 +57,7 @@ def test_overrides_that_cannot_be_read(written):
     ("name: x\n".encode("utf-16"), "c.yaml:1: the byte 0xff is not UTF-8"), (b"[" * 20_000, "nested too deeply"),
     (b'\nlaunch: {extra: {"\\ud83d\\ude00": x}}', r"c.yaml:2: '\ud83d\ude00' has half of a surrogate pair"),
     (b"name: \x00\n", "position 6"), (b"name: [a\n", 'c.yaml", line 1, column 7'),
+    *((b"train: {<<: " + merged + b"}", "for merging, but found") for merged in (b"5", b"[1]", b"[[{steps: 3}]]")),
     (b"train: [1\n", "not valid YAML"), (b"name: a\ntrain: {}\nname: b\n", "written twice"), (b"- 1\n", "mapping"),
     *((b"name: !!python/" + tag, "constructor for the tag 'tag:yaml.org,2002:python/") for tag in (
         b"name:os.system", b"object/apply:os.system [ls]", b"object/new:x {a: 1}"))])
@@ -69,14 +71,15 @@ def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_key(written):
 
 def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, written, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = refusal("configs/mine.yaml")
-    assert f"looked in {tmp_path}/configs" in said and "Give an existing file with --config." in said
-    said = refusal(written("name: x\nbase: other.yaml\n"))
-    assert f"{tmp_path}/other.yaml cannot be read" in said and f"Correct `base:` in {tmp_path}/c.yaml:2" in said
+    message = refusal("configs/mine.yaml")
+    assert f"looked in {tmp_path}/configs" in message and "Give an existing file with --config." in message
+    message = refusal(written("name: x\nbase: other.yaml\n"))
+    assert f"{tmp_path}/other.yaml cannot be read" in message and f"Correct `base:` in {tmp_path}/c.yaml:2" in message
     for base in ("[1, other.yaml]", "{a: 1}", "2"):
         assert "`base` is a file name or a list" in refusal(written(f"base: {base}\n"))
-    said = refusal(written("launch: {cluster: ours}\n"))
-    assert f"{tmp_path}/ours cannot be read" in said and f"{tmp_path}/c.yaml:1 names it as a cluster profile" in said
+    message = refusal(written("launch: {cluster: ours}\n"))
+    assert f"{tmp_path}/ours cannot be read" in message
+    assert f"{tmp_path}/c.yaml:1 names it as a cluster profile" in message
 
 
 def test_a_configuration_may_come_through_a_pipe(tmp_path):

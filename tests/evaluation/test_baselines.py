@@ -17,32 +17,32 @@ TRAINING = "".join(random.Random(1).choices(["def main():\n", "    return 0\n", 
 
 def test_unigram_and_entropy_by_hand():
     # Training text "aab": a 2, b 1, all others 0; with one added to each of the 256 there are 259.
-    found = baselines(b"aabc", byte_counts(b"aabc"), byte_counts(b"aab"))
-    assert found["unigram"] == pytest.approx(
+    result = baselines(b"aabc", byte_counts(b"aabc"), byte_counts(b"aab"))
+    assert result["unigram"] == pytest.approx(
         (2 * math.log2(259 / 3) + math.log2(259 / 2) + math.log2(259 / 1)) / 4, rel=1e-12)
-    assert found["entropy"] == pytest.approx(1.5)
+    assert result["entropy"] == pytest.approx(1.5)
 
 
 def test_compressors_get_the_text_and_the_rest_the_counts():
     text = b"def main():\n    return 0\n" * 40 + "größer\n".encode()
     many = byte_counts(text) * 10**9
-    found = baselines(text, many, many)
-    assert found == {"gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),
+    result = baselines(text, many, many)
+    assert result == {"gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),
                      "xz -9": 8 * len(lzma.compress(text, preset=9)) / len(text), "compressed_bytes": len(text),
-                     "entropy": found["entropy"], "unigram": pytest.approx(found["entropy"], rel=1e-6)}
+                     "entropy": result["entropy"], "unigram": pytest.approx(result["entropy"], rel=1e-6)}
 
 
 @pytest.mark.parametrize("text", [TRAINING[:3000], random.Random(2).randbytes(5000), b"x", b"0" * 9])
 def test_after_training_text_a_compressor_needs_what_the_text_adds(text):
     """The difference of two sizes, also for the second of two sources, and both together."""
-    expected, whole = [], TRAINING
+    expected, complete = [], TRAINING
     for part in (text, b"other" * 20):
-        expected.append(len(lzma.compress(whole + part, preset=9)) - len(lzma.compress(whole, preset=9)))
-        whole += part
-    found = after_training(TRAINING, {"one": text, "two": b"other" * 20})
-    sizes = [found[source][f"xz -9{AFTER}"] * size / 8 for source, size in (("one", len(text)), ("two", 100))]
+        expected.append(len(lzma.compress(complete + part, preset=9)) - len(lzma.compress(complete, preset=9)))
+        complete += part
+    result = after_training(TRAINING, {"one": text, "two": b"other" * 20})
+    sizes = [result[source][f"xz -9{AFTER}"] * size / 8 for source, size in (("one", len(text)), ("two", 100))]
     assert sizes == pytest.approx(expected, abs=4) and min(sizes) >= 0
-    assert found[OVERALL][f"xz -9{AFTER}"] == pytest.approx(8 * sum(sizes) / (len(text) + 100))
+    assert result[OVERALL][f"xz -9{AFTER}"] == pytest.approx(8 * sum(sizes) / (len(text) + 100))
     if text == TRAINING[:3000]:
         assert sizes[0] < 100 < len(lzma.compress(text, preset=9)), "it is all there"
 

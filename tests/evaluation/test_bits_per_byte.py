@@ -25,8 +25,8 @@ def test_a_uniform_model_needs_log2_of_the_vocabulary_for_each_token():
     lengths, sizes, targets = {"a": [2, 9, 40, 17, 1], "b": [33], "none": []}, [123, 77, 0], [64, 32, 0]
     texts = {name: ValidationText([np.zeros(length, np.uint16) for length in lengths[name]], size)
              for name, size in zip(lengths, sizes, strict=True)}
-    found = measure(uniform, ValidationBatches(texts, length=16, batch=3))
-    for one, count, size in zip(found.values(), targets, sizes, strict=True):
+    result = measure(uniform, ValidationBatches(texts, length=16, batch=3))
+    for one, count, size in zip(result.values(), targets, sizes, strict=True):
         bits = math.log2(VOCABULARY) * count / size if size else math.nan
         assert one.targets == count and one.bits_per_byte == pytest.approx(bits, rel=1e-12, nan_ok=True)
         assert one.perplexity == pytest.approx(VOCABULARY if count else math.nan, rel=1e-12, nan_ok=True)

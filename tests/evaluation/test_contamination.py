@@ -49,8 +49,8 @@ def test_shares_are_of_what_single_training_documents_hold(tmp_path):
 def test_clean_and_dirty_scores():
     items = {"metrics": {"acc": [None, None, (1.0, 1.0), (0.0, 1.0), None],
                          "bits_per_byte": [None, (6.0, 2.0), (2.0, 4.0), (4.0, 4.0), (9.0, 3.0)]}}
-    found = clean_and_dirty(items, [1.0, DIRTY + 0.01, DIRTY, 0.0, None])
-    assert found["dirty"] == {"items": 2, "metrics": {"bits_per_byte": {"value": 3.0, "stderr": None}}}
-    clean = found["clean"]["metrics"]
+    result = clean_and_dirty(items, [1.0, DIRTY + 0.01, DIRTY, 0.0, None])
+    assert result["dirty"] == {"items": 2, "metrics": {"bits_per_byte": {"value": 3.0, "stderr": None}}}
+    clean = result["clean"]["metrics"]
     assert (clean["acc"]["value"], clean["bits_per_byte"]["value"]) == (0.5, 6 / 8)
-    assert (found["clean"]["items"], found["too_short"]) == (2, 1)
+    assert (result["clean"]["items"], result["too_short"]) == (2, 1)

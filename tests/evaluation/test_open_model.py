@@ -24,19 +24,19 @@ def opened(path, dtype=torch.float32):
     return open_model(path, torch.device("cpu"), dtype)
 
 
-def is_model(found, model):
+def is_model(result, model):
     tokens = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]])
-    assert torch.equal(found.model(tokens), model(tokens))
-    assert found.tokenizer.encode(TEXT) == TOKENIZER.encode(TEXT)
-    assert (found.tokenizer.bos_id, found.tokenizer.eos_id) == (TOKENIZER.bos_id, TOKENIZER.eos_id)
-    assert found.config.vocab_size == TOKENIZER.size and found.config == found.model.config
+    assert torch.equal(result.model(tokens), model(tokens))
+    assert result.tokenizer.encode(TEXT) == TOKENIZER.encode(TEXT)
+    assert (result.tokenizer.bos_id, result.tokenizer.eos_id) == (TOKENIZER.bos_id, TOKENIZER.eos_id)
+    assert result.config.vocab_size == TOKENIZER.size and result.config == result.model.config
 
 
 def test_a_run_and_the_checkpoints_inside_of_it(models, tmp_path, monkeypatch):
     run = write_run(tmp_path / "runs/one", models, TOKENIZER)
-    found = opened(run)
-    is_model(found, models[7])
-    assert found.path == run / "train/checkpoints/step-00000007" and not found.model.training
+    result = opened(run)
+    is_model(result, models[7])
+    assert result.path == run / "train/checkpoints/step-00000007" and not result.model.training
     assert {(each.dtype, each.requires_grad) for each in opened(run, torch.bfloat16).model.parameters()} == {
         (torch.bfloat16, False)}
     is_model(opened(run / "train/checkpoints/step-00000002"), models[2])

@@ -14,11 +14,11 @@ def test_means_have_the_interval_of_their_standard_error():
     chance = random.Random(1)
     first = [chance.gauss(0, 1) for _ in range(50)]
     second = [value + chance.gauss(0.1, 0.3) for value in first]
-    found = difference([(value, 1.0) for value in first], [(value, 1.0) for value in second])
+    result = difference([(value, 1.0) for value in first], [(value, 1.0) for value in second])
     apart = [late - early for early, late in zip(first, second, strict=True)]
-    assert found["difference"] == pytest.approx(sum(apart) / 50)
-    assert [found["low"], found["high"]] == pytest.approx(
-        stats.norm.interval(0.95, found["difference"], stats.sem(apart)), rel=1e-4)
+    assert result["difference"] == pytest.approx(sum(apart) / 50)
+    assert [result["low"], result["high"]] == pytest.approx(
+        stats.norm.interval(0.95, result["difference"], stats.sem(apart)), rel=1e-4)
     assert scored([(value, 1.0) for value in first]) == pytest.approx(
         {"value": sum(first) / 50, "stderr": stats.sem(first)})
 
@@ -32,13 +32,13 @@ def test_ratios_are_paired():
     chance = random.Random(3)
     first = [(size * chance.uniform(1, 2), float(size)) for size in (chance.randint(5, 80) for _ in range(300))]
     second = [(nats - size * chance.gauss(0.02, 0.1), size) for nats, size in first]
-    alone, found = scored(first), difference(first, second)
+    alone, result = scored(first), difference(first, second)
     assert alone["value"] == pytest.approx(ratio(first))
-    assert found["difference"] == pytest.approx(ratio(second) - ratio(first)) and found["difference"] < 0
+    assert result["difference"] == pytest.approx(ratio(second) - ratio(first)) and result["difference"] < 0
     draws = [ratio([second[place] for place in places]) - ratio([first[place] for place in places])
              for places in (chance.choices(range(300), k=300) for _ in range(4000))]
-    assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * stats.tstd(draws), rel=0.05)
-    assert found["high"] - found["low"] < 2 * 1.96 * alone["stderr"] / 2, "what both find hard does not count"
+    assert result["high"] - result["low"] == pytest.approx(2 * 1.96 * stats.tstd(draws), rel=0.05)
+    assert result["high"] - result["low"] < 2 * 1.96 * alone["stderr"] / 2, "what both find hard does not count"
 
 
 @pytest.mark.parametrize(("first", "second", "expected"), table("""
@@ -46,8 +46,8 @@ def test_ratios_are_paired():
     [[1, 2], null, [3, 4]] -> [[2, 2], [9, 1], null] -> [0.5, null, null]
     [[1, 1], [1, 1], [1, 1]] -> [[1, 1], [1, 1], [1, 1]] -> [0, 0, 0]""", json.loads, json.loads, json.loads))
 def test_items_without_a_value_are_left_out_of_both(first, second, expected):
-    found = difference(first, second)
-    assert [found["difference"], found["low"], found["high"]] == pytest.approx(expected, nan_ok=True)
+    result = difference(first, second)
+    assert [result["difference"], result["low"], result["high"]] == pytest.approx(expected, nan_ok=True)
 
 
 def test_items_that_weigh_differently_are_not_the_same():

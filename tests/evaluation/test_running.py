@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lm_eval.api.model import LM
-from lm_eval.evaluator import evaluate, simple_evaluate
+from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from drover.pipeline.config.evaluation import EvaluateConfig
@@ -142,12 +142,12 @@ def test_the_numbers_are_the_harnesss_own(model, folder, name):
     theirs = simple_evaluate(
         model=Simplest(model), tasks=[name], bootstrap_iters=ITERS, log_samples=False,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False))["results"][name]
-    found = ours(model, folder, name)[name]
-    assert found["metrics"] and found["items"] == 8
-    for metric, entry in found["metrics"].items():
+    result = ours(model, folder, name)[name]
+    assert result["metrics"] and result["items"] == 8
+    for metric, entry in result["metrics"].items():
         assert entry["value"] == pytest.approx(theirs[f"{metric},none"], rel=1e-5), metric
         assert entry["stderr"] == pytest.approx(theirs[f"{metric}_stderr,none"], rel=1e-4), metric
-        single = found["per_item"]
+        single = result["per_item"]
         if metric not in single["metrics"]:
             assert metric in ("f1", "perplexity")  # no means
             continue
@@ -155,20 +155,14 @@ def test_the_numbers_are_the_harnesss_own(model, folder, name):
         assert again["value"] == pytest.approx(entry["value"], rel=1e-9), "of its single items, which are paired"
     bootstrapped = {"winograd": "f1", "last_word": "perplexity"}
     if name in bootstrapped:
-        assert found["metrics"][bootstrapped[name]]["stderr"] > 0
-
-
-def test_draws_are_the_harnesss_by_default():
-    import inspect
-    default = inspect.signature(evaluate).parameters["bootstrap_iters"].default
-    assert EvaluateConfig().bootstrap_iters == default
+        assert result["metrics"][bootstrapped[name]]["stderr"] > 0
 
 
 def test_items_without_a_right_choice_are_counted(model, folder):
-    found = ours(model, folder, "named")["named"]
-    assert found["items_without_right_choice"] == 2
-    assert found["chance"] == pytest.approx(6 / 8 / 3)
-    assert found["answer_bits_per_byte"] > 0
+    result = ours(model, folder, "named")["named"]
+    assert result["items_without_right_choice"] == 2
+    assert result["chance"] == pytest.approx(6 / 8 / 3)
+    assert result["answer_bits_per_byte"] > 0
 
 
 @pytest.mark.parametrize(("gold", "multiple_input", "right"), table("""
@@ -196,8 +190,8 @@ def test_messages_of_the_harness_go_to_the_log(model, folder, tmp_path, capfd):
 
 def test_a_task_that_fails_is_named_in_a_sentence_and_the_log_has_the_rest(model, folder, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(HarnessModel, "loglikelihood", Mock(side_effect=TypeError("no number\nat all.")))
-    said = r"^The task named \(.*named.yaml\) failed: TypeError: no number\.$"
-    refused(UserError, said, ours, model, folder, "named", log=tmp_path / "lm_eval.log")
+    message = r"^The task named \(.*named.yaml\) failed: TypeError: no number\.$"
+    refused(UserError, message, ours, model, folder, "named", log=tmp_path / "lm_eval.log")
     assert "Traceback" in (tmp_path / "lm_eval.log").read_text() and capfd.readouterr() == ("", "")
 
 
@@ -214,10 +208,10 @@ class Sure(torch.nn.Module):
 
 def test_a_metric_without_a_value_is_named_and_leaves_the_others(model, folder):
     """A perplexity beyond the floats, with the bootstrap of its error."""
-    found = ours(Sure(model), folder, "last_word")["last_word"]
-    assert found["metrics"]["perplexity"] == {"value": None, "stderr": None}
-    assert found["metrics"]["acc"] == {"value": 0.0, "stderr": 0.0} and found["answer_bits_per_byte"] > 1000
-    assert [*doubts({"last_word": found})] == [
+    result = ours(Sure(model), folder, "last_word")["last_word"]
+    assert result["metrics"]["perplexity"] == {"value": None, "stderr": None}
+    assert result["metrics"]["acc"] == {"value": 0.0, "stderr": 0.0} and result["answer_bits_per_byte"] > 1000
+    assert [*doubts({"last_word": result})] == [
         "last_word: perplexity has no value: OverflowError: math range error"]
 
 
@@ -226,13 +220,13 @@ def test_so_is_one_of_a_tasks_own_code(model, folder, tmp_path):
     shutil.copy(folder / "last_word.jsonl", tmp_path)
     (tmp_path / "own.py").write_text(OWN_METRICS)
     (tmp_path / "writes.yaml").write_text(WRITES)
-    found = ours(model, tmp_path, "writes", log=tmp_path / "log")["writes"]
-    assert {name: entry["value"] for name, entry in found["metrics"].items()} == {
+    result = ours(model, tmp_path, "writes", log=tmp_path / "log")["writes"]
+    assert {name: entry["value"] for name, entry in result["metrics"].items()} == {
         "exact_match": 0.0, "chrf": None, "bleu": None, "ter": None}
-    assert found["without_value"] == {
+    assert result["without_value"] == {
         "chrf": "OverflowError: too large.", "bleu": "it is inf.",
         "ter": "it is {'first': 0.5, 'second': 0.25}."}
-    assert [*found["per_item"]["metrics"]] == ["exact_match"]
+    assert [*result["per_item"]["metrics"]] == ["exact_match"]
     assert (tmp_path / "log").read_text().count("Traceback") == 1
 
 

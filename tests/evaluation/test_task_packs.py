@@ -1,6 +1,5 @@
 """The forms of tasks that configs/tasks/README.md shows, as they stand there, on a small model."""
 
-import math
 import os
 
 import pytest
@@ -11,7 +10,7 @@ from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import tasks_named
 from tests.data.source_files import write_jsonl
 from tests.evaluation.task_pack import FILES, write_pack
-from tests.evaluation.test_harness import VOCABULARY, direct, requests
+from tests.evaluation.test_harness import VOCABULARY, requests
 from tests.evaluation.test_harness import harness as behind_harness
 from tests.tiny_models import for_tokenizer
 
@@ -19,13 +18,8 @@ NAMES = [name.removesuffix(".yaml") for name in FILES if name.endswith(".yaml")]
 
 
 @pytest.fixture(scope="module")
-def model():
-    return for_tokenizer(VOCABULARY, context_length=256)
-
-
-@pytest.fixture(scope="module")
-def harness(model):
-    return behind_harness(model, batch=2)
+def harness():
+    return behind_harness(for_tokenizer(VOCABULARY, context_length=256), batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -45,36 +39,29 @@ def results(pack, harness):
             for task in tasks_named(NAMES, [pack], "the test")}
 
 
-def bits(model, pairs):
-    """Of right answers, by the book: (bits, bytes) of each."""
-    return [(-direct(model, *pair)[0] / math.log(2), len(pair[1].encode())) for pair in pairs]
-
-
 def test_all_forms_are_shown():
     assert NAMES == ["capitals", "endings", "pages", "sums", "capitals_2shot"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_can_be_read_alone(results, pack, name):
-    found = results[name]
+    result = results[name]
     data = [*read_lines(pack / f"{name.removesuffix('_2shot')}.jsonl")]
-    assert found["items"] == len(data) and found["version"] == "1.0"
-    assert found["few_shot"] == (2 if name == "capitals_2shot" else 0)
-    assert found["chance"] == (pytest.approx((1 / 3 + 1 / 3 + 1 / 4) / 3) if "capitals" in name else None)
-    assert all(entry["stderr"] is not None for metric, entry in found["metrics"].items()
+    assert result["items"] == len(data) and result["version"] == "1.0"
+    assert result["few_shot"] == (2 if name == "capitals_2shot" else 0)
+    assert result["chance"] == (pytest.approx((1 / 3 + 1 / 3 + 1 / 4) / 3) if "capitals" in name else None)
+    assert all(entry["stderr"] is not None for metric, entry in result["metrics"].items()
                if not metric.endswith("_perplexity"))
-    assert (found["answer_bits_per_byte"] is None) == (name in ("pages", "sums"))
-    assert len(found["per_item"]["hashes"]) == len(data)
+    assert (result["answer_bits_per_byte"] is None) == (name in ("pages", "sums"))
+    assert len(result["per_item"]["hashes"]) == len(data)
     if "capitals" in name:  # examples are no part of an item
-        assert found["per_item"]["texts"][0] == "Question: What is the capital of France?\nAnswer: Paris"
+        assert result["per_item"]["texts"][0] == "Question: What is the capital of France?\nAnswer: Paris"
 
 
-def test_bits_of_pages_with_their_errors(results, pack, model):
-    """Those of `score`, which test_paired.py has by hand."""
-    found, single = results["pages"]["metrics"], results["pages"]["per_item"]["metrics"]["bits_per_byte"]
-    expected = bits(model, [("", item["page"]) for item in read_lines(pack / "pages.jsonl")])
-    assert single == [(pytest.approx(each, rel=1e-5), size) for each, size in expected]
-    assert found["bits_per_byte"] == pytest.approx(scored(single), rel=1e-6)
+def test_bits_of_pages_are_those_of_their_items(results):
+    """With errors as of `scored`, which test_paired.py has by hand."""
+    pages = results["pages"]
+    assert pages["metrics"]["bits_per_byte"] == pytest.approx(scored(pages["per_item"]["metrics"]["bits_per_byte"]))
 
 
 def test_what_is_written_is_compared(results):

@@ -34,8 +34,8 @@ def run(folder, name, limit=None):
 def test_input_files_are_the_yaml_and_its_data_named_wherever_they_are(tmp_path, place):
     write_planted(tmp_path / place)
     write_planted(tmp_path / "one", "other")
-    found = input_files(config(tmp_path / "one", "planted"))
-    assert found == [("planted/planted.yaml", tmp_path / place / "planted.yaml"),
+    result = input_files(config(tmp_path / "one", "planted"))
+    assert result == [("planted/planted.yaml", tmp_path / place / "planted.yaml"),
                      ("planted/planted.jsonl", tmp_path / place / "planted.jsonl")]
     assert input_files(config(tmp_path / "one")) == []
 
@@ -85,9 +85,9 @@ def test_data_that_is_no_json_is_a_user_error(tmp_path):
 
 
 def test_shipped_tasks_are_well_made():
-    found = find_tasks([REPOSITORY / "configs" / "tasks"])
-    assert sorted(found) == ["python_line", "python_stdlib"]
-    for task in found.values():
+    result = find_tasks([REPOSITORY / "configs" / "tasks"])
+    assert sorted(result) == ["python_line", "python_stdlib"]
+    for task in result.values():
         path, = task.data_files["test"]
         items = [*read_lines(Path(path))]
         assert len({item["query"] + item["choices"][item["gold"]] for item in items}) == len(items) == 40

@@ -13,16 +13,16 @@ from tests.token_shards import write_documents
 def shards(tmp_path):
     """Two shards of one source; a token's value says its document."""
     draw = np.random.default_rng(0)
-    found, number = [], 0
+    result, number = [], 0
     for name in ("a", "b"):
         lengths = draw.integers(2, 30, 20)
         tokens = [np.full(length, number + at, np.uint16) for at, length in enumerate(lengths)]
         keys = [draw.bytes(16).hex() for _ in lengths]
         record = write_documents(tmp_path / name, tokens, [int(length) * 3 for length in lengths], keys, dtype="uint16",
                              metadata={})
-        found.append(TokenShard(tmp_path / name, {**record, "source": "s", "bytes": (tmp_path / name).stat().st_size}))
+        result.append(TokenShard(tmp_path / name, {**record, "source": "s", "bytes": (tmp_path / name).stat().st_size}))
         number += len(lengths)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("limit", [1, 50, 200, 400])

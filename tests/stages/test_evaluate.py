@@ -65,16 +65,16 @@ def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copi
     limit, folder = 200, tmp_path / "copy/evaluate"
     run("evaluate", *copied, "evaluate.validation_tokens=null")
     assert read_json(folder / "results.json") == evaluated[1], "the default takes all of so little"
-    told = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001").out
-    assert told_of(told, "validation text", "baselines", "task words", "continuations") == [
+    output = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001").out
+    assert told_of(output, "validation text", "baselines", "task words", "continuations") == [
         "measured", "measured", "kept", "kept"]
     results = read_json(folder / "results.json")["validation"]
-    assert "{documents} of {of_documents} validation documents ({tokens} of".format(**results["overall"]) in told
+    assert "{documents} of {of_documents} validation documents ({tokens} of".format(**results["overall"]) in output
     for source, entry in results["sources"].items():
-        whole = evaluated[1]["validation"]["sources"][source]
-        assert entry["documents"] < entry["of_documents"] == whole["documents"]
+        complete = evaluated[1]["validation"]["sources"][source]
+        assert entry["documents"] < entry["of_documents"] == complete["documents"]
         assert limit <= entry["tokens"] < entry["of_tokens"]
-        assert 50 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]
+        assert 50 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != complete["baselines"]
 
 
 @pytest.mark.parametrize("shards", [*slow(1), 2])
@@ -82,12 +82,12 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = (folder / "results.json").read_bytes()
-    said = run_stage("evaluate", small_run, "--force", f"evaluate.dp_shard={shards}",
+    error_text = run_stage("evaluate", small_run, "--force", f"evaluate.dp_shard={shards}",
                      ranks=2).stdout
     assert (folder / "results.json").read_bytes() == alone
     counts = manifest_of(small_run, "evaluate", "small").counts
     assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
-    assert ("weights sharded over 2 ranks (FSDP2" in said) == (shards == 2)
+    assert ("weights sharded over 2 ranks (FSDP2" in error_text) == (shards == 2)
 
 
 @pytest.mark.parametrize(("override", "message"), [
@@ -105,10 +105,10 @@ def tasks(run, copied, tmp_path):
     for name, gold in (("one", 0), ("two", 1), ("broken", ["yes", "no"])):
         write_task(tmp_path, name, *(item(number, gold) for number in range(4)))
 
-    def told(*names, more=(), stage="evaluate", expect=0):
+    def run_tasks(*names, more=(), stage="evaluate", expect=0):
         return run(stage, *copied, f"evaluate.task_folders=[{tmp_path}]", f"evaluate.tasks=[{', '.join(names)}]", *more,
                    expect=expect)
-    return told
+    return run_tasks
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     write_task(tmp_path, "one", *items)
     tasks("one")
     before = results()
-    told = tasks("one", more=["evaluate.contamination=true"]).out
-    assert told_of(told, "task one", "validation text", "contamination") == [
+    output = tasks("one", more=["evaluate.contamination=true"]).out
+    assert told_of(output, "task one", "validation text", "contamination") == [
         "kept", "kept", "measured"]
     after = results()
     parts = after["tasks"]["one"].pop("contamination")
@@ -136,9 +136,9 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
 
 def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themselves(tasks, results, tmp_path):
     """It may be taken out without --force, or repaired: then it alone is measured. The report follows."""
-    said = tasks("one", "broken", "two", expect=2)
-    assert "Traceback" not in said.out and "The task broken (" in said.err
-    assert "kept (validation text, continuations, task one, task two)" in said.err
+    error_text = tasks("one", "broken", "two", expect=2)
+    assert "Traceback" not in error_text.out and "The task broken (" in error_text.err
+    assert "kept (validation text, continuations, task one, task two)" in error_text.err
     assert read_manifest(tmp_path / "copy/evaluate") is None
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
     tasks("one", "two")
@@ -148,11 +148,11 @@ def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themsel
     assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "resumable"), ("report", "absent")]
     first = results()
     for names, new, how in ((["broken", "one"], "broken", "measured"), (["one", "two"], "two", "kept")):
-        told = tasks(*names).out
+        output = tasks(*names).out
         assert list(results()["tasks"]) == names
-        assert told_of(told, "validation text", "continuations", "task one", f"task {new}") == [
+        assert told_of(output, "validation text", "continuations", "task one", f"task {new}") == [
             "kept", "kept", "kept", how]
-        assert "changed: evaluate.tasks.0" in told and f"changed: input file {new}/{new}.yaml is new" in told
+        assert "changed: evaluate.tasks.0" in output and f"changed: input file {new}/{new}.yaml is new" in output
     assert results() == first
 
 
@@ -170,12 +170,12 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
         patch.setattr(running, "measure_task", measure)
         tasks("one", "two", expect=INTERRUPTED)
     parts = ("validation text", "task one", "task two")
-    told = tasks("one", "two").out
-    assert told_of(told, *parts) == ["kept", "kept", "measured"]
+    output = tasks("one", "two").out
+    assert told_of(output, *parts) == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
         patch.setattr("drover.pipeline.evaluation.cached.code_hashes", lambda stage: {"evaluate.py": "another"})
-        told = tasks("two", "one").out
-    assert told_of(told, *parts) == ["measured"] * 3
+        output = tasks("two", "one").out
+    assert told_of(output, *parts) == ["measured"] * 3
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
     assert "input file one/one.jsonl has other content" in tasks("one", expect=2).err
     assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["two", "one"]
