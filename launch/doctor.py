@@ -10,11 +10,11 @@ import argparse
 import getpass
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, seconds
+from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.command_line import Parser, Program
@@ -31,7 +31,7 @@ def add_options(parser: Parser) -> None:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Ask, print, write; 1 if Slurm does not answer."""
+    """Ask, print, write; the exit status."""
     if options.write and Path(options.write).exists():
         raise UserError(f"{options.write} exists already. Give another name, or remove it.")
     if shutil.which("sbatch") is None:
@@ -40,41 +40,37 @@ def work(options: argparse.Namespace) -> int:
     scheduler = Scheduler()
     kinds = scheduler.node_kinds()
     if not kinds:
-        echo("sinfo shows no partition: look at `sinfo`; the controller may be down")
-        return 1
-    if unknown := set(options.partition) - {kind.partition for kind in kinds}:
-        raise UserError(f"There is no partition {', '.join(sorted(unknown))}. `sinfo` lists them.")
+        raise UserError("sinfo shows no partition. Look at `sinfo`: the controller may be down.")
+    chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
+    if absent := {*options.partition} - {kind.partition for kind in chosen}:
+        raise UserError(f"There is no partition {', '.join(sorted(absent))}. `sinfo` lists them.")
     settings = scheduler.site_settings()
-    version = settings.get("SLURM_VERSION", "unknown")
-    accounts = scheduler.associations(getpass.getuser()) if has_accounting(settings) else []
-    echo(f"Slurm {version}; accounts and QOS: "
-         f"{'; '.join(' '.join(filter(None, row)) for row in accounts) or 'none'}",
+    accounts = [" ".join(filter(None, row)) for row in scheduler.associations(getpass.getuser())]
+    echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}; accounts and QOS: {'; '.join(accounts) or 'none'}",
          *(f"partition {kind.partition}{'*' * kind.usual}: {counted(kind.nodes, 'node')} with {kind.cpus} cores, "
            f"{kind.memory_mb / 1000:,.0f} GB, {kind.gpus} GPUs; time limit {kind.longest or 'unknown'}, node limit "
            f"{kind.most}" for kind in kinds))
     if options.write:
-        chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
-        Path(options.write).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(options.write), profile(chosen, settings))
-        echo(f"\nwrote {options.write}; use it with --cluster {options.write}")
+        path = Path(options.write)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, profile(chosen, requeue=settings.get("JobRequeue") != "0"))
+        echo(f"\nwrote {path}; use it with --cluster {path}")
     return 0
 
 
-def profile(kinds: Sequence[NodeKind], settings: Mapping[str, str]) -> str:
-    """A profile of these partitions, in YAML. kinds: at least one."""
+def profile(kinds: Sequence[NodeKind], *, requeue: bool) -> str:
+    """A profile of these partitions, in YAML. kinds: at least one. requeue: whether the site allows it."""
     gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes))
     cpu = next((kind for kind in kinds if not kind.gpus), None)
-    per = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus)
-    longest = seconds(gpu.longest, inf)
+    cores = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus)
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits.",
              f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
-             f"cpus: {max(1, per)}  # of {gpu.cpus} cores a node",
+             f"cpus: {max(1, cores)}  # of {gpu.cpus} cores a node",
              'train: {mem: "0"}  # all memory of a node', 'evaluate: {mem: "0"}',
              "# mem: 32G  # of the other stages; without it what the site gives by default",
              "# account: my-project", "# setup: [module load cuda]",
-             "# container: {image: /shared/images/drover.sif}",
-             f"requeue: {str(settings.get('JobRequeue') != '0').lower()}"]
-    if longest < 60 * LaunchConfig().time:
+             "# container: {image: /shared/images/drover.sif}", f"requeue: {str(requeue).lower()}"]
+    if seconds(gpu.longest, inf) < 60 * LaunchConfig().time:
         lines.append(f"time: {gpu.longest}  # the partition allows no more")
     if gpu.gpus and cpu is not None:
         lines += [f"{stage}: {{partition: {cpu.partition}}}" for stage, its in STAGES.items() if not its.ranks]

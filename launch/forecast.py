@@ -7,17 +7,14 @@ import math
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from drover.launch.plan import Job
 from drover.model.config import ModelConfig
-from drover.pipeline.config.checks import network, vocabulary_size
+from drover.pipeline.config.checks import network
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.stages import largest_share
 
@@ -27,10 +24,6 @@ if TYPE_CHECKING:
 WEIGHT_BYTES = 4
 """Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
 state comes on top."""
-TOKENS_PER_BYTE = 0.3
-"""The most tokens per byte of text with a trained vocabulary."""
-UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 2}
-"""Estimates of the bytes of text in a byte of such a file."""
 
 
 @dataclass(frozen=True)
@@ -80,25 +73,23 @@ def kept_checkpoints(config: Config) -> int:
 
 
 def disk(config: Config, jobs: list[Job]) -> Disk:
-    """What the jobs that will run write under the run folder, less what they have already written."""
-    running = {job.stage for job in jobs if job.to_run}
+    """What the jobs that will run write under the run folder besides the text and its tokens, whose sizes are known
+    once filters and tokenizer have run, less what they have already written."""
+    running = {job.stage for job in jobs if job.to_run} & {"train", "convert"}
     parts: dict[str, int] = {}
-    text = corpus_bytes(config) if running & {"shard", "encode"} else 0
-    if "shard" in running:
-        parts["text shards and their staging"] = 2 * text
-    if "encode" in running:
-        parts["token shards"] = int(text * TOKENS_PER_BYTE * (4 if (vocabulary_size(config) or 0) > 65536 else 2))
-    shape, states, kept = shape_of(config), optimizer_bytes(config), kept_checkpoints(config)
+    shape = shape_of(config)
+    states = optimizer_bytes(config)
+    kept = kept_checkpoints(config)
     if shape is not None and states is not None and "train" in running:
         parts[f"up to {kept} checkpoints"] = kept * math.ceil(shape.parameter_count * WEIGHT_BYTES + states)
     if shape is not None and "convert" in running:
         parts["the export"] = shape.parameter_count * (4 if config.convert.dtype == "float32" else 2)
     folder = config.folder.absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     written = 0
     with suppress(OSError):  # of a run that is at work, files may be removed meanwhile
         written = sum(path.stat().st_size for stage in running for path in (folder / stage).rglob("*"))
-    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts)
+    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(existing).free, parts)
 
 
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
@@ -128,12 +119,3 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     gradients = 4 * count / (ranks if parallel.zero_stage >= 2 else 1)
     weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)
     return math.ceil(master + gradients + weights)
-
-
-def corpus_bytes(config: Config) -> int:
-    """Bytes of text in the sources' files; 0 if unknown, as for Hub data sets before they are read."""
-    text = 0
-    with suppress(UserError):  # a missing file: another check refuses it
-        for file in listed_files(STAGES["shard"].input_files(config, "task_files")):
-            text += UNPACKED.get(PurePath(file["path"]).suffix.lower(), 1) * file["bytes"]
-    return 0 if any(source.kind == "hf" for source in config.shard.sources) else text

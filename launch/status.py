@@ -63,7 +63,7 @@ def work(options: argparse.Namespace) -> int:
         raise UserError(f"--watch takes seconds, not {options.watch:g}.")
     folders = [find_run(run, options.runs_dir)] if run else runs_in(Path(options.runs_dir))
     if options.json:
-        print(json.dumps([as_json(standing) for standing in look(folders, Scheduler())], indent=1))
+        print(json.dumps([as_json(status) for status in query(folders, Scheduler())], indent=1))
         return 0
     if run is None:
         print(*overview(Path(options.runs_dir), Scheduler()), sep="\n")
@@ -71,13 +71,13 @@ def work(options: argparse.Namespace) -> int:
     return watch(folders[0], Scheduler(), options.watch)
 
 
-def as_json(standing: RunStatus) -> Record:
+def as_json(status: RunStatus) -> Record:
     """A run for programs: its folder, outcome (done, failed, or null while it continues), stages and remarks."""
-    return {"run": str(standing.files.folder), "outcome": standing.outcome, "remarks": standing.remarks,
-            "stages": [asdict(row) for row in standing.rows]}
+    return {"run": str(status.files.folder), "outcome": status.outcome, "remarks": status.remarks,
+            "stages": [asdict(row) for row in status.rows]}
 
 
-def look(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
+def query(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
     """The present status of runs."""
     jobs = scheduler.jobs([id for folder in folders for id in wanted_ids(read_run(folder))])
     # Read again: a job may have ended in between, and left the queue and its final status.
@@ -88,43 +88,45 @@ def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
     """Show the run every `every_s` seconds until nothing continues; then 0 if all is done, else 1. None: once; 0."""
     ended = 0
     while ended < 2:  # between two stages nothing runs for a moment
-        standing, = look([folder], scheduler)
-        lines = show(standing, in_colour(sys.stdout))
+        status, = query([folder], scheduler)
+        lines = show(status, in_colour(sys.stdout))
         if every_s is None:
             print(*lines, sep="\n")
             return 0
         lines = [f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this", *lines]
-        if sys.stdout.isatty():  # draw each line over the old one, so that nothing flickers
-            shown = [f"{line}\x1b[K" for line in lines[:shutil.get_terminal_size().lines - 2]]
-            lines = ["\x1b[H" + "\n".join(shown) + "\x1b[J"]
+        if sys.stdout.isatty():
+            lines = ["\x1b[H\x1b[2J" + "\n".join(lines[:shutil.get_terminal_size().lines - 2])]
         print(*lines, sep="\n", flush=True)
-        ended = ended + 1 if standing.outcome else 0
+        ended = ended + 1 if status.outcome else 0
         if ended < 2:
             time.sleep(every_s)
-    return 0 if standing.outcome == "done" else 1
+    return 0 if status.outcome == "done" else 1
 
 
-def show(standing: RunStatus, colour: bool = False, columns: int = 0) -> list[str]:
+def show(status: RunStatus, colour: bool = False, columns: int = 0) -> list[str]:
     """The run as lines: a table of the stages, their other figures, and remarks."""
-    columns, chain = columns or max(40, shutil.get_terminal_size((WIDTH, 24)).columns), standing.files.chain
-    title = f"run       {standing.files.folder}"
+    columns = columns or max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
+    chain = status.files.chain
+    title = f"run       {status.files.folder}"
     if chain:
         title += f", submitted {chain.submitted[:16]} UTC from commit {str(chain.git.get('commit', 'unknown'))[:10]}"
         title += " with changes" * bool(chain.git.get("changed"))
-    lines = [*_wrapped(title, columns), "", *(_line(cells, colour) for cells in (HEADING, *map(vars, standing.rows)))]
-    for row in standing.rows:
+    lines = [*_wrapped(title, columns), "", *(_line(cells, colour) for cells in (HEADING, *map(vars, status.rows)))]
+    for row in status.rows:
         lines += _wrapped(f"{row.stage:<9} {row.figures}", columns) if row.figures else []
-    return lines + [line for remark in standing.remarks for line in ("", *_wrapped(remark, columns, bullet="! "))]
+    return lines + [line for remark in status.remarks for line in ("", *_wrapped(remark, columns, bullet="! "))]
 
 
 def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
     """All runs of a folder, a line each, with each run's current stage."""
-    colour, found = in_colour(sys.stdout), look(runs_in(runs_dir), scheduler)
-    lines = [SILENT] if found and SILENT in found[0].remarks else []
-    lines.append(_line(HEADING, colour, f"{'run':<16} {'done':<6}") if found else f"no runs in {runs_dir}")
-    for standing in found:
-        done = f"{sum(row.state in FINISHED for row in standing.rows)}/{len(standing.rows)}"
-        lines.append(_line(vars(standing.current), colour, f"{standing.files.folder.name:<16} {done:<6}"))
+    colour = in_colour(sys.stdout)
+    runs = query(runs_in(runs_dir), scheduler)
+    if not runs:
+        return [f"no runs in {runs_dir}"]
+    lines = [SILENT] * (SILENT in runs[0].remarks) + [_line(HEADING, colour, f"{'run':<16} {'done':<6}")]
+    for run in runs:
+        done = f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}"
+        lines.append(_line(vars(run.current), colour, f"{run.files.folder.name:<16} {done:<6}"))
     return lines
 
 

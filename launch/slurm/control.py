@@ -16,7 +16,7 @@ from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.options import FOLDER
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, output, rank_log, skip
-from drover.launch.status import look, show
+from drover.launch.status import query, show
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.command_line import in_colour
@@ -55,10 +55,10 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
 
 def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     """Ask training to save and end, through the stop file; the exit status."""
-    standing, = look([run_folder], scheduler or Scheduler())
-    row = next(row for row in standing.rows if row.stage == "train")
-    state = standing.files.stages["train"].state
-    silent = SILENT in standing.remarks
+    status, = query([run_folder], scheduler or Scheduler())
+    row = next(row for row in status.rows if row.stage == "train")
+    state = status.files.stages["train"].state
+    silent = SILENT in status.remarks
     never_ran = row.state == "waiting" and not silent and (state is None or state.job != row.job)
     if row.state not in ("running", "waiting") or never_ran:
         echo(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop",
@@ -69,7 +69,7 @@ def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
         echo("Slurm does not answer, so training may not be running", file=sys.stderr)
     echo(f"training will stop after its current step, or when its job starts again: it saves a checkpoint and ends; "
          f"the stages after it do not start.\nThe request is the file {run_folder / STOP}. To withdraw it, delete the "
-         f"file before training sees it.\nto continue: {go_on(standing.files)}")
+         f"file before training sees it.\nto continue: {go_on(status.files)}")
     return 0
 
 
@@ -110,10 +110,10 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
 def why(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     """Print the run's status, and how each start of the newest submission ended that did not end well, with its last
     lines, for stages that are not done; the exit status."""
-    standing, = look([run_folder], scheduler or Scheduler())
-    print(*show(standing, in_colour(sys.stdout)), sep="\n")
-    files = standing.files
-    for row in standing.rows:
+    status, = query([run_folder], scheduler or Scheduler())
+    print(*show(status, in_colour(sys.stdout)), sep="\n")
+    files = status.files
+    for row in status.rows:
         starts = files.stages[row.stage].starts
         if row.state in FINISHED:
             continue

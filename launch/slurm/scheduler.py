@@ -236,11 +236,6 @@ class NoScheduler(Scheduler):
         return _Answer(None, error="there is no Slurm here")
 
 
-def has_accounting(settings: Mapping[str, str]) -> bool:
-    """Whether there is an accounting database, by slurm.conf."""
-    return settings.get("AccountingStorageType", "/none").rpartition("/")[2] not in ("", "none", "(null)")
-
-
 def seconds(text: str, otherwise: float = 0) -> float:
     """A time of Slurm's in seconds; `otherwise` for a word such as `infinite`."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import textwrap
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -75,8 +76,7 @@ def last_word(lines: Sequence[str]) -> str:
     """
     from_complaint = [at for at, line in enumerate(lines) if ": error: " in line]
     first, *more = lines[from_complaint[-1] if from_complaint else -1:] or [""]
-    text = " ".join([first.strip(), *(line.partition(": ")[2].strip() for line in more)])
-    return text if len(text) <= MOST else f"{text[:MOST].rpartition(' ')[0] or text[:MOST]} ..."
+    return textwrap.shorten(" ".join([first, *(line.partition(": ")[2] for line in more)]), MOST, placeholder=" ...")
 
 
 def prune(folder: Path, job: str, say: Say) -> None:

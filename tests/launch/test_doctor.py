@@ -32,7 +32,7 @@ def test_what_it_prints_and_the_profile(site, tmp_path, capsys):
         "Slurm 24.11.5; accounts and QOS: ours normal; theirs gpu",
         "partition gpu*: 12 nodes with 96 cores, 1,031 GB, 8 GPUs; time limit 2-00:00:00, node limit inf",
         "", f"wrote {path}; use it with --cluster {path}"]
-    assert path.read_text() == profile([GPU], {"JobRequeue": "0"})
+    assert path.read_text() == profile([GPU], requeue=False)
     assert "exists already" in printed(capsys, main, "--write", path, expect=2)
 
 
@@ -41,15 +41,14 @@ def test_a_partition_that_is_not_there_is_refused_before_a_profile_is_written(si
     assert "There is no partition gpus" in said and not (tmp_path / "x.yaml").exists()
 
 
-@pytest.mark.parametrize("kinds, settings, expected", table("""
-    [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {JobRequeue: "0"} -> \
-{partition: gpu, gpus_per_node: 8, cpus: 12, requeue: false, of shard: cpu}
-    [[debug, true, 3, 4, 6000, 0, infinite]] -> {} -> {partition: debug, gpus_per_node: 0, cpus: 4, requeue: true, \
-of shard: null}
-    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {} -> {time: 20}""", *[yaml.safe_load] * 3))
-def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, settings, expected):
+@pytest.mark.parametrize("kinds, expected", table("""
+    [[gpu, true, 12, 96, 1031000, 8, 2-00:00:00], [cpu, false, 7, 64, 257000, 0, infinite]] -> {partition: gpu, \
+gpus_per_node: 8, cpus: 12, requeue: false, of shard: cpu}
+    [[debug, true, 3, 4, 6000, 0, infinite]] -> {partition: debug, gpus_per_node: 0, cpus: 4, of shard: null}
+    [[debug, true, 4, 4, 6000, 0, "20:00", 2]] -> {time: 20}""", *[yaml.safe_load] * 2))
+def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, expected):
     path = tmp_path / "mine.yaml"
-    path.write_text(profile([NodeKind(*kind) for kind in kinds], settings))
+    path.write_text(profile([NodeKind(*kind) for kind in kinds], requeue=False))
     launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
     assert expected.items() <= {**launch.model_dump(), "of shard": launch.shard.partition}.items()
 

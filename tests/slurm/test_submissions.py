@@ -14,7 +14,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.training.stop_agreement import LOOK_EVERY_S
 from tests.launch.recorded_slurm import NO_CONTROLLER, Programs
-from tests.slurm.faults import EVERY, in_order
+from tests.slurm.faults import EVERY, Training, in_order
 
 pytestmark = pytest.mark.slow
 
@@ -49,11 +49,17 @@ def test_stopped_by_its_user_it_stays_away_until_asked(run):
     run.check_curve()
 
 
-def test_two_submissions_never_train_at_once(run, tmp_path):
-    """Where squeue fails and there is no sacct, a second submission is accepted: it waits for the first."""
+def test_two_submissions_never_train_at_once(run, encoded, tmp_path):
+    """Where squeue fails and there is no sacct, a second submission is accepted: it waits for the first. A run of the
+    same name in another folder waits for neither."""
     run.submit(nodes=1)
     run.next_wait()
     first = run.job()
+    (tmp_path / "elsewhere").mkdir()
+    other = Training(run.cluster, tmp_path / "elsewhere", encoded, run.whole)
+    other.submit(nodes=1)
+    other.next_wait()
+    other.drover("cancel", str(other.run))
     programs = Programs(tmp_path)
     programs.say("squeue", error=NO_CONTROLLER, status=1)
     programs.say("sacct", error="sacct: command not found", status=127)

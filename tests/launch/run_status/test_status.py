@@ -53,7 +53,7 @@ def test_watch_ends_when_nothing_goes_on_at_two_looks(run, monkeypatch, capsys):
     run.done("train", "convert", "evaluate", "report", until=1)
     for end, status in ((run.status({}), 0), (failed, 1)):
         seen = [running, end, running, end, end]
-        monkeypatch.setattr(program, "look", lambda *_, seen=seen: [seen.pop(0)])
+        monkeypatch.setattr(program, "query", lambda *_, seen=seen: [seen.pop(0)])
         assert main(["--run", "demo", "--watch", "0"]) == status and seen == []
         assert capsys.readouterr().out.count("every 0 s, Ctrl-C ends this") == 5
 

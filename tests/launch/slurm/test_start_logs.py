@@ -23,7 +23,6 @@ def test_the_lines_of_one_rank(tmp_path, text, whole):
     (["rank 0: error: shard: 2 problems:", "rank 0:   - one", "rank 0:   - two"],
      "rank 0: error: shard: 2 problems: - one - two"),
     (["rank 0: error: first", "rank 0: error: second"], "rank 0: error: second"),
-    (["corpus " * 300], f"{' '.join(['corpus'] * (MOST // 7))} ..."),
-    (["x" * 2 * MOST], f"{'x' * MOST} ...")])
+    (["corpus " * 300], f"{' '.join(['corpus'] * ((MOST - 4) // 7))} ...")])
 def test_what_a_rank_said_last_is_not_cut_within_a_word(lines, word):
     assert last_word(lines) == word
