@@ -46,8 +46,8 @@ def configuration_problems(config: Config, jobs: list[Job], *, here: bool = True
     for stage, job in running.items():
         if job.own_python:
             found += absent_packages(config, stage)
-    if "train" in running:
-        found += [*rank_problems(config, running["train"].ranks), *absent_attention(config)]
+    if train := running.get("train"):
+        found += [*rank_problems(config, train.ranks), *absent_attention(config)]
     return found
 
 
@@ -57,9 +57,10 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, envi
 
     environment: of the shell that submits. showing: jobs are only shown, perhaps not on the machine that will submit.
     """
-    config, running = run.config, [job for job in jobs if job.to_run]
-    found = credential_problems(config)  # the configuration will be in the run folder
+    config = run.config
+    running = [job for job in jobs if job.to_run]
     slurm = options.cluster == "slurm"
+    found = credential_problems(config)  # the configuration will be in the run folder
     if config.launch.device == "mps" and (slurm or sys.platform != "darwin"):
         found.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if slurm:
@@ -69,7 +70,7 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, envi
         found += memory_problems(config, running, options)
         if not (showing and slurm):
             found += disk_problems(run, disk)
-    return found + refusals(partial(refuse_unsound, run, jobs, options))
+    return found + refusals(partial(refuse_unusable_inputs, run, jobs, options))
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
@@ -100,7 +101,7 @@ def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
                f"launch.check_fit=false starts it anyway.")
 
 
-def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
+def refuse_unusable_inputs(run: Run, jobs: list[Job], options: Options) -> None:
     """Refuse what a stage would refuse later: missing files and changed stages."""
     requested = {job.stage for job in jobs}
     running = _running(jobs)

@@ -216,9 +216,9 @@ def in_container(container: Container, folders: list[Path], gpus: int, variables
     """
     if container.image is None:
         return [], []
-    mounts = list(dict.fromkeys([*(f"{folder}:{folder}" for folder in folders),
-                                 *(mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts)]))
     work = str(folders[-1])
+    mounts = [place if ":" in place else f"{place}:{place}"
+              for place in dict.fromkeys([*map(str, folders), *container.mounts])]
     if container.runtime == "pyxis":
         return [], [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}",
                     f"--container-workdir={work}", f"--container-env={','.join(variables)}", *container.options]
@@ -226,12 +226,14 @@ def in_container(container: Container, folders: list[Path], gpus: int, variables
         # Without root, the container stays in the step's control group: it ends with the step, and sees only the step's
         # GPUs. GPUs of a node reach each other's memory only with --pid=host. podman refuses that together with
         # --cgroups=disabled.
-        return ["podman", "--cgroup-manager=cgroupfs", "run", "--rm", "--env-host", "--network=host", "--ipc=host",
-                "--pid=host", "--cgroups=no-conmon", *(f"--env={name}" for name in variables),
-                *(["--device=nvidia.com/gpu=all"] * bool(gpus)), *(f"--volume={mount}" for mount in mounts),
-                f"--workdir={work}", *container.options, container.image], []
-    return ["apptainer", "exec", *(["--nv"] * bool(gpus)), *(f"--bind={mount}" for mount in mounts), f"--pwd={work}",
-            *container.options, container.image], []
+        command = ["podman", "--cgroup-manager=cgroupfs", "run", "--rm", "--env-host", "--network=host", "--ipc=host",
+                   "--pid=host", "--cgroups=no-conmon", *(f"--env={name}" for name in variables),
+                   *["--device=nvidia.com/gpu=all"] * bool(gpus), *(f"--volume={mount}" for mount in mounts),
+                   f"--workdir={work}"]
+    else:
+        command = ["apptainer", "exec", *["--nv"] * bool(gpus), *(f"--bind={mount}" for mount in mounts),
+                   f"--pwd={work}"]
+    return [*command, *container.options, container.image], []
 
 
 def code_path(code: str) -> str:

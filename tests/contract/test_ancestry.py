@@ -2,7 +2,7 @@
 
 import pytest
 
-from drover.launch.checks import refuse_unsound, say_absent
+from drover.launch.checks import refuse_unusable_inputs, say_absent
 from drover.launch.plan import Options, plan
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stages import parse_stages
@@ -30,7 +30,7 @@ def ask(place, stages, *overrides, **options):
     run = run_of(place, *overrides)
     request = Options("local", str(place / "c.yaml"), tuple(overrides), **options)
     jobs = plan(run.config, run, parse_stages(stages), request)
-    refuse_unsound(run, jobs, request)
+    refuse_unusable_inputs(run, jobs, request)
     say_absent(run, jobs)
     return jobs
 
