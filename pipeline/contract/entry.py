@@ -17,7 +17,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.job import StageJob, set_this_job, this_job
 from drover.pipeline.contract.locks import StageLock, await_file_system, lock, turn
-from drover.pipeline.contract.manifest import MANIFEST, read_manifest
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.preparation import clear_done, forced, is_leader, prepare, report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import DoneElsewhere, Work, join, processes
@@ -160,15 +160,14 @@ class StageAttempt:
         _refuse_element(self.name, self.options, with_workers)
         if (obstacle := blocked(self.run.folder)) is not None:
             raise UserError(obstacle)
-        if not (self.run.own_folder(self.name) / MANIFEST).exists():  # otherwise there is most likely nothing to do
-            for module in self.stage.task_modules:
-                importlib.import_module(module)
+        if self._is_done():
+            report_done(self.run, self.name)  # without a lock: other processes may be reading the stage
+            clear_done(self.run, self.name, locked=False)
+            return 0
+        for module in self.stage.task_modules:
+            importlib.import_module(module)
+        make_folder(self.run.folder)
         with closing(Workers(processes(self.run.config) if with_workers else 1)) as self.workers:
-            if self._is_done():
-                report_done(self.run, self.name)  # without a lock: other processes may be reading the stage
-                clear_done(self.run, self.name, locked=False)
-                return 0
-            make_folder(self.run.folder)
             try:
                 return self._locked()
             except (Exception, KeyboardInterrupt) as error:
@@ -197,9 +196,17 @@ class StageAttempt:
             raise
 
     def _note_end(self, error: BaseException) -> None:
-        """Record why the stage ended; not of an element, because others may be at work."""
-        if not self.options.element:
-            _note_end(self.run, self.name, error)
+        """Record why the stage ended; not of an element, because others may be at work. After Ctrl-C, only if the stage
+        itself has not recorded it."""
+        if self.options.element:
+            return
+        folder = self.run.own_folder(self.name)
+        with suppress(OSError):  # the disk may be full; then the final status stays "running"
+            if not isinstance(error, Exception):
+                if (state := read_state(folder)) is not None and state.status == "running":
+                    write_state(folder, "preempted", reason="interrupted")
+            elif (reason := _reason(error)) is not None and _is_followed(self.run, self.name):
+                write_state(folder, "failed", reason=reason)
 
     def _await_manifest(self, need: str) -> None:
         """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded."""
@@ -319,17 +326,6 @@ def _reason(error: Exception) -> str | None:
         return (f"the disk or quota is full ({error}). No half-written file counts as finished. Free some space and "
                 f"run the same command again.")
     return None
-
-
-def _note_end(run: Run, name: str, error: BaseException) -> None:
-    """Record why the stage ended. After Ctrl-C, only if the stage itself has not recorded it."""
-    folder = run.own_folder(name)
-    with suppress(OSError):  # the disk may be full; then the final status stays "running"
-        if not isinstance(error, Exception):
-            if (state := read_state(folder)) is not None and state.status == "running":
-                write_state(folder, "preempted", reason="interrupted")
-        elif (reason := _reason(error)) is not None and _is_followed(run, name):
-            write_state(folder, "failed", reason=reason)
 
 
 def _is_followed(run: Run, name: str) -> bool:
