@@ -15,7 +15,6 @@ class BackgroundWorker(Generic[T]):
 
     Args:
         newest_only: keep only the newest of the waiting items.
-        most: how many items may wait; None: any number.
         stays: keep the thread while no item waits. Otherwise it ends, and `put` starts a new one for the next item.
 
     Raises:
@@ -27,20 +26,20 @@ class BackgroundWorker(Generic[T]):
     """
 
     def __init__(self, name: str, handle: Callable[[T], None], *, newest_only: bool = False,
-                 most: int | None = None, stays: bool = True) -> None:
+                 stays: bool = True) -> None:
         self.error: BaseException | None = None
         self.closing = False
-        self._name, self._handle, self._newest_only, self._most, self._stays = name, handle, newest_only, most, stays
+        self._name, self._handle, self._newest_only, self._stays = name, handle, newest_only, stays
         self._waiting, self._current = deque[T](), list[T]()
         self._changed, self._runs = threading.Condition(), False
         if stays:
             self._start()
 
     def put(self, item: T) -> bool:
-        """Hand over an item. Returns whether it is taken: not if too many wait or the thread has ended. With
+        """Hand over an item. Returns whether it is taken: not if the thread has ended. With
         `newest_only` the item that waited is dropped."""
         with self._changed:
-            if self.error is not None or self.closing or len(self._waiting) == self._most:
+            if self.error is not None or self.closing:
                 return False
             if not self._runs:
                 self._start()

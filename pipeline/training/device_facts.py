@@ -76,29 +76,23 @@ def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[st
 
 
 def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int, run: str) -> str:
-    """An error message: the content of this rank's memory, and how to find settings that need less.
+    """An error message: torch's own, which has the device's totals, the content of this rank's memory, and how to find
+    settings that need less.
 
     engine: None if it was still being built. step: the one that failed. run: arguments of `drover rehearse` for this
     run.
     """
-    has, gpu, tensors = "", "<GB of a GPU>", None
+    gpu, holds = "<GB of a GPU>", ""
     if ranks.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(ranks.device)
-        tensors, reserved = torch.cuda.memory_allocated(ranks.device), torch.cuda.memory_reserved(ranks.device)
-        has = (f" Of {readable(total)}, tensors took {readable(tensors)}, gaps between them "
-               f"{readable(reserved - tensors)}, and all else {readable(max(0, total - free - reserved))}.")
-        gpu = f"{total / 1e9:.0f}"
-    holds = ""
+        gpu = f"{torch.cuda.mem_get_info(ranks.device)[1] / 1e9:.0f}"
     if engine:
         modules = held_by_module(engine, ranks.device)
-        rest = "the rest" if tensors is None else readable(max(0, tensors - sum(map(Counter.total, modules.values()))))
         largest = sorted(modules.items(), key=lambda item: -item[1].total())[:LARGEST]
-        holds = (f" This rank holds {_kinds(sum(modules.values(), Counter()))}; {rest} are gradients "
-                 f"before they are reduced, gathered weights, activations and logits. The largest by module: "
+        holds = (f" This rank holds {_kinds(sum(modules.values(), Counter()))}; the rest are gradients before they are "
+                 f"reduced, gathered weights, activations and logits. The largest by module: "
                  f"{'; '.join(f'{name} {readable(kinds.total())} ({_kinds(kinds)})' for name, kinds in largest)}.")
-    reason = (str(error).splitlines() or ["out of memory"])[0]
     when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"
-    return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For memory by "
+    return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({error}).{holds} For memory by "
             f"kind and settings that fit: drover rehearse {run} --ranks {ranks.world} --memory {gpu}")
 
 

@@ -32,7 +32,6 @@ from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.data.step_batches import StepBatches
 from drover.pipeline.training.data.token_check import DamagedTokensError, TokenCheck
-from drover.pipeline.training.determinism import is_deterministic
 from drover.pipeline.training.device_facts import memory_explained
 from drover.pipeline.training.engines.engine import Engine, StepResult
 from drover.pipeline.training.guard_runner import GuardRunner
@@ -402,7 +401,7 @@ class Loop:
                 "parallel": self.config.parallel.model_dump(),
                 "micro_batch": [batch.micro_batch for batch in self.phase_batches] if self.plan.declared else
                 self.batch.micro_batch, "device": ranks.device_name or ranks.device.type,
-                "deterministic": is_deterministic(ranks.device, train.deterministic),
+                "deterministic": ranks.device.type == "cpu" or train.deterministic,
                 "precision": self.progress.precision, "attention": self.engine.attention.backend.name,
                 "flash": self.engine.flash, "compile": train.compile, **packing_facts(self.data),
                 "torch": torch.__version__, "job": os.environ.get("SLURM_JOB_ID", "")}

@@ -26,6 +26,7 @@ from drover.pipeline.parallel.compiling import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import full_losses
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, parameter_names
+from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.pipeline.training.engines.engine import Engine
 from drover.pipeline.training.engines.norms import StepNorms, layer_norms
 from drover.pipeline.training.guards import json_number
@@ -113,15 +114,9 @@ class Samples(Hook):
         self.prompts = loop.ranks.by_leader(lambda: self._prompts(loop))
 
     def _prompts(self, loop: Loop) -> list[tuple[str, list[int]]]:
-        """The prompts and their ids; none if the tokenizer needs a library that is missing. Called on rank 0, which
-        also decodes the samples."""
+        """The prompts and their ids. Called on rank 0, which also decodes the samples."""
         train = loop.config.train
-        try:
-            from drover.pipeline.tokenization.tokenizer import load_tokenizer
-            self.tokenizer = load_tokenizer(loop.work.input("tokenizer")[0])
-        except ImportError as error:
-            loop.say(f"no sample texts while training: rank 0 lacks {error.name}, which the vocabulary needs")
-            return []
+        self.tokenizer = load_tokenizer(loop.work.input("tokenizer")[0])
         room = loop.config.model.context_length - train.sample_tokens
         return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in train.prompts]
 

@@ -149,7 +149,6 @@ class Uploads(Hook):
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
         self.config, self.url, self._copies = work.config.train.checkpoint, url, CopiedCheckpoints(Store(url))
         self._stopped, self._problem = False, ""
-        self._saved = dict[int, float]()  # steps that have no copy yet, and when they were saved
         self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
         self._copied, work.accepted = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
@@ -201,7 +200,6 @@ class Uploads(Hook):
         """See Hook. It reads no files, since an error here would fail the save."""
         if not self.ranks.leads:
             return
-        self._saved[step] = time.monotonic()
         self._worker.put(step)
         if self._worker.error is not None:
             self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}, since copying has ended "
@@ -399,14 +397,7 @@ class Uploads(Hook):
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
             self.say(f"warning: old copies in {url} could not be removed ({problem}); retrying after the next copy")
-        waited = {saved: self._saved.pop(saved) for saved in list(self._saved) if saved <= step}
-        saved_at = waited.pop(step, began)  # missing if the step was saved again meanwhile
-        left_out = sorted(waited)
-        self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
-                   behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
-        if left_out:
-            skipped = ", ".join(map(checkpoint_name, left_out))
-            self.say(f"{name} is copied to {url}; skipped, since a newer one came: {skipped}")
+        self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds)
         self.uploaded = step
 
     def _attempt(self, step: int) -> Exception | None:

@@ -43,8 +43,6 @@ def test_the_shares_of_a_gpu_are_those_of_its_kernels():
 
 def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 80_000_000_000))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 70_000_000_000)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 76_000_000_000)
     def held():
         for layer in range(2):
             yield f"layers.{layer}.feed_forward.w1.weight", "model", SimpleNamespace(nbytes=10**9, device=GPU)
@@ -52,10 +50,9 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
         yield "output.weight", "model", SimpleNamespace(nbytes=9 * 10**9, device=torch.device("cpu"))
         yield from ((f"m{size}.weight", "gradient", SimpleNamespace(nbytes=size, device=GPU)) for size in range(1, 6))
     engine, ranks = SimpleNamespace(held=held), SimpleNamespace(rank=3, world=16, device=GPU)
-    said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7, "--config c.yaml")
+    said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "--config c.yaml")
     for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
-                 "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
-                 "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; 64 GB are gradients",
+                 "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; the rest are",
                  "layers.*.feed_forward 6 GB (2 GB of weights, 4 GB of optimizer's states); m5 5 B (5 B of ",
                  "; m2 2 B (2 B of gradients). For", "drover rehearse --config c.yaml --ranks 16 --memory 80"):
         assert told in said

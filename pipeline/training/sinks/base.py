@@ -51,8 +51,6 @@ CLOCKS = ("step", "time", "train_s", "look_s")
 """Fields of a step's record that are not drawn: they only count."""
 CLOSE_S = 30.0
 """Seconds that the end of training waits for all loggers together."""
-MOST_WAITING = 10_000
-"""Calls that a logger may be behind."""
 LONGEST = 500
 """Characters of an error that are logged."""
 LEAST_SECRET = 6
@@ -124,9 +122,9 @@ def curves(record: Record) -> dict[str, float]:
 
 def checkpoint_curves(kind: str, details: Record) -> dict[str, float]:
     """The curves of an event. For a checkpoint: seconds that training stalled, and seconds to write it. For its upload:
-    seconds to upload, seconds from the checkpoint to its complete upload, and bytes."""
+    seconds to upload, and bytes."""
     shown = {"checkpoint": {"stall_s": "stall_s", "seconds": "seconds"},
-             "checkpoint_copied": {"seconds": "copy_seconds", "behind_s": "copy_behind_s", "bytes": "copy_bytes"}}
+             "checkpoint_copied": {"seconds": "copy_seconds", "bytes": "copy_bytes"}}
     return {f"checkpoint/{curve}": float(details[name]) for name, curve in shown.get(kind, {}).items()
             if name in details}
 
@@ -257,48 +255,45 @@ class JsonLines:
 class BackgroundSink:
     """A logger in its own thread: its errors do not stop training, and its speed does not slow it.
 
-    A logger that raises, or that falls so far behind that the queue is full, is disabled. Training ends without waiting
-    for a logger that hangs.
+    A logger that raises is disabled. Training ends without waiting for a logger that hangs.
     """
 
     def __init__(self, name: str, opened: Callable[[], Sink]) -> None:
-        self.name, self._opened, self._reason = name, opened, ""
+        self.name, self._opened = name, opened
+        self._late = False  # whether training ended while calls waited
         self._sink: Sink | None = None
-        self._worker = BackgroundWorker(f"sink-{name}", self._call, most=MOST_WAITING)
+        self._worker = BackgroundWorker(f"sink-{name}", self._call)
 
     @property
     def failure(self) -> str:
         """Why it was disabled; empty if it was not."""
         error = self._worker.error
-        return self._reason or ("" if error is None else
-                                without_secrets(f"{type(error).__name__}: {error}", os.environ))
+        if error is not None:
+            return without_secrets(f"{type(error).__name__}: {error}", os.environ)
+        return "it had not taken in everything when training ended" if self._late else ""
 
     def write(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of the logger. Returns at once and raises nothing."""
-        if not (self.failure or self._worker.put((method, arguments)) or self.failure):
-            self._switch_off(f"it is {MOST_WAITING:,} calls behind")
+        self._worker.put((method, arguments))
 
     def close(self, until: float) -> None:
         """Close the logger after its queued calls, and wait for that until `time.monotonic()` is `until`."""
         self.write("close")
-        if not self.failure and not self._worker.close(max(0.0, until - time.monotonic())):
-            self._switch_off("it had not taken in everything when training ended")
-
-    def _switch_off(self, reason: str) -> None:
-        self._reason = reason
-        self._worker.close(0.0, drop=True)
+        self._late = not self._worker.close(max(0.0, until - time.monotonic()))
+        if self._late:
+            self._worker.close(0.0, drop=True)
 
     def _call(self, item: tuple[str, tuple[Any, ...]]) -> None:
         if self._sink is None:
             self._sink = self._opened()
-        (method, arguments), done = item, False
+        method, arguments = item
         try:
             getattr(self._sink, method)(*arguments)
-            done = not self._reason
-        finally:
-            if not done and method != "close":
+        except BaseException:
+            if method != "close":
                 with suppress(BaseException):
                     self._sink.close()
+            raise
 
 
 _SECRET = re.compile(r"KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL", re.IGNORECASE)

@@ -1,7 +1,6 @@
 """A sink at arm's length: what it raises and how long it takes are not training's, and are said once."""
 
 import threading
-import time
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -9,13 +8,12 @@ import pytest
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.training.sinks.base import (
     About,
-    BackgroundSink,
     JsonLines,
     SinkSettings,
     TrainingLog,
     without_secrets,
 )
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S
 
 
 def told(fails="", gate=None):
@@ -81,21 +79,6 @@ def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
     assert log.steps() == list(range(100)) and not slow.step.called and len(log.events()) == 1
     assert "it had not taken in everything when training ended" in "".join(log.said)
     gate.set()
-
-
-def test_one_that_falls_too_far_behind_is_switched_off_and_then_closed(monkeypatch):
-    monkeypatch.setattr("drover.pipeline.training.sinks.base.MOST_WAITING", 5)
-    sink, gate = MagicMock(), threading.Event()
-    sink.step.side_effect = lambda record: gate.wait(HANG_S)
-    behind = BackgroundSink("slow", lambda: sink)
-    for step in range(20):
-        behind.write("step", {"step": step})
-        wait_for(lambda: sink.step.called)
-    assert behind.failure == "it is 5 calls behind"
-    gate.set()
-    wait_for(lambda: sink.close.called)
-    assert len(sink.mock_calls) <= 2, "what it was working on, and no more"
-    behind.close(time.monotonic())
 
 
 def test_errors_are_told_without_secrets():
