@@ -96,7 +96,7 @@ def _files_of_rank(work: Work, ranks: Ranks, table: ShardTable) -> list[Expected
     """
     from drover.pipeline.data.remote_tokens import recorded_shards
 
-    shared = [*work.committed("convert", "tokenizer"), *work.outside(),
+    shared = [*work.committed("convert", "tokenizer"), *work.external_files(),
               *work.committed("shard", chosen=lambda record: record.get("split") == "validation")]
     tokens = recorded_shards(work, table, table.rows("validation").tolist())
     if work.config.train.tokens_from is None:

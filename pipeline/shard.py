@@ -82,7 +82,7 @@ def shard(work: Work) -> None:
     near = signature_settings(config.near_duplicates)
     filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
     units = [Task(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
-    work.check(work.outside())  # files of filters, which each worker reads
+    work.check(work.external_files())  # files of filters, which each worker reads
     for warning in short_sets(config.filters):
         work.say(f"warning: {warning}")
     read = work.run_pass("read", units, stage_unit)

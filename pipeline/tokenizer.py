@@ -40,7 +40,7 @@ which pieces occur."""
 def make_tokenizer(work: Work) -> None:
     """Make one tokenizer from the training split, or take a ready one, and verify it on validation documents."""
     shards, manifest = work.input("shard")
-    work.check(work.outside())
+    work.check(work.external_files())
     train, validation = (shard_records(manifest, split) for split in ("train", "validation"))
     made = _made(work, shards, train)
     tokenizer = load_tokenizer(work.folder)

@@ -23,7 +23,7 @@ from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED, read_start, sound_start
+from drover.pipeline.contract.start_record import STARTED, read_start, start_or_empty
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, write_json, write_sealed, write_text
@@ -143,7 +143,7 @@ def _states(folder):
 def _read_states(folder):
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
-    sound_start(folder)
+    start_or_empty(folder)
     JobLock(folder, "encode", "16", 0, NoScheduler()).holder()
     read_start(folder)
 

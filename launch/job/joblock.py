@@ -17,7 +17,7 @@ from pathlib import Path
 
 from drover.launch.processes import Say
 from drover.launch.slurm.scheduler import WITH_NODES, Scheduler
-from drover.pipeline.contract.claims import BEAT_S, SILENT_S, Heartbeats
+from drover.pipeline.contract.claims import HEARTBEAT_S, SILENT_S, Heartbeats
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record, write_json
 
@@ -87,7 +87,7 @@ class JobLock:
         """Give a heartbeat if one is due; False once another start has taken the stage over."""
         if not at_once and time.monotonic() < self._next_beat:
             return True
-        self._next_beat = time.monotonic() + BEAT_S  # also after a failure
+        self._next_beat = time.monotonic() + HEARTBEAT_S  # also after a failure
         with suppress(OSError):  # such as a full disk: Slurm still knows that this job runs
             held = self.holder()
             if held is None:
@@ -120,4 +120,4 @@ class JobLock:
 
     def _write(self) -> None:
         write_json(self.path, asdict(self.own))
-        self._next_beat = time.monotonic() + BEAT_S
+        self._next_beat = time.monotonic() + HEARTBEAT_S

@@ -41,12 +41,12 @@ OPTIMIZERS = {
 STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
     "shard": {"files": "drover.pipeline.data.filters.files:input_files",
               "task_files": "drover.pipeline.data.sources:input_files",
-              "outside_code": "drover.pipeline.data.filters.base:outside_code"},
+              "external_code": "drover.pipeline.data.filters.base:outside_code"},
     "tokenizer": {"files": "drover.pipeline.tokenization.files:input_files",
                   "problems": "drover.pipeline.tokenization.ready:ready_problems"},
     "train": {"files": "drover.pipeline.records.weight_files:input_files",
               "renews": "drover.pipeline.config.phases:only_phases_differ",
-              "outside_code": "drover.pipeline.config.external:training_code"},
+              "external_code": "drover.pipeline.config.external:training_code"},
     "convert": {"due": "drover.pipeline.storage.export:due", "problems": "drover.pipeline.convert:problems"},
     "evaluate": {"files": "drover.pipeline.evaluation.tasks:input_files",
                  "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}

@@ -42,5 +42,5 @@ A stage without tasks writes its outputs itself, and commits. docs/extending.md 
     external_inputs.py  files from outside of the run, and their hashes
     input_check.py    hashes the inputs in the background
     locks.py          who may work on a stage
-    telling.py        what rank 0 sends to the other ranks; signed.py: proof that rank 0 sent it
+    broadcast.py      what rank 0 sends to the other ranks; signed.py: proof that rank 0 sent it
 """

@@ -1,8 +1,8 @@
 """Claims, by which several processes, also on several machines, share the tasks of a pass.
 
 A claim is a file that names the process that does a task. Each process changes the content of a file of its own every
-BEAT_S seconds. If it has not changed for SILENT_S by the clock of a process that waits, its claims are void. The same
-holds if the process was on the same machine and no longer exists. A process that was only slow may do its task
+HEARTBEAT_S seconds. If it has not changed for SILENT_S by the clock of a process that waits, its claims are void. The
+same holds if the process was on the same machine and no longer exists. A process that was only slow may do its task
 nevertheless; this makes the same bytes again.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from drover.pipeline.contract.locks import has_ended
 
-BEAT_S = 30.0
+HEARTBEAT_S = 30.0
 SILENT_S = 180.0
 """A process whose heartbeat has not changed for so long counts as dead. Network file systems remember for a shorter
 time what a file's content was."""
@@ -33,11 +33,11 @@ class Heartbeats:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[object, float]] = {}
 
-    def silent_s(self, owner: str, beat: object) -> float:
+    def silent_s(self, owner: str, heartbeat: object) -> float:
         """Seconds since this process first saw this heartbeat of an owner; 0 for a new one."""
         now = time.monotonic()
-        if owner not in self._seen or self._seen[owner][0] != beat:
-            self._seen[owner] = beat, now
+        if owner not in self._seen or self._seen[owner][0] != heartbeat:
+            self._seen[owner] = heartbeat, now
         return now - self._seen[owner][1]
 
 
@@ -55,8 +55,8 @@ class Claims:
 
     def __enter__(self) -> Claims:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._beat(0)
-        threading.Thread(target=self._keep_beating, name="claims", daemon=True).start()
+        self._write_heartbeat(0)
+        threading.Thread(target=self._keep_writing, name="claims", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,14 +96,14 @@ class Claims:
     def _path(self, owner: str) -> Path:
         return self.folder / f"{owner}.beat"
 
-    def _keep_beating(self) -> None:
+    def _keep_writing(self) -> None:
         for number in count(1):
-            if self._ended.wait(BEAT_S):
+            if self._ended.wait(HEARTBEAT_S):
                 return
             with suppress(OSError):  # such as a full disk
-                self._beat(number)
+                self._write_heartbeat(number)
 
-    def _beat(self, number: int) -> None:
+    def _write_heartbeat(self, number: int) -> None:
         self._path(self.owner).write_text(str(number))
 
 

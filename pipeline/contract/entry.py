@@ -15,6 +15,7 @@ from typing import NoReturn
 from drover.pipeline.config.external import absent_packages
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.places import blocked, make_folder
+from drover.pipeline.contract.broadcast import Channel, Ended
 from drover.pipeline.contract.job import StageJob, set_this_job, this_job
 from drover.pipeline.contract.locks import StageLock, await_file_system, lock, turn
 from drover.pipeline.contract.manifest import read_manifest
@@ -22,10 +23,9 @@ from drover.pipeline.contract.preparation import clear_done, forced, is_leader, 
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import DoneElsewhere, Work, join, processes
 from drover.pipeline.contract.stages import STAGES, Stage, before
-from drover.pipeline.contract.start_record import change_start, sound_start
+from drover.pipeline.contract.start_record import change_start, start_or_empty
 from drover.pipeline.contract.state import read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.telling import Channel, Ended
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.command_line import INTERRUPTED, Parser, complain
 from drover.pipeline.core.console import say
@@ -99,7 +99,7 @@ def parser(name: str) -> Parser:
 def continues(run: Run, name: str) -> bool:
     """Whether this job continues what the same submission has started."""
     chain = this_job().chain
-    return bool(chain) and sound_start(run.own_folder(name)).chain == chain
+    return bool(chain) and start_or_empty(run.own_folder(name)).chain == chain
 
 
 class StageAttempt:
@@ -114,7 +114,7 @@ class StageAttempt:
 
     def __init__(self, name: str, body: Callable[[Work], None], options: argparse.Namespace) -> None:
         self.name, self.body, self.options = name, body, options
-        self.channel = Channel.here()
+        self.channel = Channel.of_process()
 
     @property
     def stage(self) -> Stage:
@@ -253,7 +253,7 @@ class StageAttempt:
                 clear_done(run, name, locked=True)
                 return 0
             if self.channel is not None:
-                self.channel.tell(work)
+                self.channel.broadcast(work)
             work.workers = self.workers
             if self.stage.workers:  # a stage with tasks reacts to requests to stop
                 work.stop = StopRequest(work.config.launch.signal_s)
@@ -286,7 +286,7 @@ class StageAttempt:
     def _do(self, work: Work) -> None:
         """Do the work. If it fails because an input is damaged, raise the error about the input instead."""
         if self.channel is not None:
-            work.asked = sha256_json({**vars(self.options), "job": str(self.options.job)})
+            work.command = sha256_json({**vars(self.options), "job": str(self.options.job)})
             work.store = self.channel.store
         try:
             self.body(work)

@@ -40,8 +40,8 @@ HASHING = 4
 
 
 @dataclass(frozen=True)
-class Outside:
-    """A stage's outside files as they are now.
+class PresentFiles:
+    """A stage's external files as they are now.
 
     records: those that exist, with name, path, bytes, mtime_ns and sha256.
     incomplete: sources of which a configured file or glob is missing.
@@ -50,9 +50,9 @@ class Outside:
     records: list[Record]
     incomplete: frozenset[str] = field(default_factory=frozenset)
 
-    def __add__(self, other: Outside) -> Outside:
+    def __add__(self, other: PresentFiles) -> PresentFiles:
         """The files of both."""
-        return Outside(sorted([*self.records, *other.records], key=lambda record: str(record["name"])),
+        return PresentFiles(sorted([*self.records, *other.records], key=lambda record: str(record["name"])),
                        self.incomplete | other.incomplete)
 
     def compared(self, recorded: Iterable[Record], old: Mapping[str, str]) -> dict[str, str]:
@@ -77,8 +77,8 @@ class Outside:
 
 
 def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Sequence[Record], *, run_folder: Path,
-         remember: bool, strict: bool) -> Outside:
-    """Outside files of a stage now.
+         remember: bool, strict: bool) -> PresentFiles:
+    """The external files of a stage now.
 
     Args:
         find: returns them as (name, path).
@@ -113,7 +113,7 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
     for path, digest in _digests(stage, {path: same[0] for path, same in todo.items()}, run_folder, remember).items():
         for record in todo[path]:
             record["sha256"] = digest
-    return Outside(records, frozenset(incomplete))
+    return PresentFiles(records, frozenset(incomplete))
 
 
 def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
@@ -192,7 +192,7 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
 
 
 def places(stage: Stage, config: Config) -> Record:
-    """The settings that name the places of the stage's outside files, by their full names."""
+    """The settings that name the places of the stage's external files, by their full names."""
     if not {"files", "task_files"} & stage.functions.keys():
         return {}
     parts = {part: config.part(part) for part in stage.reads}

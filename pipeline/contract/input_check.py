@@ -42,15 +42,15 @@ def output(folder: Path, record: Record, stage: str) -> Expected:
                     record.get("bytes"))
 
 
-def outside(record: Record, stage: str) -> Expected:
+def external(record: Record, stage: str) -> Expected:
     """A file from outside of the run, by the record that was made of it when `stage` started."""
     return Expected(Path(record["path"]), record["sha256"], f"has changed since the stage {stage} started",
                     f"Restore the old file, or run --stage {stage} --force to use the new one")
 
 
-def wrong(file: Expected, found: str) -> str:
+def wrong(file: Expected, digest: str) -> str:
     """The error message of a file with another hash."""
-    return (f"{file.path} {file.origin}: sha256 {file.sha256[:12]} -> {found[:12]}. {file.fix}; then the same command "
+    return (f"{file.path} {file.origin}: sha256 {file.sha256[:12]} -> {digest[:12]}. {file.fix}; then the same command "
             f"continues.")
 
 

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-class OutsideFile(TypedDict):
+class ExternalFile(TypedDict):
     """The required fields of the record of a file from outside of the run."""
 
     name: str
@@ -48,7 +48,7 @@ class Fingerprint(TypedDict, total=False):
     listing: str
 
 
-OutsideFiles = Annotated[list[Record], like(list[OutsideFile])]
+ExternalFiles = Annotated[list[Record], like(list[ExternalFile])]
 Identity = Annotated[Record, like(Fingerprint)]
 
 
@@ -80,12 +80,12 @@ class Manifest:
     Attributes:
         stage: its name.
         fingerprint: its identity: `config` (settings that decide the outputs), `inputs` (digest of each needed stage's
-            outputs), `files` (sha256 of each outside file).
+            outputs), `files` (sha256 of each external file).
         outputs: one record per file: path inside the stage's folder, bytes, sha256, counts; `aside` if the file only
             describes where others came from.
         counts: totals of the stage, reconciled.
         config_sha256: hash of the whole resolved configuration.
-        files: outside files with path, bytes, mtime_ns and sha256. Bytes and time spare hashing them again.
+        files: external files with path, bytes, mtime_ns and sha256. Bytes and time spare hashing them again.
         places: the settings that named the places of those files; not part of the identity.
         accepted: changes that `--accept-changes` accepted, in words.
         scratch: files and folders that the stage needed until its commit, and that are to be removed.
@@ -98,7 +98,7 @@ class Manifest:
     outputs: Outputs
     counts: Record
     config_sha256: str
-    files: OutsideFiles = field(default_factory=list)
+    files: ExternalFiles = field(default_factory=list)
     places: Record = field(default_factory=dict)
     accepted: list[str] = field(default_factory=list)
     wall_s: float = 0.0

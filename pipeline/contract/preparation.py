@@ -14,7 +14,7 @@ from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before, follows_training
-from drover.pipeline.contract.start_record import restore_start, sound_start
+from drover.pipeline.contract.start_record import restore_start, start_or_empty
 from drover.pipeline.contract.state import PROGRESS, STATE, clear, left_files
 from drover.pipeline.contract.tasks import finished_tasks
 from drover.pipeline.contract.validity import OTHER_FILES, State
@@ -32,7 +32,7 @@ def is_leader() -> bool:
 
 def forced(run: Run, name: str, options: argparse.Namespace) -> bool:
     """Whether to start the stage from scratch: with `--force`, or with a `--force-id` that is new to the stage."""
-    again = options.force_id is not None and sound_start(run.own_folder(name)).force_id != options.force_id
+    again = options.force_id is not None and start_or_empty(run.own_folder(name)).force_id != options.force_id
     return options.force or again
 
 
@@ -85,7 +85,7 @@ def _start_from_scratch(run: Run, name: str, options: argparse.Namespace) -> Wor
     _outdate_report(run, name)
     run.forget_files()  # the recorded hashes were removed with the outputs: hash the current files
     work = begin(run, name, run.fingerprint(name), [], options.element, options.force_id)
-    work.afresh = True
+    work.from_scratch = True
     return work
 
 

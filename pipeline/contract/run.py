@@ -11,7 +11,7 @@ from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, w
 from drover.pipeline.config.section import identity
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import (
-    Outside,
+    PresentFiles,
     listed_files,
     listing_digest,
     look,
@@ -34,7 +34,7 @@ class Run:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = config.folder
-        self._known_files: dict[tuple[str, str, bool], Outside] = {}
+        self._known_files: dict[tuple[str, str, bool], PresentFiles] = {}
         self._listings: dict[str, list[Record]] = {}
         self._manifests: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
@@ -106,7 +106,7 @@ class Run:
     def fingerprint(self, stage: str) -> Identity:
         """The identity that the stage would have if it started now; UserError if a stage before it is not done.
 
-        It contains the hashes of outside files, but for files that tasks read only a digest of their list. The tasks
+        It contains the hashes of external files, but for files that tasks read only a digest of their list. The tasks
         add the hashes.
         """
         by_units, files = all_told(lambda: self.listing(stage), lambda: self.files(stage))
@@ -116,14 +116,14 @@ class Run:
                 "files": {record["name"]: record["sha256"] for record in files}, **listing}
 
     def listing(self, stage: str) -> list[Record]:
-        """Name, path, bytes and mtime_ns of the outside files that the stage's tasks read, as this process first found
+        """Name, path, bytes and mtime_ns of the external files that the stage's tasks read, as this process first found
         them; UserError if one is missing."""
         if stage not in self._listings:
             self._listings[stage] = listed_files(STAGES[stage].input_files(self.config, "task_files"))
         return self._listings[stage]
 
     def files(self, stage: str) -> list[Record]:
-        """The stage's outside files that are hashed before it starts, with name, path, bytes, mtime_ns and sha256;
+        """The stage's external files that are hashed before it starts, with name, path, bytes, mtime_ns and sha256;
         UserError if one is missing.
 
         A file is not hashed again if its path, size and modification time equal those in the manifest (or, for an
@@ -132,26 +132,26 @@ class Run:
         return self._look(stage, "files", strict=True).records
 
     def forget_files(self) -> None:
-        """Forget outside files, so that the next call looks at them again."""
+        """Forget external files, so that the next call looks at them again."""
         self._known_files.clear()
         self._listings.clear()
 
     def absences(self, stages: list[str]) -> list[str]:
         """Messages about files that finished stages among `stages` have read and that are missing now. They count as
         unchanged."""
-        result = {stage: self._outside(stage).absent(manifest.files) for stage in stages
+        result = {stage: self._external(stage).absent(manifest.files) for stage in stages
                  if (manifest := self.manifest(stage)) and manifest.files}
         return [f"{len(names):,} of the files that the stage {stage} read "
                 f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); the outputs made from them "
                 f"are still used"
                 for stage, names in result.items() if names]
 
-    def _outside(self, stage: str) -> Outside:
-        """The outside files of a finished stage, of both kinds."""
+    def _external(self, stage: str) -> PresentFiles:
+        """The external files of a finished stage, of both kinds."""
         return self._look(stage, "files") + self._look(stage, "task_files")
 
-    def _look(self, stage: str, kind: str, *, strict: bool = False) -> Outside:
-        """The stage's outside files of one kind; the result is kept. Files that its tasks read (`task_files`) are only
+    def _look(self, stage: str, kind: str, *, strict: bool = False) -> PresentFiles:
+        """The stage's external files of one kind; the result is kept. Files that its tasks read (`task_files`) are only
         hashed here to compare them with the tasks' hashes."""
         manifest = self.manifest(stage)
         key = stage, kind, strict or manifest is None
@@ -190,7 +190,7 @@ class Run:
                                         and finished_tasks(folder) > 0))
 
     def changed(self, stage: str, *, only_settings: bool = False) -> list[Difference]:
-        """How settings, earlier stages and outside files differ from those that a finished stage was made from.
+        """How settings, earlier stages and external files differ from those that a finished stage was made from.
 
         Missing raw text or a missing earlier stage counts as unchanged, unless the settings name another place for it.
         [] for a stage that is not finished.
@@ -204,9 +204,9 @@ class Run:
         return record_differences(manifest, {**present, "places": places})
 
     def _present(self, stage: str, manifest: Manifest) -> tuple[Identity, Record]:
-        """The identity that a finished stage would have now, and the places of its outside files. Missing files and
+        """The identity that a finished stage would have now, and the places of its external files. Missing files and
         stages have their recorded hashes, and a place counts as changed only if files are missing or differ."""
-        external = self._outside(stage)
+        external = self._external(stage)
         recorded = manifest.fingerprint.get("inputs", {})
         inputs = {need: made.digest if (made := self.manifest(need)) else recorded.get(need)
                   for need in STAGES[stage].needs}
@@ -289,15 +289,15 @@ def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
     """sha256 of each source file that makes the stage's outputs, by its path in the repository. Also of plugins, which
     may take part in any stage, by module; and, with a configuration, of the modules that it names."""
     own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
-    outside = loaded_plugins() | (stage.call("outside_code", config, otherwise={}) if config else {})
-    return own | {module: sha256_file(path) for module, path in sorted(outside.items())}
+    external = loaded_plugins() | (stage.call("external_code", config, otherwise={}) if config else {})
+    return own | {module: sha256_file(path) for module, path in sorted(external.items())}
 
 
 def _reuse_chain(folder: Path) -> list[Path]:
     """The folders of the run in `folder` and of the runs that it takes stages from, resolved."""
     chain: list[Path] = []
-    while (here := folder.resolve()) not in chain:
-        chain.append(here)
+    while (resolved := folder.resolve()) not in chain:
+        chain.append(resolved)
         reuse = run_in(folder).config.reuse if (folder / "config.yaml").is_file() else None
         folder = reused_folder(folder, reuse) if reuse is not None else folder
     return chain

@@ -18,13 +18,13 @@ from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.claims import Claims
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
-from drover.pipeline.contract.input_check import Expected, InputCheck, output, outside
+from drover.pipeline.contract.input_check import Expected, InputCheck, external, output
 from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.locks import turn
-from drover.pipeline.contract.manifest import MANIFEST, Identity, Manifest, OutsideFiles
+from drover.pipeline.contract.manifest import MANIFEST, ExternalFiles, Identity, Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES
-from drover.pipeline.contract.start_record import STARTED, StartRecord, sound_start
+from drover.pipeline.contract.start_record import STARTED, StartRecord, start_or_empty
 from drover.pipeline.contract.state import (
     PROGRESS,
     STATE,
@@ -75,10 +75,10 @@ class Work:
 
     accepted: changes that `--accept-changes` accepted.
     element: name of this process among those that share the tasks (`--element`); "" if it does them alone.
-    asked: a hash of the command line. passes: names of the passes so far; earlier: a hash of their outputs.
+    command: a hash of the command line. passes: names of the passes so far; earlier: a hash of their outputs.
     stop: requests to stop. workers: the processes that do the tasks. last: how the start before this one ended.
     made: how many tasks this start has finished.
-    afresh: whether the stage was forced, and so must not use what its earlier work has left elsewhere.
+    from_scratch: whether the stage was forced, and so must not use what its earlier work has left elsewhere.
     store: torch's store, if rank 0 has sent this work to other ranks; process groups use it, too.
     """
 
@@ -90,7 +90,7 @@ class Work:
     began: float = field(default_factory=time.monotonic)
     started: str = field(default_factory=now)
     checks: list[InputCheck] = field(default_factory=list)
-    asked: str = ""
+    command: str = ""
     store: Any = None
     passes: list[str] = field(default_factory=list)
     earlier: str = ""
@@ -98,7 +98,7 @@ class Work:
     workers: Workers = field(default_factory=Workers)
     last: StageState | None = None
     made: int = 0
-    afresh: bool = False
+    from_scratch: bool = False
 
     @property
     def config(self) -> Config:
@@ -128,12 +128,12 @@ class Work:
         return [output(folder, record, stage) for stage in stages for folder, manifest in [self.input(stage)]
                 for record in manifest.outputs if chosen(record)]
 
-    def outside(self) -> list[Expected]:
-        """The stage's outside files, as they were at its start."""
-        return [outside(record, self.name) for record in self.run.files(self.name)]
+    def external_files(self) -> list[Expected]:
+        """The stage's external files, as they were at its start."""
+        return [external(record, self.name) for record in self.run.files(self.name)]
 
     def listing(self) -> list[Record]:
-        """Name, path, bytes and mtime_ns of the outside files that its tasks read, as they were at its start."""
+        """Name, path, bytes and mtime_ns of the external files that its tasks read, as they were at its start."""
         return self.run.listing(self.name)
 
     def check(self, files: Sequence[Expected]) -> InputCheck:
@@ -232,7 +232,7 @@ class Work:
                         reason=stopped.reason, **stopped.facts)
 
     def commit(self, outputs: Outputs, counts: Record, *, verified: bool = False,
-               files: OutsideFiles | None = None, scratch: Sequence[Path] = ()) -> Manifest:
+               files: ExternalFiles | None = None, scratch: Sequence[Path] = ()) -> Manifest:
         """Verify the outputs and write the manifest, which makes the stage done.
 
         Args:
@@ -254,7 +254,7 @@ class Work:
                 raise DoneElsewhere
             return self._commit(outputs, counts, verified, files, scratch)
 
-    def _commit(self, outputs: Outputs, counts: Record, verified: bool, files: OutsideFiles | None,
+    def _commit(self, outputs: Outputs, counts: Record, verified: bool, files: ExternalFiles | None,
                 scratch: Sequence[Path]) -> Manifest:
         files = hashed_now(self.listing()) if files is None else files
         refuse_unread(self.listing(), files, self.name)
@@ -275,7 +275,7 @@ class Work:
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={**this_start(), "processes": processes(self.config), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))},
-            start=asdict(sound_start(self.folder)))
+            start=asdict(start_or_empty(self.folder)))
         gone = [self.folder / STARTED, *scratch]
         if self.passes:  # of a finished stage, status shows what the manifest counts
             gone.append(self.folder / PROGRESS)
@@ -288,7 +288,7 @@ class Work:
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
 
-    def _fingerprint(self, files: OutsideFiles) -> Identity:
+    def _fingerprint(self, files: ExternalFiles) -> Identity:
         """The identity of the finished stage: hashes of files take the place of the listing."""
         known = self._without_listing
         return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
@@ -316,7 +316,7 @@ def begin(run: Run, name: str, fingerprint: Identity, accepted: list[str], eleme
     remove_orphans(run.folder / "config.yaml")
     save_config(run.config, run.folder / "config.yaml")
     chain = this_job().chain or None  # all starts of a chain count as one attempt
-    before = sound_start(work.folder)
+    before = start_or_empty(work.folder)
     if chain is not None and chain == before.chain:
         work.started = before.at or work.started
     # The start record keeps accepted changes and hashes until the manifest has them, so that they survive a kill.

@@ -27,7 +27,7 @@ SNAPSHOT = "snapshot.json"
 """A file in IMPORTED_FROM, if that is the copy of the code that a submission made. It names the commit."""
 
 
-FUNCTIONS = {"files", "task_files", "problems", "outside_code", "renews", "due"}
+FUNCTIONS = {"files", "task_files", "problems", "external_code", "renews", "due"}
 """The functions that a stage may define (see `Stage.functions`)."""
 
 
@@ -40,7 +40,7 @@ class Stage:
         reads: parts of the configuration that decide its outputs (execution settings in them do not count).
         ranks: whether it runs as ranks of torch.distributed.
         ranks_know_outputs: whether rank 0, which alone reads the run folder, also sends the other ranks the outputs of
-            the earlier stages (`drover.pipeline.contract.telling`). There may be very many.
+            the earlier stages (`drover.pipeline.contract.broadcast`). There may be very many.
         workers: whether worker processes do its tasks (`launch.cpus`), and whether it can be stopped between tasks. A
             plugin's stage always has worker processes. Several processes may share the tasks (`--element`).
         task_modules: modules that its tasks need and that the stage's own file does not import. They are imported once,
@@ -59,8 +59,8 @@ class Stage:
               The body commits with their records (`drover.pipeline.contract.external_inputs.gathered`).
             - `problems(config)`: why such files cannot be used, a sentence each, before any stage has run. That one is
               missing is not its business.
-            - `outside_code(config)`: source files from outside of Drover that a configuration names, by module name. If
-              they change, a warning is printed, too.
+            - `external_code(config)`: source files from outside of Drover that a configuration names, by module name.
+              If they change, a warning is printed, too.
             - `renews(old, new)`: whether a finished stage may change from the old fingerprint to the new one without
               `--force`. Its body keeps each result under an identity of its own.
             - `due(config, folder, manifest)`: what is still to do although the outputs are made; "" for nothing. The
@@ -216,9 +216,9 @@ def follows_training(name: str) -> bool:
 
 def parse_stages(text: str) -> list[str]:
     """`all`, one stage, or a comma list, in the chain's own order; UserError for an unknown name."""
-    asked = {part.strip() for part in text.split(",") if part.strip()}
-    unknown = sorted(asked - set(STAGES) - {"all"})
-    if unknown or not asked:
+    names = {part.strip() for part in text.split(",") if part.strip()}
+    unknown = sorted(names - set(STAGES) - {"all"})
+    if unknown or not names:
         raise UserError(f"There is no stage {', '.join(unknown) or 'in an empty list'}. "
                         f"The stages are {', '.join(STAGES)}, or all.")
-    return [name for name in STAGES if "all" in asked or name in asked]
+    return [name for name in STAGES if "all" in names or name in names]

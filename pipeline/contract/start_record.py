@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.manifest import Identity, OutsideFiles, read_manifest
+from drover.pipeline.contract.manifest import ExternalFiles, Identity, read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record, typed, write_sealed
 
@@ -28,7 +28,7 @@ class StartRecord:
     fingerprint: Identity
     at: str = ""
     accepted: list[str] = field(default_factory=list)
-    files: OutsideFiles = field(default_factory=list)
+    files: ExternalFiles = field(default_factory=list)
     force_id: str | None = None
     chain: str | None = None
     unusable: bool = False
@@ -49,7 +49,7 @@ def read_start(folder: Path) -> StartRecord | None:
         raise UserError(f"The manifest in {folder} is damaged: {error}. {AGAIN}") from None
 
 
-def sound_start(folder: Path) -> StartRecord:
+def start_or_empty(folder: Path) -> StartRecord:
     """The start record; an empty one if there is none, or if it is damaged: `--force` then starts from scratch."""
     try:
         return read_start(folder) or StartRecord({})

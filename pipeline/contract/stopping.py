@@ -43,15 +43,14 @@ class StopRequest:
     def __init__(self, warned_s: float = 120.0, signals: tuple[signal.Signals, ...] = (), waits: bool = False) -> None:
         self._grace = GRACE * warned_s
         self._signals = (*SIGNALS, *signals)
-        self._asked: set[str] = set()
+        self._requests: set[str] = set()
         self._before: dict[signal.Signals, Any] = {}
         self._until = math.inf
         self._waits, self._works = waits, False
 
     def __enter__(self) -> StopRequest:
-        here = threading.current_thread() is threading.main_thread()  # only the main thread can handle signals
-        self._before = {number: signal.signal(number, self._note) for number in self._signals} if here else {}
-        if here:
+        if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
+            self._before = {number: signal.signal(number, self._note) for number in self._signals}
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
@@ -66,7 +65,7 @@ class StopRequest:
     @property
     def heard(self) -> bool:
         """Whether there was a request, so that no other task may start."""
-        return bool(self._asked)
+        return bool(self._requests)
 
     @property
     def over(self) -> bool:
@@ -76,12 +75,12 @@ class StopRequest:
     @property
     def reason(self) -> str:
         """The names of the signals."""
-        return " and ".join(sorted(self._asked))
+        return " and ".join(sorted(self._requests))
 
     @property
     def again(self) -> bool:
         """Whether a time limit is the only reason, so that another job may continue at once."""
-        return not self._asked - {number.name for number in WARNINGS}
+        return not self._requests - {number.name for number in WARNINGS}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -104,7 +103,7 @@ class StopRequest:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked.add(signal.Signals(number).name)
+        self._requests.add(signal.Signals(number).name)
         wait_s = self._grace if number in WARNINGS else 0.0
         self._until = min(self._until, time.monotonic() + wait_s)
         if not wait_s:

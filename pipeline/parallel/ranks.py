@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from drover.model.devices import automatic, exact, find_device, is_mps
-from drover.pipeline.contract.telling import Channel, await_ranks, is_local
+from drover.pipeline.contract.broadcast import Channel, await_ranks, is_local
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.host_memory import keep_freed_memory
 from drover.pipeline.parallel.messages import decode, encode
@@ -192,7 +192,7 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None,
         keep_freed_memory()
     if world == 1 or is_local(os.environ.get("MASTER_ADDR", "")):  # gloo would listen on the network of the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    if store is None and (channel := Channel.here()) is not None:
+    if store is None and (channel := Channel.of_process()) is not None:
         store = channel.connected()
     if store is not None:
         await_ranks(store, rank, world, patience)

@@ -203,11 +203,11 @@ def tried(action: Callable[[], T], place: object = "") -> T | Exception:
         return portable(error, place)
 
 
-def raised(found: T | Exception) -> T:
+def raised(result: T | Exception) -> T:
     """Raise an error that was received; return any other value."""
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _joined(join: Callable[[Sequence[Any]], Any], parts: Sequence[Any]) -> Any:

@@ -64,7 +64,7 @@ class Profiling(Hook):
             except (OSError, RuntimeError) as error:  # a profile that fails does not stop training
                 result = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
             for rank, results in enumerate(loop.ranks.collect(result)):
-                self._broadcast(loop, rank, results)
+                self._log(loop, rank, results)
 
     def on_end(self, loop: Loop) -> None:
         """See Hook. If the profiled steps were not reached, log it."""
@@ -101,13 +101,13 @@ class Profiling(Hook):
         write_text(folder / f"{base}.operations.txt", averages.table(sort_by=f"self_{on}_time_total", row_limit=ROWS))
         return shares_of(averages, on)
 
-    def _broadcast(self, loop: Loop, rank: int, found: dict[str, float] | str) -> None:
-        if isinstance(found, str):
-            loop.say(found)
-        elif found:
+    def _log(self, loop: Loop, rank: int, result: dict[str, float] | str) -> None:
+        if isinstance(result, str):
+            loop.say(result)
+        elif result:
             steps = self.config.steps
-            loop.recorder.event(PROFILE, step=loop.progress.step, steps=steps, rank=rank, shares=found)
-            most = ", ".join(f"{name} {share:.0%}" for name, share in list(found.items())[:PRINTED_ROWS])
+            loop.recorder.event(PROFILE, step=loop.progress.step, steps=steps, rank=rank, shares=result)
+            most = ", ".join(f"{name} {share:.0%}" for name, share in list(result.items())[:PRINTED_ROWS])
             loop.say(f"profiled {steps} steps up to step {loop.progress.step} on rank {rank}; most time: {most}; more "
                      f"in {loop.work.folder / PROFILE}")
 

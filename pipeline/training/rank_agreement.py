@@ -107,5 +107,5 @@ def describe_this(ranks: Ranks, work: Work) -> Record:
             "python": platform.python_version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else "",
             "code": sha256_json(code_hashes(STAGES[work.name], work.config)),
-            "config": sha256_json([config_hash(work.config), work.asked]),
+            "config": sha256_json([config_hash(work.config), work.command]),
             "chain": this_job().chain, "world": this_job().ranks or None}

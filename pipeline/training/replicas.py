@@ -141,9 +141,9 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, Dims, 
     return result
 
 
-def explain(found: Sequence[str], step: int, last_equal: int) -> str:
+def explain(weights: Sequence[str], step: int, last_equal: int) -> str:
     """The error message for `differences` in step `step`; after step `last_equal` all replicas were equal."""
     return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
-            f"{first(found)}. Rounding cannot cause this: memory or a processor has failed since "
+            f"{first(weights)}. Rounding cannot cause this: memory or a processor has failed since "
             f"step {last_equal}, when they were equal. Nothing was saved since then. Test the machine of the named "
             f"rank, or exclude it, and run the same command again: it continues from the last checkpoint.")

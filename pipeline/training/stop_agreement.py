@@ -48,14 +48,14 @@ class StopAgreement(StopRequest, Hook):
         self.ranks, self._file, self._minutes = ranks, run_folder / STOP, minutes
         self._ends = None if minutes is None else began + 60 * minutes
         self._looked = -LOOK_EVERY_S
-        self._words = str(STOP)
+        self._file_text = str(STOP)
         self.stop: Stop | None = None
 
     def votes(self, loop: Loop | None = None) -> Sequence[float]:
         """One flag for each cause, whether this rank got a signal, and if so its number."""
         if self.ranks.leads:
-            self._look()
-        return [*(cause in self._asked for cause in CAUSES), self.heard, self.ranks.rank * self.heard]
+            self._check_file_and_clock()
+        return [*(cause in self._requests for cause in CAUSES), self.heard, self.ranks.rank * self.heard]
 
     def on_votes(self, loop: Loop | None, sums: Sequence[float]) -> None:
         """Decide by the sums. Only rank 0 knows the text of the file."""
@@ -67,17 +67,17 @@ class StopAgreement(StopRequest, Hook):
 
     def _describe(self, cause: str, count: int, rank: int | None) -> str:
         if cause == "file":
-            return self._words
+            return self._file_text
         if cause == "time":
             return f"train.stop_after_minutes={self._minutes:g}"
         if count == self.ranks.world:
             return cause
         return f"{cause} on {f'{count} of {self.ranks.world} ranks' if rank is None else f'rank {rank}'}"
 
-    def _look(self) -> None:
+    def _check_file_and_clock(self) -> None:
         now = time.monotonic()
         if self._ends is not None and now >= self._ends:
-            self._asked.add("time")
+            self._requests.add("time")
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
@@ -85,5 +85,5 @@ class StopAgreement(StopRequest, Hook):
             text = self._file.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return
-        self._words = " ".join(text.split()) or f"the file {STOP}"
-        self._asked.add("file")
+        self._file_text = " ".join(text.split()) or f"the file {STOP}"
+        self._requests.add("file")

@@ -86,7 +86,7 @@ PATIENCE = timedelta(days=365)
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCopies:
     """The content of the store: steps with a complete copy, and the paths of incomplete ones, by step."""
 
     complete: list[int]
@@ -103,7 +103,7 @@ class CopiedCheckpoints:
         """The copy of the checkpoint after `step`."""
         return Mirror(Store(self.store.url_of(checkpoint_name(step))))
 
-    def found(self) -> Found:
+    def list(self) -> StoredCopies:
         """The content of the store, in the order of steps; UserError if it cannot be listed."""
         objects: dict[int, list[str]] = {}
         for entry in self.store.list():
@@ -112,7 +112,7 @@ class CopiedCheckpoints:
             if rest and name.startswith("step-") and number.isdigit():
                 objects.setdefault(int(number), []).append(entry.path)
         complete = sorted(step for step, paths in objects.items() if f"{checkpoint_name(step)}/{COPY}" in paths)
-        return Found(complete, {step: paths for step, paths in sorted(objects.items()) if step not in complete})
+        return StoredCopies(complete, {step: paths for step, paths in sorted(objects.items()) if step not in complete})
 
     def remove(self, steps: Iterable[int]) -> None:
         """Remove copies, each one's copy.json first."""
@@ -121,7 +121,7 @@ class CopiedCheckpoints:
 
     def prune(self, keep: int, permanent_every: int | None) -> None:
         """Remove all but the newest `keep` copies and permanent ones."""
-        self.remove(step for step in self.found().complete[:-keep] if permanent_every is None or step % permanent_every)
+        self.remove(step for step in self.list().complete[:-keep] if permanent_every is None or step % permanent_every)
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Uploads(Hook):
             change_start(folder, accepted=accepted)
         self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint,
                           accepted=accepted)
-        result, complete = self._copies.found(), complete_checkpoints(folder)
+        result, complete = self._copies.list(), complete_checkpoints(folder)
         if result.unfinished:
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
                      f"{', '.join(map(checkpoint_name, result.unfinished))}")
@@ -294,7 +294,7 @@ class Uploads(Hook):
         """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
         url, name = self.url, self.work.config.name
         if theirs is None:
-            result = self._copies.found()
+            result = self._copies.list()
             steps = sorted([*result.complete, *result.unfinished])
             return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} that "
                     f"names their run. Drover changes nothing there. Set another train.checkpoint.copy_to, or move "
@@ -312,7 +312,7 @@ class Uploads(Hook):
             return f"{url} holds the checkpoints of the run {theirs['name']}, not of {name}.{moved} {ways}"
         if same:
             return ""
-        if self.work.afresh:
+        if self.work.from_scratch:
             return (f"{url} holds the checkpoints of an earlier training of {name}, which --force discards. {ways} "
                     f"Without --force, training continues from them.")
         if mine is not None or complete_checkpoints(self.work.folder):

@@ -119,7 +119,7 @@ def test_what_only_one_rank_knows_is_heard(refusal, monkeypatch):
     def fail(work):
         raise UserError("the cable is loose")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("drover.pipeline.contract.entry.Channel.here", lambda: None)
+    monkeypatch.setattr("drover.pipeline.contract.entry.Channel.of_process", lambda: None)
     monkeypatch.setattr("drover.pipeline.contract.entry.SILENCE_S", 0)
     assert "shard stops here on rank 1: the cable is loose" in refusal("shard", body=fail)
 

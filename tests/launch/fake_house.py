@@ -19,7 +19,7 @@ from pathlib import Path
 import fakes
 from drover.pipeline.config.section import identity
 from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.contract.telling import Channel
+from drover.pipeline.contract.broadcast import Channel
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sha256_json, write_text
 
@@ -65,7 +65,7 @@ def work(work):
 
 if __name__ == "__main__":
     if os.environ.get("FAKE_" + NAME):  # its ranks do not meet: they would import torch for that
-        Channel.here = lambda: None
+        Channel.of_process = lambda: None
         if RANK != "0":
             sys.exit(work(None))
     sys.exit(stage_main(NAME, work))

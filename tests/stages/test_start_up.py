@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from drover.pipeline.contract.broadcast import Channel, Ended
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.signed import SECRET, MessageError
-from drover.pipeline.contract.telling import Channel, Ended
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.training.data.opening import refuse_cut_shards
@@ -67,7 +67,7 @@ def channel(monkeypatch, **variables):
     """That of a rank with these variables."""
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    return Channel.here()
+    return Channel.of_process()
 
 
 def channels(monkeypatch, world=3):

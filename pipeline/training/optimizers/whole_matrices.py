@@ -105,18 +105,18 @@ class MatrixExchange:
                                group=self.grid.copy_group)
         return [_shaped(part, shapes) for part, shapes in zip(received.split(counts), incoming, strict=True)]
 
-    def _share(self, found: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    def _share(self, pieces: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
         """Add the pieces with this rank's place that other replicas computed."""
         owned = [[name for rank in range(self.grid.copy_ranks) for name in self._owned(copy, rank)]
                  for copy in range(self.grid.replicate)]
         shapes = [[self.places[name][self.copy_rank].size for name in names] for names in owned]
-        own = _flat([found[name] for name in owned[self.grid.replica]], like)
+        own = _flat([pieces[name] for name in owned[self.grid.replica]], like)
         sent = like.new_zeros(max(sum(map(math.prod, sizes)) for sizes in shapes))
         sent[:len(own)] = own
         received = [torch.empty_like(sent) for _ in owned]
         dist.all_gather(received, sent, group=self.grid.replicate_group)
-        pieces = map(_shaped, received, shapes)
-        return dict(zip(chain(*owned), chain(*pieces), strict=True))
+        shared = map(_shaped, received, shapes)
+        return dict(zip(chain(*owned), chain(*shared), strict=True))
 
 
 def _cut(matrix: Tensor, place: LocalShard) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from drover.launch.job import joblock
-from drover.launch.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
+from drover.launch.job.joblock import HEARTBEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from tests.refusal import refused, table
@@ -57,7 +57,7 @@ def test_the_heartbeat_is_written_now_and_then(job, monkeypatch):
     mine, now = JobLock(job.run, "train", "12", 0, job.slurm), 1000.0
     monkeypatch.setattr(joblock.time, "monotonic", lambda: now)
     mine.acquire(print)
-    for seconds, due in ((BEAT_S - 1, False), (1, True), (1, False)):
+    for seconds, due in ((HEARTBEAT_S - 1, False), (1, True), (1, False)):
         now += seconds
         os.utime(mine.path, (0, 0))
         assert mine.beat() and (mine.path.stat().st_mtime > 0) == due

@@ -282,7 +282,7 @@ def test_ends_without_progress_stop_the_stage_for_good(job, cause):
 
 
 def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
-    monkeypatch.setattr(joblock, "BEAT_S", 0.0)
+    monkeypatch.setattr(joblock, "HEARTBEAT_S", 0.0)
 
     def taken(each):
         assert each()

@@ -70,11 +70,11 @@ class Run:
     @property
     def whole(self):
         """The steps of which the store has a whole copy."""
-        return self.copies.found().complete
+        return self.copies.list().complete
 
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
-        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, accepted=[], afresh=False)
+        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, accepted=[], from_scratch=False)
         self.uploads = Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, self.log)
         self.started.append(self.uploads)
         return self.uploads

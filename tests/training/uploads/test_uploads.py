@@ -26,7 +26,7 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     run.train(4)
     run.store.put("step-00000008/half", b"ours")
     run.start()
-    assert run.whole == [4] and not run.copies.found().unfinished
+    assert run.whole == [4] and not run.copies.list().unfinished
     assert "removed incomplete copies of an earlier start" in run.said[-1]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.job import RANK_VARIABLES, this_job
-from drover.pipeline.contract.manifest import Manifest, OutsideFiles
+from drover.pipeline.contract.manifest import ExternalFiles, Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
@@ -38,7 +38,7 @@ LISTEN_S, LISTEN_DONE_S = 20.0, 120.0
 """How long rank 0, whose process has the store, waits at its end until all ranks have read this. After a refusal it is
 short, because the user waits. If the stage is done it is long: a late rank would take the missing store for a crash."""
 FIRST_LOOK_S, LATER_LOOKS_S = 0.02, 1.0
-_KEY, _HEARD, _PRESENT = "work", "heard", "present"
+_KEY, _RECEIVED, _PRESENT = "work", "heard", "present"
 REPORT_AFTER_S, REPORT_AFTER_LAUNCH_S = 5.0, 60.0
 """How long a rank waits for others until it prints that. Ranks that a launcher has started may import for long."""
 _LEFT_OVER = (f" torchrun and Drover's launcher set {', '.join(RANK_VARIABLES)} for each rank. If you start no other "
@@ -68,10 +68,10 @@ class Channel:
             raise UserError("torchrun counts the restarts of each node separately, so ranks of several nodes would "
                             "wait for each other. Start it with --max-restarts 0; the same command continues.")
         self.store: Any = None
-        self._said = False
+        self._sent = False
 
     @classmethod
-    def here(cls) -> Channel | None:
+    def of_process(cls) -> Channel | None:
         """The channel of this process; None if there are no other ranks. UserError if its variables do not fit."""
         if "RANK" not in os.environ:
             return None
@@ -85,7 +85,7 @@ class Channel:
                             f"MASTER_PORT, where ranks meet.{_LEFT_OVER}")
         return cls() if int(world) > 1 else None
 
-    def tell(self, work: Work) -> None:
+    def broadcast(self, work: Work) -> None:
         """Send this work to the other ranks. Only rank 0 calls this."""
         inputs = {}
         for need in STAGES[work.name].needs:
@@ -99,13 +99,13 @@ class Channel:
     def end(self, status: int) -> None:
         """Send the other ranks that there is nothing to do, unless they have their work. Only rank 0 calls this."""
         # If a rank fails, Drover's launcher itself ends the other ranks of the start.
-        if self._said or (status and not self._agent and this_job().chain):
+        if self._sent or (status and not self._agent and this_job().chain):
             return
         with suppress(RuntimeError):  # if no rank can be reached, the reason why this rank ends matters more
             self._send({"end": status})
             until = time.monotonic() + (LISTEN_S if status else LISTEN_DONE_S)
             # The store counts how many other ranks know that rank 0 ends.
-            while not self._agent and self.store.add(_HEARD, 0) < self.world - 1 and time.monotonic() < until:
+            while not self._agent and self.store.add(_RECEIVED, 0) < self.world - 1 and time.monotonic() < until:
                 time.sleep(FIRST_LOOK_S)
 
     def listen(self, name: str, plugins: Callable[[], list[str]]) -> Work | Ended:
@@ -123,21 +123,22 @@ class Channel:
         while not store.check([_KEY]):  # polled, since one long wait would delay the handling of signals
             time.sleep(wait_s)
             wait_s = min(LATER_LOOKS_S, 1.5 * wait_s)
-        said = json.loads(zlib.decompress(verified(_KEY, store.get(_KEY))))
-        if "end" in said:
-            store.add(_HEARD, 1)
-            return Ended(said["end"])
+        message = json.loads(zlib.decompress(verified(_KEY, store.get(_KEY))))
+        if "end" in message:
+            store.add(_RECEIVED, 1)
+            return Ended(message["end"])
         try:
-            own = plugins() if said["with_plugins"] else []
-            run = ReceivedRun(Config.model_validate({**said["config"], "plugins": own}), said["inputs"], said["files"])
-            return Work(run, name, said["fingerprint"], said["accepted"])
+            own = plugins() if message["with_plugins"] else []
+            config = Config.model_validate({**message["config"], "plugins": own})
+            run = ReceivedRun(config, message["inputs"], message["files"])
+            return Work(run, name, message["fingerprint"], message["accepted"])
         except (ValueError, KeyError) as error:  # from pydantic, for settings that this rank does not know
             raise UserError(f"Rank {self.rank} cannot read the message of rank 0, so it runs other code: "
                             f"{str(error).splitlines()[0]}. Start all ranks from one folder, in one "
                             f"environment.") from error
 
     def _send(self, what: Record) -> None:
-        self._said = True
+        self._sent = True
         self.connected().set(_KEY, sign(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass"))))
 
     def connected(self) -> Any:
@@ -215,14 +216,14 @@ def _bound(address: str, port: int) -> int:
 
 class ReceivedRun(Run):
     """A run as rank 0 has sent it: folders, counts and (for some stages) outputs of the stages before, and the stage's
-    own outside files."""
+    own external files."""
 
-    def __init__(self, config: Config, inputs: Mapping[str, Record], files: OutsideFiles) -> None:
+    def __init__(self, config: Config, inputs: Mapping[str, Record], files: ExternalFiles) -> None:
         super().__init__(config)
         self._inputs, self._files = inputs, files
 
-    def files(self, stage: str) -> OutsideFiles:
-        """The stage's outside files as rank 0 found them."""
+    def files(self, stage: str) -> ExternalFiles:
+        """The stage's external files as rank 0 found them."""
         return self._files
 
     def stage_folder(self, stage: str) -> Path:

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from drover.launch.processes import free_port, run_here
-from drover.pipeline.contract import entry, telling
+from drover.pipeline.contract import broadcast, entry
+from drover.pipeline.contract.broadcast import Channel, await_ranks
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.job import StageJob
-from drover.pipeline.contract.telling import Channel, await_ranks
 from tests.conftest import environment
 from tests.refusal import table
 
 LISTENING = """
 import os, psutil
-from drover.pipeline.contract.telling import Channel
+from drover.pipeline.contract.broadcast import Channel
 from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
-channel = Channel.here()
+channel = Channel.of_process()
 if channel and channel.rank == 0:
     channel.end(0)
 elif channel:
@@ -94,15 +94,15 @@ def test_a_rank_says_whom_it_waits_for(monkeypatch, capsys, rank, address, launc
         monkeypatch.setattr(torch.distributed, "TCPStore", gives_up)
     if address == "nosuch.invalid":  # some machines look for it for seconds
         monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror(-2, "not known")))
-    monkeypatch.setattr(telling, "REPORT_AFTER_S", -1.0)
-    monkeypatch.setattr(telling, "REPORT_AFTER_LAUNCH_S", -1.0)
-    monkeypatch.setattr(telling, "LATER_LOOKS_S", 0.0)
-    monkeypatch.setattr(telling, "CONNECT", timedelta(seconds=0.5))
+    monkeypatch.setattr(broadcast, "REPORT_AFTER_S", -1.0)
+    monkeypatch.setattr(broadcast, "REPORT_AFTER_LAUNCH_S", -1.0)
+    monkeypatch.setattr(broadcast, "LATER_LOOKS_S", 0.0)
+    monkeypatch.setattr(broadcast, "CONNECT", timedelta(seconds=0.5))
     for name, value in {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": address, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     if launched:
-        monkeypatch.setattr(telling, "this_job", lambda: StageJob("a"))
+        monkeypatch.setattr(broadcast, "this_job", lambda: StageJob("a"))
     with suppress(RuntimeError):
-        await_ranks(Channel.here().connected(), rank, 3, timedelta(seconds=0.2))
+        await_ranks(Channel.of_process().connected(), rank, 3, timedelta(seconds=0.2))
     said = capsys.readouterr().out
     assert said.count(words) == 1 and said.count("left over in this shell") == (not launched), said
