@@ -17,7 +17,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.broadcast import Channel, Ended
 from drover.pipeline.contract.job import StageJob, set_this_job, this_job
-from drover.pipeline.contract.locks import StageLock, await_file_system, lock, turn
+from drover.pipeline.contract.locks import StageLock, lock, turn
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.preparation import clear_done, forced, is_leader, prepare, report_done
 from drover.pipeline.contract.run import Run
@@ -33,6 +33,8 @@ from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_d
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.core.orphans import end_with_parent
 
+NETWORK_S = 75.0
+"""Longer than the default time for which network file systems remember that a file is missing."""
 SILENCE_S = 3.0
 """How long a rank other than 0 waits before it prints its error."""
 
@@ -209,12 +211,13 @@ class StageAttempt:
                 write_state(folder, "failed", reason=reason)
 
     def _await_manifest(self, need: str) -> None:
-        """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded."""
-        def look() -> object:
+        """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded. The client of a
+        network file system may remember for a while that a file was missing."""
+        until = time.monotonic() + NETWORK_S * bool(this_job().chain)
+        while self.run.manifest(need) is None and time.monotonic() < until:
+            time.sleep(1.0)
             with suppress(OSError):
-                list(self.run.stage_folder(need).iterdir())  # makes the client look again
-            return self.run.manifest(need)
-        await_file_system(look, lambda manifest: manifest is not None)
+                list(self.run.stage_folder(need).iterdir())  # makes the client ask its server again
 
     def _refuse_changed_ancestors(self) -> None:
         """UserError if a stage that this one needs, directly or not, does not match the current settings and files.

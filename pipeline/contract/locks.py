@@ -10,25 +10,22 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 from drover.pipeline.contract.job import this_job
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import lock_file
 
-T = TypeVar("T")
 LOCKS = ".locks"
 EARLIER_S = 180.0
 """How long to wait for an earlier start of the same submission that holds a stage: it may be on a node that Slurm has
 given up, or its file system may notice late that its process has ended."""
-NETWORK_S = 75.0
-"""Longer than the default time for which network file systems remember that a file is missing."""
 
 
 class StageLock:
@@ -96,15 +93,6 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
             return open(os.devnull, encoding="utf-8")
         raise
     return _take(file, folder, what or name, shared=shared)
-
-
-def await_file_system(look: Callable[[], T], ready: Callable[[T], bool]) -> T:
-    """The result of `look()`; in a chain of jobs, wait until it is `ready`, at most NETWORK_S. It is for files that
-    another node has written: the client of a network file system may remember for a while that a file was missing."""
-    until = time.monotonic() + NETWORK_S * bool(this_job().chain)
-    while not ready(result := look()) and time.monotonic() < until:
-        time.sleep(1.0)
-    return result
 
 
 def _open(folder: Path, name: str) -> IO[str]:

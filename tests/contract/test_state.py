@@ -55,7 +55,7 @@ def test_the_state_of_a_finished_stage_is_made_right(place):
 
 def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
     assert call(place, "tokenizer", never) == 2 and not (place / "runs/a/tokenizer").exists()
-    monkeypatch.setattr("drover.pipeline.contract.locks.NETWORK_S", 1.0)
+    monkeypatch.setattr("drover.pipeline.contract.entry.NETWORK_S", 1.0)
     assert call(place, "tokenizer", never, *in_chain("c1")) == 2 and state(place, "tokenizer") == ("failed", None)
     assert "The stage shard of" in read_state(place / "runs/a/tokenizer").reason
     call(place, "shard", copy_corpus)

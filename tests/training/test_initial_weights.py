@@ -87,11 +87,7 @@ def test_every_field_of_a_network_is_compared(name, tmp_path):
     refused(UserError, rf"(?<!_){name} is .*; trained with", compare_folder, tmp_path, other, None)
 
 
-def test_a_later_field_is_compared_and_two_ways_to_say_one_network_are_equal():
-    class Later(ModelConfig):
-        activation: str = "silu"
-
-    assert Later().differences(Later(activation="relu2"), FREE) == {"activation": ("silu", "relu2")}
+def test_two_ways_to_say_one_network_are_equal():
     rule = SHAPE.model_copy(update={"ffn_dim": None, "ffn_dim_multiplier": 0.5, "multiple_of": 16})
     same = {"head_dim": 8, "ffn_dim": rule.hidden, "full_attention_interval": 9, "no_rope_layer_interval": 3}
     assert rule.differences(rule.model_copy(update={**same, "multiple_of": 256})) == {}
@@ -99,10 +95,7 @@ def test_a_later_field_is_compared_and_two_ways_to_say_one_network_are_equal():
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"dim": 64}, "dim is 64 here, 32 there"),
-    ({"ffn_dim": 80}, "ffn_dim is 80 here, 48 there"),
     ({"layers": 3, "kv_heads": 4}, "layers is 3 here, 2 there\n  - kv_heads is 4 here, 2 there"),
-    ({"tied_embeddings": True}, "tied_embeddings is True here, False there"),
     ({"vocab_size": 69}, "vocab_size is 69 here, 70 there: it may only grow"),
 ])
 def test_another_model_is_refused_with_all_that_differs(exported, change, said):

@@ -7,7 +7,7 @@ import torch
 
 from drover.pipeline.training import replicas
 from drover.pipeline.training.engines.engine import LocalWeights
-from drover.pipeline.training.replicas import differences, explain, fingerprint, imbalance
+from drover.pipeline.training.replicas import differences, fingerprint, imbalance
 
 
 @pytest.mark.parametrize(("dtype", "integers"), [
@@ -33,11 +33,6 @@ def test_a_fingerprint_is_the_sum_of_bits_times_odd_numbers(monkeypatch, dtype, 
 def test_a_majority_names_the_replicas_that_differ(held, told):
     weights = [[(name, (0,), value) for name, value in zip("ab", values, strict=False)] for values in held]
     assert differences([f"rank {rank}" for rank in range(len(held))], weights) == told
-
-
-def test_the_explanation_says_since_when_and_what_to_do():
-    text = explain([f"w{number}: x" for number in range(5)], step=400, last_equal=200)
-    assert "in step 400" in text and "since step 200" in text and "w2: x and 2 more." in text and "w3" not in text
 
 
 def sum_of_copies(*changes):
