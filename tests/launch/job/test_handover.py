@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from drover.launch.job import joblock
-from drover.launch.job.joblock import HEARTBEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
+from drover.launch.job.joblock import CHAIN_S, HEARTBEAT_S, LOOK_S, SILENT_S, Holder, JobLock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from tests.refusal import refused, table
