@@ -159,7 +159,8 @@ class Channel:
     def _reach(self, address: str, port: int, *, serves: bool) -> None:
         """Wait until the store can be reached. torch's own waiting says nothing, and no Ctrl-C ends it. serves: this
         process will have the store; then its address only has to be known."""
-        until, wait = time.monotonic() + CONNECT.total_seconds(), _Wait()
+        until = time.monotonic() + CONNECT.total_seconds()
+        wait = _Wait()
         while time.monotonic() < until:
             try:
                 if serves:
@@ -192,7 +193,8 @@ def await_ranks(store: Any, rank: int, world: int, patience: timedelta) -> None:
     """On rank 0, wait until all ranks have come to the store, and print how many are missing. torch's process groups
     wait in silence."""
     store.add(_PRESENT, 1)
-    until, wait = time.monotonic() + patience.total_seconds(), _Wait()
+    until = time.monotonic() + patience.total_seconds()
+    wait = _Wait()
     while rank == 0 and (present := store.add(_PRESENT, 0)) < world and time.monotonic() < until:
         wait.report(f"rank 0 waits for {world - present} of {world} ranks at {os.environ.get('MASTER_ADDR')}:"
                   f"{os.environ.get('MASTER_PORT')}")
@@ -220,7 +222,8 @@ class ReceivedRun(Run):
 
     def __init__(self, config: Config, inputs: Mapping[str, Record], files: ExternalFiles) -> None:
         super().__init__(config)
-        self._inputs, self._files = inputs, files
+        self._inputs = inputs
+        self._files = files
 
     def files(self, stage: str) -> ExternalFiles:
         """The stage's external files as rank 0 found them."""

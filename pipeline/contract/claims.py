@@ -48,7 +48,8 @@ class Claims:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.owner = folder, f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.folder = folder
+        self.owner = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.held = set[str]()
         self._others = Heartbeats()
         self._ended = threading.Event()

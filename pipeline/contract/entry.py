@@ -115,7 +115,9 @@ class StageAttempt:
     """
 
     def __init__(self, name: str, body: Callable[[Work], None], options: argparse.Namespace) -> None:
-        self.name, self.body, self.options = name, body, options
+        self.name = name
+        self.body = body
+        self.options = options
         self.channel = Channel.of_process()
 
     @property
@@ -178,7 +180,8 @@ class StageAttempt:
 
     def _is_done(self) -> bool:
         """Whether the stage is up to date; UserError if an input or a package is missing."""
-        run, name = self.run, self.name
+        run = self.run
+        name = self.name
         try:
             for need in self.stage.needs:
                 self._await_manifest(need)
@@ -225,7 +228,8 @@ class StageAttempt:
         A job that continues its submission does not stop because the corpus has grown since: nobody may be there to
         answer. It prints a warning.
         """
-        run, name = self.run, self.name
+        run = self.run
+        name = self.name
         try:
             run.refuse_changed_ancestors(name)
         except UserError as error:
@@ -240,7 +244,9 @@ class StageAttempt:
 
     def _locked(self) -> int:
         """Do what the state of the stage requires. Returns the process's exit status."""
-        run, name, element = self.run, self.name, self.options.element
+        run = self.run
+        name = self.name
+        element = self.options.element
         with ExitStack() as held:
             with turn(run.folder, name) if element else nullcontext():
                 stage = held.enter_context(closing(StageLock(run.folder, name, shared=bool(element))))

@@ -177,7 +177,8 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
     of_file: dict[str, list[Record]] = {}
     for entry in inputs:
         of_file.setdefault(entry["name"], []).append(entry)
-    records, changed = [], []
+    records = []
+    changed = []
     for name, entries in sorted(of_file.items()):
         first = {key: entries[0][key] for key in ("name", "path", "bytes", "mtime_ns")}
         hashes = {entry["sha256"] for entry in entries if entry["sha256"] is not None}

@@ -80,7 +80,8 @@ class InputCheck:
     """
 
     def __init__(self, files: Iterable[Expected]) -> None:
-        self.problem, self._over = "", threading.Event()
+        self.problem = ""
+        self._over = threading.Event()
         # A thread of the lowest priority that only waits could keep a killed process, and with it the stage's lock,
         # alive on a busy machine.
         self._worker = BackgroundWorker[Expected]("input-check", self._compare, stays=False)

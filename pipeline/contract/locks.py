@@ -36,7 +36,9 @@ class StageLock:
 
     def __init__(self, folder: Path, stage: str, *, shared: bool) -> None:
         """Take it; UserError if the stage is in use, except by others that share it."""
-        self.folder, self.stage, self.alone = folder, stage, not shared
+        self.folder = folder
+        self.stage = stage
+        self.alone = not shared
         if not shared:
             self.file = lock(folder, stage)
             return
@@ -105,14 +107,17 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
     """Lock an open file, or change its lock to the other kind."""
     if file.name == os.devnull:
         return file
-    until, waited, looks = time.monotonic() + EARLIER_S, False, 0
+    until = time.monotonic() + EARLIER_S
+    waited = False
+    looks = 0
     while True:
         try:
             _locked(file, folder, shared=shared)
             break
         except BlockingIOError:
             holder = _holder(file)
-            going, looks = _is_earlier_start(holder) or _is_ending(holder), looks + 1
+            going = _is_earlier_start(holder) or _is_ending(holder)
+            looks = looks + 1
             # At the first attempt, the holder may have been killed a moment ago and not look like it yet.
             if (looks > 1 and not going) or time.monotonic() > until:
                 file.close()

@@ -172,7 +172,10 @@ class Work:
         before = sha256_json([self._without_listing, name, self.earlier])
         keys = {task.name: sha256_json([before, task.payload]) for task in tasks}
         assert len(keys) == len(tasks), f"two tasks of {name} have one name"
-        ledger, records, left, void = Ledger(self.folder / TASKS / name), dict[str, Record](), keys, set[str]()
+        ledger = Ledger(self.folder / TASKS / name)
+        records = dict[str, Record]()
+        left = keys
+        void = set[str]()
         kept = ProgressRecord(self.folder)
         with ProgressBar(self.name, name, len(tasks), task_word) as progress, \
                 Claims(self.folder / CLAIMS / name) as claims:
@@ -181,7 +184,8 @@ class Work:
                 return (task for task in tasks if task.name in left and claims.take(keys[task.name], void))
 
             while True:
-                looked, made = time.monotonic(), self.made
+                looked = time.monotonic()
+                made = self.made
                 records |= with_outputs(ledger.found(left), self.folder, self.say)
                 left = {task: key for task, key in keys.items() if task not in records}
                 progress.already(len(records))

@@ -153,7 +153,8 @@ class ProgressRecord:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder, self._next = folder, 0.0
+        self._folder = folder
+        self._next = 0.0
         self._latest: Progress | None = None
 
     @property

@@ -28,7 +28,9 @@ class Stopped(BaseException):  # not an error: `except Exception` must not catch
 
     def __init__(self, reason: str, hopeless: bool = False, **facts: Any) -> None:
         super().__init__(reason)
-        self.reason, self.hopeless, self.facts = reason, hopeless, facts
+        self.reason = reason
+        self.hopeless = hopeless
+        self.facts = facts
 
 
 class StopRequest:
@@ -46,7 +48,8 @@ class StopRequest:
         self._requests: set[str] = set()
         self._before: dict[signal.Signals, Any] = {}
         self._until = math.inf
-        self._waits, self._works = waits, False
+        self._waits = waits
+        self._works = False
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals

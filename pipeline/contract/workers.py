@@ -42,7 +42,8 @@ class Workers:
     """
 
     def __init__(self, most: int = 1) -> None:
-        self.most, self._started = most, list[Connection]()
+        self.most = most
+        self._started = list[Connection]()
         self._source: Any = None
         if most > 1:
             gc.freeze()  # otherwise each process's collector would touch, and so copy, all shared memory
@@ -78,7 +79,8 @@ class Workers:
         if len(first) < 2:
             yield from _in_place(function, folder, waiting, stop)
             return
-        running, made = dict[Connection, str](), list[tuple[str, Record]]()
+        running = dict[Connection, str]()
+        made = list[tuple[str, Record]]()
         failure: BaseException | None = None
         try:
             with stop.waiting():  # also while a record is written: each turn of the loop checks for a request
@@ -100,7 +102,8 @@ class Workers:
                         except OSError:  # it was killed while it sent
                             raise EOFError from None
                         idle.append(worker)
-                        name, failure = running.pop(worker), failure or error
+                        name = running.pop(worker)
+                        failure = failure or error
                         if error is None:
                             made.append((name, record))
                 for worker in idle if not running else ():
@@ -153,7 +156,8 @@ def _has_threads() -> bool:
 def _fork_workers(stage: socket.socket, control: socket.socket) -> NoReturn:
     """The source process: fork a worker for every connection that arrives; kill all when the stage closes its end."""
     stage.close()
-    source, workers = os.getpid(), list[int]()
+    source = os.getpid()
+    workers = list[int]()
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (signal.SIGINT, *SIGNALS):  # only the stage itself handles them

@@ -48,12 +48,19 @@ class AsyncSaver:
     def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: Record,
                  say: Say, event: Event, saved: Callable[[int], None] = lambda step: None,
                  refuse_damaged: Callable[[], None] = lambda: None) -> None:
-        self.checkpoints, self.config, self.about, self.say, self.event = checkpoints, config, about, say, event
-        self.saved, self.refuse_damaged = saved, refuse_damaged
+        self.checkpoints = checkpoints
+        self.config = config
+        self.about = about
+        self.say = say
+        self.event = event
+        self.saved = saved
+        self.refuse_damaged = refuse_damaged
         self.on_gpu = ranks.device.type == "cuda"
-        self.ranks, self.channel = ranks, HostChannel(ranks)
+        self.ranks = ranks
+        self.channel = HostChannel(ranks)
         self._host: dict[tuple[str, int], torch.Tensor] = {}
-        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
         self._worker = BackgroundWorker("checkpoints", self._save)
         self.last_save = time.monotonic()
 

@@ -82,7 +82,8 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: 
     engine: None if it was still being built. step: the one that failed. run: arguments of `drover rehearse` for this
     run.
     """
-    gpu, holds = "<GB of a GPU>", ""
+    gpu = "<GB of a GPU>"
+    holds = ""
     if ranks.device.type == "cuda":
         gpu = f"{torch.cuda.mem_get_info(ranks.device)[1] / 1e9:.0f}"
     if engine:

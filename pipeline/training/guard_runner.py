@@ -31,7 +31,11 @@ class GuardRunner(Guards):
 
     def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Say) -> None:
         super().__init__(work.config.train.guards)
-        self.folder, self.ranks, self.data, self.say, self.batch_sequences = work.folder, ranks, data, say, 0
+        self.folder = work.folder
+        self.ranks = ranks
+        self.data = data
+        self.say = say
+        self.batch_sequences = 0
         self._read()
 
     def _read(self) -> None:

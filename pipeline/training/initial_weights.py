@@ -47,7 +47,8 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, has_checkpoi
     if has_checkpoint:
         yield None
         return
-    own, start = drawn(model, work.config.seed), work.config.train.init_from
+    own = drawn(model, work.config.seed)
+    start = work.config.train.init_from
     if start is None:
         if ranks.leads:
             _keep_settings(work, None)
@@ -161,7 +162,8 @@ def tokenizer_of(path: Path) -> Path | None:
 def _taking(path: Path) -> str:
     """The settings that take the tokenizer in a file. A run's is taken as the tokenizer.model that the run has: an
     export keeps this file, and llama.cpp needs it."""
-    kind, stage = "huggingface" if path.name == TOKENIZER else kind_of_model(path), path.parent.parent
+    kind = "huggingface" if path.name == TOKENIZER else kind_of_model(path)
+    stage = path.parent.parent
     if (stage / RECORD).is_file() and (record := vocabulary_record(stage))["file"] == MODEL_FILE:
         kind, path = record["kind"], stage
     return f"tokenizer.kind={kind} tokenizer.path={path}"

@@ -182,7 +182,8 @@ class Loop:
 
     def _advance(self, result: StepResult, decision: GuardDecision, padding: int) -> None:
         """Update the progress with the step and its record. `_log_step` writes the record later."""
-        before, step_s = self.progress, time.perf_counter() - self.step_began
+        before = self.progress
+        step_s = time.perf_counter() - self.step_began
         end = self.guards.excluded.take(before.samples, self.batch.sequences).end
         after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
                                     tokens=before.tokens + self.batch.tokens - padding,
@@ -218,7 +219,8 @@ class Loop:
     def _log_step(self) -> None:
         """Measure the model, and write the step's line. This comes after the step's checkpoint, which holds the line
         too: a measurement may fail (memory, a bad prompt), and must not cost the steps since the last save."""
-        record, seen = self.progress.record or {}, Record()
+        record = self.progress.record or {}
+        seen = Record()
         for hook in self.hooks:
             seen |= hook.look(self)
         if seen or "weight_norms" in record or self.due(self.config.train.log_every):
@@ -335,7 +337,9 @@ class Loop:
 
     def _commit(self, checkpoint: Path) -> None:
         """Write the manifest. Called on rank 0."""
-        folder, name, progress = self.work.folder, f"{CHECKPOINTS}/{checkpoint.name}", self.progress
+        folder = self.work.folder
+        name = f"{CHECKPOINTS}/{checkpoint.name}"
+        progress = self.progress
         # Lines beyond the last step were logged before train.steps was lowered: they are of no existing model.
         metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= progress.step]
         # All ranks together have just compared the marker's hashes with the files.
@@ -359,7 +363,8 @@ class Loop:
         """Epochs of each source, and for each phase the tokens by source, trained on and excluded by rollbacks. With
         packed documents these are estimates by the mean of a source's sequences; `learned` is the counted sum, if
         the log has it."""
-        data, samples = self.data, self.progress.samples
+        data = self.data
+        samples = self.progress.samples
         phases = [{"steps": phase.steps, "tokens": taken.consumed, "left_out": taken.left_out} for phase, taken in
                   zip(data.order.plan.phases, data.order.taken(samples), strict=True)]
         if data.packings:
@@ -396,7 +401,8 @@ class Loop:
 
     def _start_facts(self) -> Record:
         """Fields of the event that records this start."""
-        ranks, train = self.ranks, self.config.train
+        ranks = self.ranks
+        train = self.config.train
         return {"samples": self.progress.samples, "startup": self.startup, "accepted": self.work.accepted,
                 "parallel": self.config.parallel.model_dump(),
                 "micro_batch": [batch.micro_batch for batch in self.phase_batches] if self.plan.declared else

@@ -78,7 +78,8 @@ class Validation(Hook):
         """Validation bits per byte of each source. NaN is logged and omitted."""
         if not loop.due(loop.config.train.validation_every):
             return {}
-        model, grid = loop.engine.model, loop.grid
+        model = loop.engine.model
+        grid = loop.grid
 
         def forward(tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
             loop.watchdog.pulse(first=self._first)
@@ -99,7 +100,8 @@ class Validation(Hook):
 
 def validation_texts(loop: Loop) -> dict[str, ValidationText]:
     """The validation text by source. Called on rank 0, which broadcasts it."""
-    sources, result = loop.config.shard.source_names, {}
+    sources = loop.config.shard.source_names
+    result = {}
     for source, shards in open_shards(loop.batches.table, "validation", sources, loop.batches.folder).items():
         chosen = choose(shards, loop.config.train.validation_tokens)
         if len(chosen):
@@ -122,7 +124,8 @@ class Samples(Hook):
 
     def look(self, loop: Loop) -> Record:
         """Sample texts. No token ends a text early, so that every rank does the same number of passes."""
-        train, split = loop.config.train, loop.grid.tensor
+        train = loop.config.train
+        split = loop.grid.tensor
         if not self.prompts or not loop.due(train.sample_every):
             return {}
         # Under tensor parallelism sequences are split evenly, so there are no single new tokens, and hence no cache.
@@ -156,7 +159,8 @@ class Fp8Watch(Hook):
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         from torchao.float8.float8_linear import Float8Linear
-        self.engine, self.device = engine, device
+        self.engine = engine
+        self.device = device
         self._names = [name.removesuffix(".weight") for name in parameter_names(engine.model)]
         stages = engine.model.stages if isinstance(engine.model, PipelinedModel) else [engine.model]
         self.layers = {name: module for stage in stages for name, module in stage.named_modules()
@@ -184,7 +188,8 @@ class Fp8Watch(Hook):
             batch: this rank's batch of a step. Its first sequence is measured; in a pipeline its last micro-batch.
             targets: divides the loss, as in a step.
         """
-        names, shape = self._names, (len(self._names), len(FACTORS))
+        names = self._names
+        shape = (len(self._names), len(FACTORS))
         largest = torch.full(shape, NOT_CONVERTED, dtype=torch.float64, device=self.device)
         # Of each: values other than 0, and those that become 0 in either product.
         counts = torch.zeros(*shape, 3, dtype=torch.float64, device=self.device)

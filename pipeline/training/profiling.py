@@ -35,13 +35,16 @@ class Profiling(Hook):
     """Profiles the steps of this start and the ranks that `train.profile` names."""
 
     def __init__(self, config: ProfileConfig, start: int) -> None:
-        self.config, self.start, self.last = config, start, start + config.steps - 1
+        self.config = config
+        self.start = start
+        self.last = start + config.steps - 1
         self._first = 0
         self._profile: profile | None = None
 
     def on_start(self, loop: Loop) -> None:
         """Start the profiler. It records from one step before the first, if there is one, which absorbs its setup."""
-        self._first, early = loop.progress.step + self.start, min(1, self.start - 1)
+        self._first = loop.progress.step + self.start
+        early = min(1, self.start - 1)
         if loop.ranks.rank not in self.config.ranks:
             return
         gpu = loop.ranks.device.type == "cuda"
@@ -87,7 +90,8 @@ class Profiling(Hook):
             return {}
         result, self._profile = self._profile, None
         result.stop()
-        folder, on = loop.work.folder / PROFILE, "device" if loop.ranks.device.type == "cuda" else "cpu"
+        folder = loop.work.folder / PROFILE
+        on = "device" if loop.ranks.device.type == "cuda" else "cpu"
         base = f"steps-{self._first}-{loop.progress.step}.rank{loop.ranks.rank}"
         with tempfile.TemporaryDirectory() as scratch:  # torch writes to paths, and not atomically
             trace, memory = Path(scratch) / "trace.json.gz", Path(scratch) / "memory.pickle"

@@ -33,7 +33,8 @@ class RankAgreement:
     """
 
     def __init__(self, members: Sequence[Record]) -> None:
-        self.members, self.nodes = members, [member["node"] for member in members]
+        self.members = members
+        self.nodes = [member["node"] for member in members]
 
     @classmethod
     def gather(cls, ranks: Ranks, work: Work) -> RankAgreement:
@@ -67,7 +68,8 @@ class RankAgreement:
     def __str__(self) -> str:
         """`4 ranks on 2 nodes: n1 0-1, n2 2-3; CPU; torch 2.13.0`."""
         placed = [f"{node} {spelled(held)}" for node, held in _places(self.nodes).items()]
-        one, devices = self.members[0], dict.fromkeys(member["device"] or "CPU" for member in self.members)
+        one = self.members[0]
+        devices = dict.fromkeys(member["device"] or "CPU" for member in self.members)
         return (f"{counted(len(self.members), 'rank')} on {counted(len(placed), 'node')}: "
                 f"{first(placed, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one['torch']}"
                 + (f", NCCL {one['nccl']}" if one["nccl"] else ""))
@@ -83,7 +85,8 @@ class RankAgreement:
             f"{value[:shown] or nothing} on {self._who(ranks)}" for value, ranks in result)
 
     def _who(self, ranks: Sequence[int]) -> str:
-        nodes, several = list(dict.fromkeys(self.nodes[rank] for rank in ranks)), "s" * (len(ranks) > 1)
+        nodes = list(dict.fromkeys(self.nodes[rank] for rank in ranks))
+        several = "s" * (len(ranks) > 1)
         return f"rank{several} {spelled(ranks)} (node{'s' * (len(nodes) > 1)} {first(nodes, SHOWN_NODES)})"
 
 

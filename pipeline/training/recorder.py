@@ -38,10 +38,13 @@ class Recorder:
     """
 
     def __init__(self, work: Work, ranks: Ranks, plan: PhasePlan) -> None:
-        self.work, self.ranks, self.plan = work, ranks, plan
+        self.work = work
+        self.ranks = ranks
+        self.plan = plan
         self.log: TrainingLog | None = None
         self._events = deque[tuple[str, Record]]()
-        self._live, self._shown = sys.stdout.isatty(), 0.0
+        self._live = sys.stdout.isatty()
+        self._shown = 0.0
         self._progress = ProgressRecord(work.folder)
         self._newest: Progress | None = None
         self._trained = self.flops_per_token = self.look_s = 0.0
@@ -53,7 +56,9 @@ class Recorder:
         """
         peak = peak_flops(self.ranks.device)
         self._peak = None if peak is None or not peaks_known else peak * self.ranks.world
-        self._started_at, self._began, self._first_start = progress.step, time.perf_counter(), time.time()
+        self._started_at = progress.step
+        self._began = time.perf_counter()
+        self._first_start = time.time()
         self._plan_changes = 0
         if self.ranks.leads:
             self.log = open_log(self.work, progress.step)
@@ -66,7 +71,8 @@ class Recorder:
         self.flush()
         if self.ranks.leads:
             self._first_start = first_start(self.work.run.folder) or self._first_start
-        self._began, self.look_s = time.perf_counter(), 0.0
+        self._began = time.perf_counter()
+        self.look_s = 0.0
 
     def step(self, before: TrainingProgress, after: TrainingProgress, result: StepResult, step_s: float,
              waited_s: float, rate: float) -> Record:
@@ -76,7 +82,8 @@ class Recorder:
             step_s, waited_s: seconds of the step, and its part spent waiting for data.
             rate: learning rate.
         """
-        tokens_per_s, now = (after.tokens - before.tokens) / step_s, time.time()
+        tokens_per_s = (after.tokens - before.tokens) / step_s
+        now = time.time()
         self._trained = round(train_s(before) + step_s, 5)
         record: Record = {
             "step": after.step, "loss": json_number(result.loss), "lr": rate,
@@ -103,7 +110,9 @@ class Recorder:
 
     def _show(self, record: Record, left_s: float) -> None:
         """Print a step: live on a terminal, every 10 s elsewhere; the last step always."""
-        now, step, steps = time.monotonic(), record["step"], self.plan.steps
+        now = time.monotonic()
+        step = record["step"]
+        steps = self.plan.steps
         if now - self._shown < (LIVE_S if self._live else PLAIN_S) and step != steps:
             return
         self._shown = now

@@ -78,7 +78,8 @@ class ReplicaCheck(Hook):
     """
 
     def __init__(self, ranks: Ranks, nodes: Sequence[str], every: int) -> None:
-        self.ranks, self.every = ranks, every
+        self.ranks = ranks
+        self.every = every
         self._labels = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
         self._last_equal = 0
 

@@ -103,7 +103,8 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
         for key in was | after:
             if was.get(key) != after.get(key):
                 yield started, f"{key}: {was.get(key)} -> {after.get(key)}"
-        reached, end = min(step, old.end_step), "train.steps" if new.own is None else f"{new.name}.until"
+        reached = min(step, old.end_step)
+        end = "train.steps" if new.own is None else f"{new.name}.until"
         if started and reached > new.end_step:
             yield True, (f"{end} is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and step {reached} "
                          f"of it is done")
@@ -129,7 +130,8 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
     with CheckpointReader(path, index=ranks.by_leader(lambda: read_index(path))) as reader:
         engine.load(reader, updates)
         for device, restore in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
-            table, rank = f"random.{device}", ranks.rank
+            table = f"random.{device}"
+            rank = ranks.rank
             # After a change of ranks or devices the checkpoint may have no state for this rank.
             if device in ("cpu", ranks.device.type) and table in reader.names() and rank < reader.shape(table)[0]:
                 restore(reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0])

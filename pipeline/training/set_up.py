@@ -82,7 +82,9 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
     Raises:
         UserError: this configuration, its data or its newest checkpoint cannot be trained on; the same on every rank.
     """
-    config, train, times = work.config, work.config.train, StartupTimes()
+    config = work.config
+    train = work.config.train
+    times = StartupTimes()
 
     with times.part("rendezvous"):
         if train.deterministic:
@@ -102,7 +104,8 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
     # Each rank's place, and its part of the batch.
     if problems := rank_problems(config, ranks.world):
         raise UserError(f"This run does not fit {ranks.world} ranks: {listed(problems)}")
-    grid, plan = Grid(ranks, config.parallel), PhasePlan.of(train)
+    grid = Grid(ranks, config.parallel)
+    plan = PhasePlan.of(train)
     phase_batches = [BatchPlan.of(phase.train, config.parallel, ranks.world) for phase in plan.phases]
 
     with times.part("data"), paused():

@@ -45,7 +45,9 @@ class StopAgreement(StopRequest, Hook):
 
     def __init__(self, ranks: Ranks, run_folder: Path, minutes: float | None, began: float) -> None:
         super().__init__(signals=(signal.SIGINT,), waits=True)
-        self.ranks, self._file, self._minutes = ranks, run_folder / STOP, minutes
+        self.ranks = ranks
+        self._file = run_folder / STOP
+        self._minutes = minutes
         self._ends = None if minutes is None else began + 60 * minutes
         self._looked = -LOOK_EVERY_S
         self._file_text = str(STOP)

@@ -19,7 +19,9 @@ from drover.pipeline.training.engines.engine import Engine
 
 def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:
     """The model, its layout, and the batch. precision: the chosen one, and why."""
-    train, ranks, plan = config.train, grid.ranks, PhasePlan.of(config.train)
+    train = config.train
+    ranks = grid.ranks
+    plan = PhasePlan.of(config.train)
     batch = BatchPlan.of(plan.phases[0].train, config.parallel, ranks.world)
     samples = plan.sequences_between(0, plan.steps)
     return [f"{model.parameter_count:,} parameters; {precision}; "

@@ -146,9 +146,16 @@ class Uploads(Hook):
         Raises:
             UserError: the store belongs to another run, or cannot be used; the same on every rank.
         """
-        self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
-        self.config, self.url, self._copies = work.config.train.checkpoint, url, CopiedCheckpoints(Store(url))
-        self._stopped, self._problem = False, ""
+        self.work = work
+        self.ranks = ranks
+        self.checkpoints = checkpoints
+        self.say = say
+        self.event = event
+        self.config = work.config.train.checkpoint
+        self.url = url
+        self._copies = CopiedCheckpoints(Store(url))
+        self._stopped = False
+        self._problem = ""
         self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
         self._copied, work.accepted = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
@@ -215,7 +222,8 @@ class Uploads(Hook):
         Raises:
             UserError: the upload failed; the same on every rank.
         """
-        patience, step = self.ranks.patience, loop.progress.step
+        patience = self.ranks.patience
+        step = loop.progress.step
         if problem := self._wait(step, max(patience - SLACK, patience / 2)):
             raise UserError(f"The last checkpoint could not be copied to {self.url}: {problem} Training is "
                             f"done, and its checkpoint {self.checkpoints.path(step)} is valid. Run the same command "
@@ -251,9 +259,11 @@ class Uploads(Hook):
 
     def _claim(self) -> tuple[list[int], list[str]]:
         """Claim the store. Returns the steps in it and the accepted changes of their training. Called on rank 0."""
-        store, folder = self._copies.store, self.work.folder
+        store = self._copies.store
+        folder = self.work.folder
         preflight(store)
-        self._owner, mark = Owner(store), _mark(folder)
+        self._owner = Owner(store)
+        mark = _mark(folder)
         theirs, mine = self._owner.content, read_record(folder / TRAINING, Training)
         if problem := self._conflict(theirs, mine, mark):
             if not complete_checkpoints(folder):
@@ -270,7 +280,8 @@ class Uploads(Hook):
             change_start(folder, accepted=accepted)
         self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint,
                           accepted=accepted)
-        result, complete = self._copies.list(), complete_checkpoints(folder)
+        result = self._copies.list()
+        complete = complete_checkpoints(folder)
         if result.unfinished:
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
                      f"{', '.join(map(checkpoint_name, result.unfinished))}")
@@ -292,7 +303,8 @@ class Uploads(Hook):
 
     def _conflict(self, theirs: Record | None, mine: Training | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
-        url, name = self.url, self.work.config.name
+        url = self.url
+        name = self.work.config.name
         if theirs is None:
             result = self._copies.list()
             steps = sorted([*result.complete, *result.unfinished])
@@ -333,7 +345,9 @@ class Uploads(Hook):
 
     def _fetch(self, step: int) -> Exception | None:
         """Fetch a checkpoint; every rank takes a share of the files. Returns the error, the same on every rank."""
-        final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
+        final = self.checkpoints.path(step)
+        copy = self._copies.of(step)
+        ranks = self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
         def ready() -> Outputs:
@@ -376,7 +390,8 @@ class Uploads(Hook):
 
     def _upload(self, step: int) -> None:
         """Upload a checkpoint, with retries until a newer one replaces it. Called on rank 0."""
-        url, name = self.url, checkpoint_name(step)
+        url = self.url
+        name = checkpoint_name(step)
         for failures in itertools.count(1):
             began = time.monotonic()
             problem = self._attempt(self._channel.same(step))
@@ -402,7 +417,9 @@ class Uploads(Hook):
 
     def _attempt(self, step: int) -> Exception | None:
         """Upload a checkpoint once, each rank its share of the files. Returns the error."""
-        copy, folder, ranks = self._copies.of(step), self.checkpoints.path(step), self.ranks
+        copy = self._copies.of(step)
+        folder = self.checkpoints.path(step)
+        ranks = self.ranks
         files: Outputs = []
 
         def opened() -> Outputs:
@@ -472,7 +489,8 @@ def take_records(fetched: Path, folder: Path, say: Say) -> None:
     """Put fetched files into the train folder. A local file that continues the fetched one stays. One with other
     content is renamed, and this is logged."""
     for path in sorted(fetched.iterdir()):
-        data, mine = path.read_bytes(), folder / path.name
+        data = path.read_bytes()
+        mine = folder / path.name
         if mine.is_file():
             local = mine.read_bytes()
             if _continues(path.name, data, local):

@@ -43,7 +43,8 @@ too: the launcher ends them all once one has ended."""
 def longest_wait(config: Config) -> timedelta:
     """The timeout of collectives: as configured, or longer than the watchdog's longest limit, which is that of a first
     step."""
-    minutes, hang = config.parallel.timeout_minutes, config.train.guards.hang_minutes
+    minutes = config.parallel.timeout_minutes
+    hang = config.train.guards.hang_minutes
     if minutes is not None:
         return timedelta(minutes=minutes)
     return max(PATIENCE, timedelta(minutes=FIRST * hang) + SLACK) if hang is not None else PATIENCE
@@ -64,17 +65,23 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, rank: int, limit_s: float | None, ranks: int = 1) -> None:
-        self.folder, self.rank, self.step, self._ranks = folder, rank, 0, ranks
+        self.folder = folder
+        self.rank = rank
+        self.step = 0
+        self._ranks = ranks
         self._limit_s = math.inf if limit_s is None else limit_s
         self._steps: deque[float] = deque(maxlen=101)
-        self._over, self.step_s, self._silent = threading.Event(), STEP_S, 0.0
+        self._over = threading.Event()
+        self.step_s = STEP_S
+        self._silent = 0.0
         self.pulse()
         self._seen = self._allowed
 
     @classmethod
     def of(cls, work: Work) -> Watchdog:
         """The configured watchdog of this rank."""
-        minutes, rank = work.config.train.guards.hang_minutes, int(os.environ.get("RANK", "0"))
+        minutes = work.config.train.guards.hang_minutes
+        rank = int(os.environ.get("RANK", "0"))
         return cls(hang_folder(work.folder), rank, None if minutes is None else 60 * minutes,
                    int(os.environ.get("WORLD_SIZE", "1")))
 

@@ -50,7 +50,9 @@ def open_training_data(work: Work, table: ShardTable, folder: Path, planner: Pla
         planner: makes the plans of a packing, on all ranks alike. None: plans are read from their files; a missing one
             is made elsewhere, with a message on stderr. This is for tools, which print results on stdout.
     """
-    train, sources, counts = work.config.train, work.config.shard.source_names, work.input("encode")[1].counts
+    train = work.config.train
+    sources = work.config.shard.source_names
+    counts = work.input("encode")[1].counts
     packing = None if train.packing == "concatenate" else (
         work.folder / "packing", planner or (lambda planning: read(planning, partial(print, file=sys.stderr))))
     return TrainingData(open_shards(table, "train", sources, folder), PhasePlan.of(train),

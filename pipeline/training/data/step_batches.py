@@ -45,7 +45,10 @@ class StepBatches:
 
     def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
                  say: Say) -> None:
-        self.config, self.grid, self.plan, self._of_phase = work.config, grid, plan, of_phase
+        self.config = work.config
+        self.grid = grid
+        self.plan = plan
+        self._of_phase = of_phase
         # Rank 0 reads the table, whose size grows with the shards, and broadcasts it.
         self.table = grid.ranks.by_leader(lambda: read_shard_table(work))
         self.folder = shard_folder(work, self.table)
@@ -56,7 +59,8 @@ class StepBatches:
 
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
         """Read the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
-        self._began, self._excluded = progress, excluded
+        self._began = progress
+        self._excluded = excluded
         self._loader = Prefetcher(self._make, range(progress.step, self.config.train.steps),
                                   self.config.train.loader_threads)
 

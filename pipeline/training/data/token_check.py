@@ -41,14 +41,18 @@ class TokenCheck(Hook):
 
     def __init__(self, work: Work, ranks: Ranks, nodes: Sequence[str], batches: StepBatches, recorder: Recorder
                  ) -> None:
-        self.work, self.ranks, self.batches, self.recorder = work, ranks, batches, recorder
+        self.work = work
+        self.ranks = ranks
+        self.batches = batches
+        self.recorder = recorder
         table = batches.table
         readers = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
         if work.config.train.tokens_from is None:
             readers = list(range(ranks.world))
         self._unread = np.zeros(len(table), bool)
         self._unread[readers.index(ranks.rank)::len(readers)] = True
-        self._check, self._closed = InputCheck([]), False
+        self._check = InputCheck([])
+        self._closed = False
         self._compare(table.rows("validation"))
 
     def votes(self, loop: Loop) -> Sequence[float]:

@@ -30,7 +30,9 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
 
     precision: the element type of `config.train.precision`, which must be decided (not `auto`).
     """
-    train, parallel, device = config.train, config.parallel, grid.ranks.device
+    train = config.train
+    parallel = config.parallel
+    device = grid.ranks.device
     assert model.vocab_size is not None
     if model.vocab_size % parallel.tp:
         raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({parallel.tp}) does not "
@@ -62,7 +64,8 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
             from drover.model.llama import Part
             from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
             from drover.pipeline.training.engines.pipelined import PipelineEngine
-            layers, numbers = stage_layers(model, parallel.stages), parallel.stages_of(grid.pipeline_rank)
+            layers = stage_layers(model, parallel.stages)
+            numbers = parallel.stages_of(grid.pipeline_rank)
             placed: Any = PipelinedModel([place(Part(layers[number], model.layers)) for number in numbers], grid,
                                          parallel, precision)
             kind = PipelineEngine
@@ -71,5 +74,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
         engine = kind(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid, config)
     # Under context parallelism `part_of` already marks a whole sequence as one document.
     engine.across_documents = train.across_documents and grid.context == 1
-    engine.attention, engine.flash, engine.windowed = attention, flash, where.windowed
+    engine.attention = attention
+    engine.flash = flash
+    engine.windowed = where.windowed
     return engine

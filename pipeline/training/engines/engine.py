@@ -118,7 +118,8 @@ class Engine(ABC):
         Raises:
             UserError: it was trained by another optimizer.
         """
-        stored, self.updates = set(reader.names()), updates
+        stored = set(reader.names())
+        self.updates = updates
         wanted = [f"{state}.{name}" for name, _ in self.model.named_parameters()
                   for state in self.optimizer.state_names(name)]
         if missing := [tensor for tensor in wanted if tensor not in stored]:

@@ -31,8 +31,11 @@ class FsdpEngine(Engine):
     def __init__(self, model: Any, optimizer: Optimizer, grid: Grid, config: Config) -> None:
         self.model = model  # with the methods that fully_shard adds
         self.sharded = isinstance(model, FSDPModule)  # a single process may need nothing of FSDP2
-        self.optimizer, self.grid, self.clip_norm = optimizer, grid, config.train.clip_norm
-        self.keep_weights, self.reduce_last = config.parallel.reshard == "never", config.parallel.reduce == "last"
+        self.optimizer = optimizer
+        self.grid = grid
+        self.clip_norm = config.train.clip_norm
+        self.keep_weights = config.parallel.reshard == "never"
+        self.reduce_last = config.parallel.reduce == "last"
         # While FSDP2 computes with all-gathered weights, `named_parameters` returns those, so keep the shards here.
         self.weights = dict(model.named_parameters())
         self.parts = {name: grid.part(weight) for name, weight in self.weights.items()}
@@ -59,7 +62,8 @@ class FsdpEngine(Engine):
 
     def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
         """Forward and backward over all micro-batches; this rank's sum of nats, float64."""
-        device, exact = self.grid.ranks.device, self.grid.ranks.exact
+        device = self.grid.ranks.device
+        exact = self.grid.ranks.exact
         total = torch.zeros((), dtype=torch.float64, device=exact)
         for index, batch in enumerate(micro_batches):
             last = index == count - 1

@@ -24,11 +24,13 @@ class StepNorms:
 
     @torch.no_grad()
     def __init__(self, engine: Engine, device: torch.device) -> None:
-        self.engine, self.device = engine, device
+        self.engine = engine
+        self.device = device
         self.names = parameter_names(engine.model)
         self._rows = {name: row for row, name in enumerate(self.names)}
         self._sums = torch.zeros(len(KINDS), len(self.names), dtype=torch.float64, device=device)
-        own, gradients = self._weights(), engine.gradients()
+        own = self._weights()
+        gradients = engine.gradients()
         # All replicas return the gradient; only that of the rank that returns the weight counts.
         self._add("gradient", [(row, piece.tensor) for row in dict(own)
                                for piece in gradients.get(self.names[row], ())])

@@ -30,11 +30,13 @@ class PipelineEngine(FsdpEngine):
     def __init__(self, model: PipelinedModel, optimizer: Optimizer, grid: Grid, config: Config) -> None:
         super().__init__(model, optimizer, grid, config)
         self.schedule: Any = None
-        self.count, self.targets = 0, 0
+        self.count = 0
+        self.targets = 0
         self.shape = (0, 0)
         self.losses: list[Tensor] = []
         if model.config.tied_embeddings and TIED in self.parts:  # the last stage's is a replica
-            part, last = self.parts[TIED], grid.pipeline_rank == grid.pipeline - 1
+            part = self.parts[TIED]
+            last = grid.pipeline_rank == grid.pipeline - 1
             self.parts[TIED] = dataclasses.replace(part, copy=part.copy + part.copies * last, copies=2 * part.copies)
 
     def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
@@ -43,12 +45,14 @@ class PipelineEngine(FsdpEngine):
         batches = [batch.to(device) for batch in micro_batches]
         rows, length = batches[0].tokens.shape
         if self.schedule is None or (count, (rows, length)) != (self.count, self.shape):  # a new phase
-            self.count, self.shape = count, (rows, length)
+            self.count = count
+            self.shape = (rows, length)
             self.schedule = make_schedule(self.model, count, self.shape, self._share)
         inputs = [self.inputs(batch) for batch in batches]
         for stage in self.model.stages:
             stage.inputs = iter(inputs)
-        self.targets, self.losses = targets, []
+        self.targets = targets
+        self.losses = []
         numbers = torch.arange(count, device="cpu")  # torch infers the count of micro-batches from it
         first = [numbers] if self.grid.pipeline_rank == 0 else []
         self.schedule.step(*first, target=numbers, return_outputs=False)
@@ -77,7 +81,8 @@ class PipelineEngine(FsdpEngine):
             return
         gradient = dict(self._gradients()).get(TIED)
         assert gradient is not None, "FSDP2 gives every part a gradient"
-        theirs, group = torch.empty_like(gradient), self.model.group
+        theirs = torch.empty_like(gradient)
+        group = self.model.group
         other = self.grid.pipeline - 1 if self.grid.pipeline_rank == 0 else 0
         swap = [dist.P2POp(dist.isend, gradient, group=group, group_peer=other),
                 dist.P2POp(dist.irecv, theirs, group=group, group_peer=other)]

@@ -56,14 +56,16 @@ class ZeroEngine(Engine):
     def __init__(self, model: ModelConfig, initial: InitialValues | None, ranks: Ranks, precision: torch.dtype,
                  config: Config, accumulation: int, attention: Backend,
                  make_optimizer: Callable[[Llama], ElementwiseOptimizer]) -> None:
-        self.ranks, self.stage = ranks, config.parallel.zero_stage
+        self.ranks = ranks
+        self.stage = config.parallel.zero_stage
         self.limits = StepLimits()
 
         def guarded(model: Llama) -> torch.optim.Optimizer:
             """The optimizer, which skips updates beyond the limits. DeepSpeed calls `step` several times a step, once
             its global norm is known, and has no hook for this decision."""
             self.optimizer = make_optimizer(model)
-            inner, update = self.optimizer.torch, self.optimizer.torch.step
+            inner = self.optimizer.torch
+            update = self.optimizer.torch.step
 
             def step(closure: Any = None) -> None:
                 if self._norm() <= self.limits.grad_norm:
@@ -114,7 +116,8 @@ class ZeroEngine(Engine):
         """See Engine."""
         result = {}
         for name, parameter in self.names.items():
-            fragment, shape = self._fragment(parameter), self.shapes[name]
+            fragment = self._fragment(parameter)
+            shape = self.shapes[name]
             if self.stage == 3:
                 flat = safe_get_local_grad(parameter).flatten()
             elif fragment.count:
@@ -129,7 +132,8 @@ class ZeroEngine(Engine):
         """See Engine."""
         result: Pieces = {}
         for name, parameter in self.names.items():
-            fragment, shape = self._fragment(parameter), self.shapes[name]
+            fragment = self._fragment(parameter)
+            shape = self.shapes[name]
             for kind, flat in self._flat(fragment).items():
                 owned = flat.detach().narrow(0, fragment.at, fragment.count)
                 result[f"{kind}.{name}"] = _cut(owned, shape, fragment)
@@ -147,7 +151,8 @@ class ZeroEngine(Engine):
     def _fill(self, kinds: Sequence[str], read: Read) -> None:
         """Fill masters and states of these kinds, and the weights used in forward passes."""
         for name, parameter in self.names.items():
-            fragment, shape = self._fragment(parameter), self.shapes[name]
+            fragment = self._fragment(parameter)
+            shape = self.shapes[name]
             flat = self._flat(fragment)
             for kind in kinds:
                 owned = flat[kind].data.narrow(0, fragment.at, fragment.count)
@@ -188,7 +193,8 @@ class ZeroEngine(Engine):
 
 
 def _cut(flat: Tensor, shape: Dims, fragment: Fragment) -> list[TensorShard]:
-    pieces, at = [], 0
+    pieces = []
+    at = 0
     for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
         count = torch.Size(size).numel()
         pieces.append(TensorShard(flat[at:at + count].view(size), offset, shape))

@@ -45,7 +45,9 @@ class Muon(Optimizer):
 
     def __init__(self, weights: Sequence[Weight], config: Config, grid: Grid) -> None:
         settings = optimizer_settings(config.train)
-        self.decay, self.nesterov, self.iterations = settings["momentum"], settings["nesterov"], settings["iterations"]
+        self.decay = settings["momentum"]
+        self.nesterov = settings["nesterov"]
+        self.iterations = settings["iterations"]
         if not (0 <= self.decay < 1 and self.iterations > 0):
             raise UserError(f"train.optimizer_settings: momentum must be at least 0 and below 1, and iterations at "
                             f"least 1; they are {self.decay} and {self.iterations}.")
@@ -74,7 +76,8 @@ class Muon(Optimizer):
         directions = self._directions(clip, applied)
         updates = self.matrix_exchange.transform(directions, partial(orthogonal, iterations=self.iterations))
         for weight in self.matrices:
-            local, rate = own(weight.parameter), lr * weight.lr_factor
+            local = own(weight.parameter)
+            rate = lr * weight.lr_factor
             size = rate * UPDATE_RMS * math.sqrt(max(weight.parameter.shape))
             changed = local * (1 - rate * weight.weight_decay) - size * updates[weight.name].to(local.dtype)
             local.copy_(torch.where(applied, changed, local))

@@ -19,8 +19,10 @@ def planned_rate(step: int, plan: PhasePlan) -> float:
     now = plan.phase_of(step + 1).number
     phase = [phase for phase in begins if phase.number <= now][-1]
     end_step = min([plan.steps, *(later.first_step for later in begins if later.number > phase.number)])
-    at, steps = step - phase.first_step, max(1, end_step - phase.first_step)
-    train, settings = phase.train, phase.own
+    at = step - phase.first_step
+    steps = max(1, end_step - phase.first_step)
+    train = phase.train
+    settings = phase.own
     rate, warmup, form = train.lr, train.warmup_steps, str(train.schedule)
     if settings is not None and settings.begins_curve:
         if phase.number > 0:

@@ -70,7 +70,9 @@ class MatrixExchange:
         if self.grid.ranks.world == 1:
             return {name: function(piece) for name, piece in pieces.items()}
         like = next(iter(pieces.values()))
-        copy, copy_rank, ranks = self.grid.replica, self.copy_rank, range(self.grid.copy_ranks)
+        copy = self.grid.replica
+        copy_rank = self.copy_rank
+        ranks = range(self.grid.copy_ranks)
         owned = [self._owned(copy, rank) for rank in ranks]
         mine = owned[copy_rank]
         gathered = self._exchange([[pieces[name] for name in names] for names in owned],

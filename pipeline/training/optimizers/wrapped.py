@@ -38,7 +38,8 @@ class Wrapped(Optimizer):
     """
 
     def __init__(self, weights: Sequence[Weight], inner: torch.optim.Optimizer, lr: float) -> None:
-        self.weights, self.inner = {weight.name: weight for weight in weights}, inner
+        self.weights = {weight.name: weight for weight in weights}
+        self.inner = inner
         self.kind = type(inner).__name__
         held = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
         if missing := [weight.name for weight in weights if id(weight.parameter) not in held]:

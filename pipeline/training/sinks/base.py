@@ -259,7 +259,8 @@ class BackgroundSink:
     """
 
     def __init__(self, name: str, opened: Callable[[], Sink]) -> None:
-        self.name, self._opened = name, opened
+        self.name = name
+        self._opened = opened
         self._late = False  # whether training ended while calls waited
         self._sink: Sink | None = None
         self._worker = BackgroundWorker(f"sink-{name}", self._call)
@@ -317,7 +318,8 @@ class TrainingLog:
     """
 
     def __init__(self, lines: JsonLines, about: About, sinks: list[Kind], say: Say) -> None:
-        self._lines, self._say = lines, say
+        self._lines = lines
+        self._say = say
         if lines.torn_bytes:
             say(f"cut {lines.torn_bytes} bytes of a line that a killed run left unfinished in its logs")
         self._sinks = [BackgroundSink(sink.kind, lambda sink=sink: SINKS.made([sink])[0].open(about))  # type: ignore[misc]

@@ -49,7 +49,8 @@ class MLflow(SinkSettings):
 
 class _MLflowRun(CurveSink):
     def __init__(self, client: Any, experiment: str, about: About) -> None:
-        self._client, self._prompts = client, dict[str, int]()
+        self._client = client
+        self._prompts = dict[str, int]()
 
         def make() -> str:
             result = client.get_experiment_by_name(experiment)
@@ -112,7 +113,9 @@ class WeightsAndBiases(SinkSettings):
 
 class _WandbRun(CurveSink):
     def __init__(self, run: Any, rows: int) -> None:
-        self._run, self._rows, self._prompts = run, rows, dict[str, int]()
+        self._run = run
+        self._rows = rows
+        self._prompts = dict[str, int]()
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
