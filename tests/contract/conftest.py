@@ -16,7 +16,10 @@ class OwnStage:
     """A stage of its own whose body and tasks run in this process; `made` counts the tasks by name."""
 
     def __init__(self, place, patch, name, **stage):
-        self.place, self.name, self.patch, self.made = place, name, patch, Counter()
+        self.place = place
+        self.name = name
+        self.patch = patch
+        self.made = Counter()
         self.stage = {"needs": (), "reads": (), "code": (), "own_module": "x", **stage}
         self.register()
 
@@ -36,7 +39,10 @@ class Twelve:
     """A run of the stage of twelve tasks (tests/contract/twelve.py), and what its processes left."""
 
     def __init__(self, place):
-        self.place, self.log, self.gate, self.folder = place, place / "log", place / "gate", place / "runs/a/shard"
+        self.place = place
+        self.log = place / "log"
+        self.gate = place / "gate"
+        self.folder = place / "runs/a/shard"
         self.started = []
 
     def start(self, *arguments, held=12, **variables):

@@ -61,7 +61,8 @@ def test_changes_are_accepted_for_training_alone(trained, refusal):
     for stage, other in (("shard", "shard.validation_share=0.5"), ("tokenizer", "tokenizer.vocab_size=1024")):
         for arguments in ([], ["--accept-changes"]):
             assert f"{other.partition('=')[0]}: " in refusal(stage, other, *arguments)
-    rate, folder = "train.lr=0.5", trained / "runs/a"
+    rate = "train.lr=0.5"
+    folder = trained / "runs/a"
     assert "train.lr: 0.003 -> 0.5" in refusal("train", rate) and "train.lr" in refusal("convert", rate)
     assert call(trained, "train", never, rate, "--accept-changes") == 0, "there is no further step to take"
     assert read_manifest(folder / "train").accepted == ["train.lr: 0.003 -> 0.5"]
@@ -70,7 +71,8 @@ def test_changes_are_accepted_for_training_alone(trained, refusal):
 
 
 def test_training_continues_with_accepted_changes_and_what_follows_is_rebuilt(trained, refusal):
-    more, folder = "train.steps=2000", trained / "runs/a"
+    more = "train.steps=2000"
+    folder = trained / "runs/a"
     assert call(trained, "train", train, more, "--accept-changes") == 0
     [change] = read_manifest(folder / "train").accepted
     assert change.startswith("train.steps: ") and change.endswith(" -> 2000")
@@ -126,7 +128,8 @@ def test_what_only_one_rank_knows_is_heard(refusal, monkeypatch):
 
 def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses_and_nothing_else(place, refusal):
     call(place, "shard", copy_corpus)
-    reuse, through = f"reuse={place}/runs/a", f"reuse={place}/runs/b"
+    reuse = f"reuse={place}/runs/a"
+    through = f"reuse={place}/runs/b"
     assert call(place, "shard", never, "name=b", reuse) == call(place, "tokenizer", count_bytes, "name=b", reuse) == 0
     assert not (place / "runs/b/shard").exists()
     made = read_manifest(place / "runs/b/tokenizer")
@@ -194,7 +197,8 @@ def test_an_atomic_file_appears_whole_and_one_that_others_may_have_mapped_only_w
 
 def test_a_manifest_is_parsed_again_only_when_it_is_another_file(place):
     call(place, "shard", copy_corpus)
-    run, path = run_of(place), place / "runs/a/shard/manifest.json"
+    run = run_of(place)
+    path = place / "runs/a/shard/manifest.json"
     first = run.finished("shard")
     assert run.finished("shard") is first
     first.write(path.parent)

@@ -44,7 +44,8 @@ def test_in_one_allocation_only_starts_of_one_submission_wait_for_each_other(tmp
     """A process at work, of another submission or of none, is not waited for."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setattr(locks, "this_job", lambda: StageJob("a"))
-    held, slept = lock(tmp_path, "train"), []
+    held = lock(tmp_path, "train")
+    slept = []
     monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", slept.append)
     monkeypatch.setattr(locks, "this_job", lambda: StageJob("b"))
     refused(UserError, f"in use by process {os.getpid()} on .*, Slurm job 12, chain a, since", lock, tmp_path, "train")

@@ -25,7 +25,8 @@ class Count(OwnStage):
 
     def __init__(self, place, patch):
         super().__init__(place, patch, "count")
-        self.scratch, self.refuses = (), None
+        self.scratch = ()
+        self.refuses = None
         self.tasks = {"read": [f"n-{number:05d}" for number in range(40)], "sort": [f"ten-{at}" for at in range(4)],
                       "sum": [f"sum-{digit}" for digit in range(10)]}
 
@@ -64,7 +65,8 @@ def test_an_element_makes_what_one_process_makes_on_file_systems_without_locks_t
     monkeypatch.setattr(fcntl, "flock", none)
     assert count("--element", "a", name="b") == 0 and set(count.made.values()) == {2}
     assert "without locks" in capsys.readouterr().out
-    one, other = read_manifest(count.folder()), read_manifest(count.folder("b"))
+    one = read_manifest(count.folder())
+    other = read_manifest(count.folder("b"))
     assert contents(count.folder("b")) == contents(count.folder())
     assert (one.outputs, one.counts) == (other.outputs, other.counts)
 
@@ -118,7 +120,8 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
         write_text(here / "staging/deep/x", "much")
         status = cut_off(lambda here=here: count(name=here.parent.name), here.parent, number)
         recorded = {name for path in here.glob("units/[rs]*") for name, _, _ in Ledger(path).lines()}
-        committed, before = read_manifest(here) is not None, left(here)
+        committed = read_manifest(here) is not None
+        before = left(here)
         count.made.clear()
         capsys.readouterr()
         assert count(name=here.parent.name) == 0 and not recorded & set(count.made)

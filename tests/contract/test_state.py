@@ -13,7 +13,8 @@ from tests.stand_ins import call, copy_corpus, count_bytes, in_chain, never, sta
 
 def test_the_state_says_how_a_stage_ended(place, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    seen, shard = [], place / "runs/a/shard"
+    seen = []
+    shard = place / "runs/a/shard"
 
     def look(work):
         seen.append(state(place))
@@ -87,7 +88,8 @@ def test_force_id_forces_once(place):
 def test_progress_is_written_now_and_then_and_ends_nothing(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(state_module.time, "monotonic", lambda: clock[0])
-    record, path = ProgressRecord(tmp_path), tmp_path / PROGRESS
+    record = ProgressRecord(tmp_path)
+    path = tmp_path / PROGRESS
     for done, seconds, written in ((1, 100, 1), (2, 102, 1), (3, 107, 3), (4, 107, 3)):
         clock[0] = seconds
         record.note(Progress(done, 9, "tasks"))

@@ -27,7 +27,9 @@ def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, 
             process.wait(1.0)  # it waits for them, as long as there is time
         twelve.gate.touch()
     killed = asked == signal.SIGKILL
-    said, state, before = ended(process, -asked if killed else 130), read_state(twelve.folder), twelve.records()
+    said = ended(process, -asked if killed else 130)
+    state = read_state(twelve.folder)
+    before = twelve.records()
     done = len(before)
     assert sorted(before) == list(range(4 + processes * ends)) and read_manifest(twelve.folder) is None
     assert (state.status, state.again, state.units) == (

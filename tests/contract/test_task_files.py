@@ -64,7 +64,8 @@ def upper(place, monkeypatch):
     write_text(place / "c.yaml", (place / "c.yaml").read_text().replace("corpus.txt", "in/*.txt"))
     made = Upper(place, monkeypatch, "upper", reads=("shard",),
                  functions={"task_files": "drover.pipeline.data.sources:input_files"})
-    made.hashed, hashing = [], drover.pipeline.contract.external_inputs.content_hash
+    made.hashed = []
+    hashing = drover.pipeline.contract.external_inputs.content_hash
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
                         lambda path: made.hashed.append(Path(path).name) or hashing(path))
     return made

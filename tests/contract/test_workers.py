@@ -16,7 +16,9 @@ from drover.pipeline.core.errors import UserError
 from tests.refusal import refused
 from tests.waiting import HANG_S, wait_for
 
-PHASES, TASKS, AT = 3, 40, 3
+PHASES = 3
+TASKS = 40
+AT = 3
 KILLED = "A worker process was killed, as the kernel does when memory runs out"
 
 
@@ -76,7 +78,10 @@ def forked(monkeypatch):
 @pytest.mark.parametrize("event", HAPPENS)
 @pytest.mark.parametrize("ends", range(PHASES))
 def test_in_every_phase(tmp_path, forked, event, ends):
-    stage, done, error, stopped = os.getpid(), [], None, None
+    stage = os.getpid()
+    done = []
+    error = None
+    stopped = None
     with closing(Workers(2)) as workers, StopRequest() as stop:
         try:
             for phase in range(PHASES):
@@ -96,7 +101,8 @@ def test_in_every_phase(tmp_path, forked, event, ends):
     assert not any(map(alive, {*begun.values(), done[0]["source"]}))
     assert len({*begun.values()}) <= 2 and stage not in begun.values(), "two workers are started for all phases"
     made = [record["made"] for record in done]
-    left, last = set(begun) - set(made), [name for name in begun if name.startswith(str(ends))]
+    left = set(begun) - set(made)
+    last = [name for name in begun if name.startswith(str(ends))]
     assert sorted([*made, *left]) == sorted(begun) and left <= set(last)
     expected, words = HAPPENS[event][1]
     assert type(error) is expected and words in str(error)

@@ -31,7 +31,8 @@ def make(tmp_path, ranks):
 def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
     monkeypatch.setattr(async_saver, "SLAB_BYTES", 100)  # the two tensors need more than one slab
     saver, checkpoints, _ = make(keep=5)
-    living, still = torch.full((3, 5), 1.0), torch.arange(7)
+    living = torch.full((3, 5), 1.0)
+    still = torch.arange(7)
     for step in (1, 2):
         saver.save({"model.a": [whole(living)], "model.b": [whole(still)]}, TrainingProgress(step=step))
         living.add_(1)  # training goes on at once

@@ -49,7 +49,8 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
             yield f"layers.{layer}.feed_forward.w2.weight", "exp_avg", SimpleNamespace(nbytes=2 * 10**9, device=GPU)
         yield "output.weight", "model", SimpleNamespace(nbytes=9 * 10**9, device=torch.device("cpu"))
         yield from ((f"m{size}.weight", "gradient", SimpleNamespace(nbytes=size, device=GPU)) for size in range(1, 6))
-    engine, ranks = SimpleNamespace(held=held), SimpleNamespace(rank=3, world=16, device=GPU)
+    engine = SimpleNamespace(held=held)
+    ranks = SimpleNamespace(rank=3, world=16, device=GPU)
     said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "--config c.yaml")
     for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
                  "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; the rest are",

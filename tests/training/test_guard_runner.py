@@ -21,7 +21,9 @@ NAN = StepResult(math.nan, 1.0, False)
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypatch, leads):
-    read, said, log = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", [8])]), Mock(), Mock()
+    read = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", [8])])
+    said = Mock()
+    log = Mock()
     monkeypatch.setattr("drover.pipeline.training.guard_runner.documents_of", read)
     ranks = SimpleNamespace(leads=leads, by_leader=lambda read: [],
                             same=lambda value: value if leads else "what rank 0 has read")

@@ -15,7 +15,8 @@ from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandone
 from drover.pipeline.training.guards import UNLIMITED, Guards
 from tests.refusal import refused, table
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 HERE = [(64, 80)]
 
 
@@ -88,7 +89,8 @@ def test_a_limit_is_so_many_deviations_above_the_median(values, loss, norm):
 def test_a_spike_is_named_with_its_numbers_and_only_under_log_applied(spike, expected, counters):
     """Otherwise it is no part of the history either, as what is not finite never is."""
     guards = steady(Guards(GuardConfig(spike=spike, max_rollbacks=9)))
-    limits, logs = guards.limits(), spike == "log"
+    limits = guards.limits()
+    logs = spike == "log"
     assert limits.allow(3.25, 0.55) and limits.allow(9.1, 0.5) == limits.allow(3.2, 5.0) == logs
     verdict = guards.judge(41, 9.1, 5.0, HERE)
     assert (outcome(verdict), verdict.applied) == (expected, logs)
@@ -132,8 +134,11 @@ def test_rollbacks_are_limited_and_need_a_checkpoint():
 
 
 def test_state_goes_through_json_and_every_later_decision_is_the_same():
-    noise, config = random.Random(3), GuardConfig(spike="skip", spike_deviations=4.0, spike_window=50)
-    whole, cut, outcomes = Guards(config), Guards(config), set()
+    noise = random.Random(3)
+    config = GuardConfig(spike="skip", spike_deviations=4.0, spike_window=50)
+    whole = Guards(config)
+    cut = Guards(config)
+    outcomes = set()
     for step in range(300):
         pair = noise.gauss(3, 0.1) + 6 * (noise.random() < 0.05), noise.choice([INF, *[0.4, 0.5, 0.6] * 10])
         if step % 7 == 0:

@@ -29,7 +29,8 @@ def test_garbage_goes_after_the_same_steps_on_all_ranks():
         assert node() is None
         held = Node()
         after(EVERY)
-        old, held = weakref.ref(held), None
+        old = weakref.ref(held)
+        held = None
         after(EVERY)
         assert old() is not None and held is None
         after(ALL_EVERY)

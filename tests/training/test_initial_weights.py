@@ -49,13 +49,15 @@ def exported(tmp_path_factory):
 def test_every_rectangle_is_taken_and_only_new_rows_are_drawn(exported):
     folder, model = exported
     grown = SHAPE.model_copy(update={"vocab_size": 90})
-    fresh, chance = drawn(grown, 8), random.Random(0)
+    fresh = drawn(grown, 8)
+    chance = random.Random(0)
     with open_weights(folder) as weights:
         values = taken(weights, fresh)
         for name, parameter in Llama(grown).named_parameters():
             shape = tuple(parameter.shape)
             everything = (0,) * len(shape), shape
-            expected, old = fresh(name, shape, *everything).clone(), model.get_parameter(name)
+            expected = fresh(name, shape, *everything).clone()
+            old = model.get_parameter(name)
             expected[:len(old)] = old.detach()
             assert (len(old) < shape[0]) == (shape[0] == 90)
             for part in (everything, *(rectangle(shape, chance) for _ in range(20))):
@@ -167,7 +169,8 @@ def test_the_tokenizer_of_a_run_is_offered_as_the_file_that_its_export_keeps(tmp
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is_said(tmp_path):
-    same, torn = tokenizer(tmp_path / "same"), tmp_path / "torn"
+    same = tokenizer(tmp_path / "same")
+    torn = tmp_path / "torn"
     torn.mkdir()
     assert refuse_other_tokenizer(torn, same).startswith("warning: there is no tokenizer.json or tokenizer.model")
     for text in ("{", "[" * 5000):
@@ -177,7 +180,8 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is
 
 def test_the_tokenizer_of_a_run_is_found_in_the_run_that_it_reuses_also_when_all_have_moved(tmp_path):
     """It was not compared at all: training read ids of one tokenizer with the embeddings of another."""
-    model, runs = for_tokenizer(TOKENIZER_OF_BYTES), tmp_path / "runs"
+    model = for_tokenizer(TOKENIZER_OF_BYTES)
+    runs = tmp_path / "runs"
     first = write_run(runs / "first", {}, TOKENIZER_OF_BYTES)
     hf = tokenizer(first / "tokenizer/hf")
     second = write_run(runs / "second", {1: model}, None, reuse=str(first))

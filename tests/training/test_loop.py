@@ -15,7 +15,8 @@ def test_a_measurement_that_fails_comes_after_the_save(fails):
     loop = MagicMock(unfinished=True, **{"_agree.return_value": (1, 0), "progress.record": {},
                                          "hook.look.return_value": {"seen": 1},
                                          f"{fails}.side_effect": MemoryError(fails)})
-    loop.hooks, loop._log_step = [loop.hook], lambda: Loop._log_step(loop)
+    loop.hooks = [loop.hook]
+    loop._log_step = lambda: Loop._log_step(loop)
     refused(MemoryError, fails, Loop._train, loop)
     asked = [name for name, *_ in loop.mock_calls]
     assert asked.index("_update") < asked.index("_advance") < asked.index("_save") < asked.index(fails)

@@ -6,7 +6,8 @@ import torch
 from drover.pipeline.training.precision import choose_precision
 from drover.pipeline.training.resume import agreed_precision
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(("amx", "avx512", "vendor", "expected"), [

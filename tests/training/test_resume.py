@@ -33,7 +33,8 @@ def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
 
 
 def test_a_rank_finds_its_generator_if_it_was_there(tmp_path, monkeypatch):
-    states, restored = torch.arange(6, dtype=torch.uint8).view(2, 3), []
+    states = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    restored = []
     parts = [write_part(tmp_path / str(rank), {"random.cpu": [TensorShard(states[rank:rank + 1], (rank, 0), (2, 3))]})
              for rank in range(2)]
     write_index(tmp_path, Index.joined(parts))

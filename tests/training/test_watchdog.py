@@ -43,7 +43,8 @@ def test_the_limit_is_what_it_says(tmp_path, steps, sign, limit):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_drawing_a_text_is_watched_token_by_token(use_cache):
-    model, calls = Llama(MODEL), []
+    model = Llama(MODEL)
+    calls = []
     model.register_forward_pre_hook(lambda *_: calls.append("forward"))
     generate(model, [[1, 2], [3]], 4, temperature=0.8, top_p=0.9, seed=0, stop_ids=(), use_cache=use_cache,
              pulse=lambda: calls.append("pulse"))
@@ -53,8 +54,10 @@ def test_drawing_a_text_is_watched_token_by_token(use_cache):
 def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(monkeypatch):
     error = FloatingPointError("the model's scores are NaN")
     monkeypatch.setattr("drover.pipeline.training.monitor.generate", Mock(side_effect=error))
-    samples, loop = Samples.__new__(Samples), MagicMock(config=SimpleNamespace(train=TrainConfig(sample_every=10)))
-    samples.prompts, loop.progress.step = [("a", [1])], 10
+    samples = Samples.__new__(Samples)
+    loop = MagicMock(config=SimpleNamespace(train=TrainConfig(sample_every=10)))
+    samples.prompts = [("a", [1])]
+    loop.progress.step = 10
     assert samples.look(loop) == {}
     loop.say.assert_called_once_with("no sample texts after step 10: the model's scores are NaN")
     loop.engine.free_unsharded.assert_called_once()
@@ -62,7 +65,8 @@ def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(monkeypatc
 
 def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(tmp_path):
     """Loading, comparing, copying: all ranks are through before any is watched again."""
-    dog, waited = after(tmp_path, 1.0), []
+    dog = after(tmp_path, 1.0)
+    waited = []
     with dog.paused(lambda: waited.append(hangs(dog, 4 * LIMIT))):
         waited.append(hangs(dog, 4 * LIMIT))
     assert waited == [False, False] and hangs(dog, 2 * LIMIT)

@@ -14,7 +14,8 @@ from tests.training.engines.kit import MODEL, batch_of, engine_of
 
 def train(ranks, precision=torch.float32, tied=False, **settings):
     """Three steps over two micro-batches each: the engine, losses and norms, all pieces of its state."""
-    engine, results = engine_of(ranks, precision, tied, **settings), []
+    engine = engine_of(ranks, precision, tied, **settings)
+    results = []
     for batch in map(batch_of, range(3)):
         results.append(engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits()))
     return engine, results, {name: pieces[0] for name, pieces in engine.state_shards().items()}
@@ -56,6 +57,7 @@ def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks, p
     batch = batch_of()
     with pytest.raises(UserError) as refused, memory_explained(engine, ranks, 4, "--config c.yaml", first=True):
         engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits())
-    said, whole = str(refused.value), 4 * MODEL.parameter_count
+    said = str(refused.value)
+    whole = 4 * MODEL.parameter_count
     assert f" {readable(whole)} of weights, {readable(2 * whole)} of optimizer's states, {readable(whole)} of " in said
     assert "by module: layers.*.feed_forward " in said

@@ -12,7 +12,8 @@ from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.optimizers.build import build_optimizer
 from tests.training.engines.kit import MODEL
 
-YES, NO = torch.tensor(True), torch.tensor(False)
+YES = torch.tensor(True)
+NO = torch.tensor(False)
 
 
 def model_of(dtype=torch.float32, tied=False):

@@ -22,8 +22,10 @@ every = pytest.mark.parametrize("name", NAMES)
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_rejected_update_changes_no_bit_and_is_as_if_it_had_not_been(name, dtype):
-    model, undisturbed = model_of(dtype), model_of(dtype)
-    optimizer, expected = built(model, optimizer=name), built(undisturbed, optimizer=name)
+    model = model_of(dtype)
+    undisturbed = model_of(dtype)
+    optimizer = built(model, optimizer=name)
+    expected = built(undisturbed, optimizer=name)
     for number in range(4):
         give(model, value=float("nan"))
         before = everything(model, optimizer)
@@ -64,7 +66,8 @@ def test_learning_rates_of_some_survive_the_schedule(name):
             step(optimizer, lr=factor * lr)
         return model
     names = ("tok_embeddings.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
-    plain, faster = trained(), trained(3)
+    plain = trained()
+    faster = trained(3)
     factored = trained(lr=0.01, param_groups={
         "layers.1.*.w2.weight": {"lr": 0.03}, "tok*": {"lr": 0.03}, "norm.weight": {"lr": 0.03}, "layers.*": {}})
     for parameter, value in factored.named_parameters():
@@ -76,7 +79,8 @@ def test_learning_rates_of_some_survive_the_schedule(name):
 @every
 def test_states_are_there_from_the_start_and_carry_it_on(name):
     """Filled into a new one, with the count of updates: it goes on to the last bit."""
-    model, later = model_of(), model_of()
+    model = model_of()
+    later = model_of()
     optimizer = built(model, optimizer=name)
     start = everything(model, optimizer)
     assert not any(tensor.any() for key, tensor in start.items() if not key.startswith("model."))

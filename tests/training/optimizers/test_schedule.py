@@ -28,5 +28,6 @@ def test_rates_are_those_of_the_formula(settings, expected):
 
 
 def test_wsd_decays_over_a_fifth_by_default_and_prolonging_keeps_the_plateau():
-    short, long = rates(**WSD, warmup_steps=5), rates(**WSD | {"steps": 200}, warmup_steps=5)
+    short = rates(**WSD, warmup_steps=5)
+    long = rates(**WSD | {"steps": 200}, warmup_steps=5)
     assert short[:80] == long[:80] and short[-1] == pytest.approx(0.1)

@@ -16,9 +16,11 @@ def weights(model):
 
 def test_a_group_with_a_learning_rate_of_its_own_keeps_its_share_of_the_schedule():
     model = model_of()
-    norm, rest = model.norm.weight, [parameter for name, parameter in model.named_parameters() if name != "norm.weight"]
+    norm = model.norm.weight
+    rest = [parameter for name, parameter in model.named_parameters() if name != "norm.weight"]
     inner = torch.optim.SGD([{"params": rest}, {"params": [norm], "lr": 0.05}], lr=0.1)
-    optimizer, before = Wrapped(weights(model), inner, lr=0.1), model.norm.weight.detach().clone()
+    optimizer = Wrapped(weights(model), inner, lr=0.1)
+    before = model.norm.weight.detach().clone()
     give(model, value=1.0)
     step(optimizer, lr=0.02)
     torch.testing.assert_close(before - norm.detach(), torch.full_like(before, 0.01), rtol=1e-4, atol=0)
@@ -45,7 +47,8 @@ def test_states_that_could_not_be_carried_on_are_refused(make, words):
 
 
 def test_making_the_states_leaves_weights_as_they_are_and_starts_the_count_at_none():
-    model, expected = model_of(), model_of()
+    model = model_of()
+    expected = model_of()
     optimizer = Wrapped(weights(model), torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.3), lr=0.1)
     bare = torch.optim.Adam(expected.parameters(), lr=0.1, weight_decay=0.3)
     for number in range(3):

@@ -39,7 +39,8 @@ def wandb_records(run_folder):
 
 
 def _log_records(data):
-    at, whole = 7, b""  # a header of the file comes first
+    at = 7
+    whole = b""  # a header of the file comes first
     while at + 7 <= len(data):
         if BLOCK - at % BLOCK < 7:
             at += BLOCK - at % BLOCK

@@ -90,7 +90,8 @@ def test_tensorboard_drops_what_is_done_again(two_starts):
 @needs_wandb
 def test_wandb_continues_one_run_offline(two_starts):
     folder = two_starts({"kind": "wandb", "project": "ours"})
-    rows, records = wandb_rows(folder), list(wandb_records(folder))
+    rows = wandb_rows(folder)
+    records = list(wandb_records(folder))
     shown = {name: [row[name] for row in rows if name in row]
              for name in ("_step", "train/loss", "samples/1", "checkpoint/stall_s", "validation/bits_per_byte/code")}
     assert shown == {"_step": sorted({row["_step"] for row in rows}), "train/loss": [loss for _, loss in STEPS],

@@ -22,6 +22,7 @@ def gated(tmp_path, ranks, monkeypatch):
     monkeypatch.setattr(module, "RETRY_S", (0.01,))
     made = Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), ranks, keep=1).begin()
     yield made, gate
-    gate.failing, gate.before = False, "nothing else"
+    gate.failing = False
+    gate.before = "nothing else"
     gate.open.set()
     made.uploads.close()

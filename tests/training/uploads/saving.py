@@ -21,7 +21,10 @@ class Gate:
     """Holds back what is put into a store; `failing` makes it fail."""
 
     def __init__(self, monkeypatch):
-        self.open, self.failing, self.reached, self.before = threading.Event(), False, threading.Event(), ""
+        self.open = threading.Event()
+        self.failing = False
+        self.reached = threading.Event()
+        self.before = ""
         self.open.set()
         put = Store.put
 
@@ -60,9 +63,15 @@ class Run:
     """A train folder and the store that it is copied to; `start` is a start of training."""
 
     def __init__(self, folder, store, ranks, name="mini", keep=3):
-        self.store, self.folder, self.ranks, self.name, self.said, self.log = store, folder, ranks, name, [], Log()
+        self.store = store
+        self.folder = folder
+        self.ranks = ranks
+        self.name = name
+        self.said = []
+        self.log = Log()
         self.started = []
-        self.copies, self.config = CopiedCheckpoints(store), CheckpointConfig(keep=keep, attempts=2, copy_to=store.url)
+        self.copies = CopiedCheckpoints(store)
+        self.config = CheckpointConfig(keep=keep, attempts=2, copy_to=store.url)
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append,
                                        lambda step: self.uploads.needs(step))

@@ -16,7 +16,8 @@ def test_what_goes_on_with_a_checkpoint_ends_before_its_step_however_late_it_is_
             "rollbacks.json": b"{}"}
     expected = {"metrics.jsonl": b"".join(lines[:4]), "samples.jsonl": b"", "events.jsonl": lines[5],
                 "rollbacks.json": b"{}"}
-    fetched, train = tmp_path / "fetched", tmp_path / "train"
+    fetched = tmp_path / "fetched"
+    train = tmp_path / "train"
     for folder, contents in ((tmp_path, here), (fetched, expected), (train, {})):
         folder.mkdir(exist_ok=True)
         for name, content in contents.items():
@@ -50,7 +51,8 @@ def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(gated):
 
 def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, monkeypatch):
     run, _ = gated
-    read, broken = module.read_marker, [UserError("Input/output error")]
+    read = module.read_marker
+    broken = [UserError("Input/output error")]
 
     def read_later(path):
         if broken:

@@ -62,7 +62,8 @@ def test_copies_of_checkpoints_that_were_set_aside_are_removed_by_the_next_start
 
 def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_path):
     run.train(4)
-    living, copied = run.start(), tmp_path / "copied"
+    living = run.start()
+    copied = tmp_path / "copied"
     shutil.copytree(run.folder, copied)
     before = {entry.path: run.store.read(entry.path) for entry in run.store.list()}
     refused(UserError, r"of the run mini, not of trial\. .*/copied seems to be a copy", run.at(copied, "trial").start)
