@@ -75,9 +75,9 @@ class Twelve:
 
 def ended(process, status=0):
     """Wait for the end of a process; what it said."""
-    said = "".join(process.communicate(HANG_S))
-    assert process.returncode == status and "Traceback" not in said, said
-    return said
+    printed = "".join(process.communicate(HANG_S))
+    assert process.returncode == status and "Traceback" not in printed, printed
+    return printed
 
 
 @pytest.fixture

@@ -38,10 +38,10 @@ def ask(place, stages, *overrides, **options):
 def refused(capsys, place, stages, *overrides, **options):
     """What the launcher says, and that the stage itself says so too."""
     text = refusal.refused(UserError, "stage", ask, place, stages, *overrides, **options)
-    asked = [f"--{name.replace('_', '-')}" for name in options]
-    assert stage_main(parse_stages(stages)[0], never, ["--config", str(place / "c.yaml"), *asked, *overrides]) == 2
-    said = capsys.readouterr().err
-    assert text.split("Ways to continue")[0] in said
+    flags = [f"--{name.replace('_', '-')}" for name in options]
+    assert stage_main(parse_stages(stages)[0], never, ["--config", str(place / "c.yaml"), *flags, *overrides]) == 2
+    printed = capsys.readouterr().err
+    assert text.split("Ways to continue")[0] in printed
     return text
 
 
@@ -76,12 +76,12 @@ def test_sources_that_were_deleted_have_not_changed_and_that_is_said_once(made, 
     for name in gone:
         (made / name).unlink()
     assert call(made, "shard", never) == 0
-    for asked in (lambda *reused: ask(made, "shard,tokenizer", *reused),
+    for check in (lambda *reused: ask(made, "shard,tokenizer", *reused),
                   lambda *reused: call(made, "encode", count_bytes_again, *reused)):
         capsys.readouterr()
-        assert asked("name=b", f"reuse={made}/runs/a") != 2
-        said = capsys.readouterr().out
-        assert said.count("not there any more") == 1 and f"{len(gone)} of the files that the stage shard" in said
+        assert check("name=b", f"reuse={made}/runs/a") != 2
+        printed = capsys.readouterr().out
+        assert printed.count("not there any more") == 1 and f"{len(gone)} of the files that the stage shard" in printed
     if "corpus.txt" not in gone:  # what is there is looked at as ever
         (made / "corpus.txt").write_text("other\n")
         assert "t/corpus.txt has other content" in refused(capsys, made, "encode")
@@ -89,8 +89,8 @@ def test_sources_that_were_deleted_have_not_changed_and_that_is_said_once(made, 
 
 def test_a_file_that_leaves_or_enters_a_glob_is_a_change(made, capsys):
     (made / "more/one.txt").rename(made / "more/three.txt")
-    said = refused(capsys, made, "encode")
-    assert "input file g/one.txt is gone" in said and "input file g/three.txt is new" in said
+    printed = refused(capsys, made, "encode")
+    assert "input file g/one.txt is gone" in printed and "input file g/three.txt is new" in printed
 
 
 def test_names_below_a_common_folder_do_not_change_because_files_are_gone(place, refusal):
@@ -129,7 +129,7 @@ def test_a_job_goes_on_with_what_its_submission_began(made, capsys):
     assert call(made, "encode", lambda work: None, *in_chain("c1")) == 130
     (made / "corpus.txt").write_text("other text\n")
     assert call(made, "encode", count_bytes_again, *in_chain("c1")) == 0
-    said = capsys.readouterr().out
-    assert "continues as it was submitted" in said and "t/corpus.txt has other content" in said
+    printed = capsys.readouterr().out
+    assert "continues as it was submitted" in printed and "t/corpus.txt has other content" in printed
     (made / "runs/a/encode/manifest.json").unlink()
     assert call(made, "encode", never, *in_chain("c2")) == 2

@@ -41,11 +41,11 @@ def test_ranks_on_this_machine_listen_on_loopback_only(tmp_path, ranks):
     log = tmp_path / "log"
     group = run_here([sys.executable, "-c", LISTENING], {**environment(), "CUDA_VISIBLE_DEVICES": ""}, ranks=ranks,
                      log=log)
-    said = [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("listens")]
-    assert group.status == 0 and len(said) == ranks, log.read_text()
-    assert {interface for interface, *_ in said} == {"lo"}, "gloo alone would take the network of the host's name"
-    found = [ip_address(place) for _, *places in said for place in places]
-    assert len(found) >= ranks and all(place.is_loopback for place in found), found
+    printed = [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("listens")]
+    assert group.status == 0 and len(printed) == ranks, log.read_text()
+    assert {interface for interface, *_ in printed} == {"lo"}, "gloo alone would take the network of the host's name"
+    result = [ip_address(place) for _, *places in printed for place in places]
+    assert len(result) >= ranks and all(place.is_loopback for place in result), result
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "localhost", "::1", socket.gethostname()])
@@ -75,8 +75,8 @@ def test_variables_that_are_no_ranks_are_named(monkeypatch, capsys, variables, w
     for name, value in (word.split("=") for word in variables.split()):
         monkeypatch.setenv(name, value)
     assert stage_main("train", lambda work: None, ["--config", "nowhere.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert words in said and "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`" in said, said
+    printed = capsys.readouterr().err
+    assert words in printed and "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`" in printed, printed
 
 
 @pytest.mark.parametrize("rank, address, launched, words", [
@@ -104,5 +104,5 @@ def test_a_rank_says_whom_it_waits_for(monkeypatch, capsys, rank, address, launc
         monkeypatch.setattr(broadcast, "this_job", lambda: StageJob("a"))
     with suppress(RuntimeError):
         await_ranks(Channel.of_process().connected(), rank, 3, timedelta(seconds=0.2))
-    said = capsys.readouterr().out
-    assert said.count(words) == 1 and said.count("left over in this shell") == (not launched), said
+    printed = capsys.readouterr().out
+    assert printed.count(words) == 1 and printed.count("left over in this shell") == (not launched), printed

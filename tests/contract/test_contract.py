@@ -135,10 +135,10 @@ def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses
     made = read_manifest(place / "runs/b/tokenizer")
     assert made.fingerprint["inputs"]["shard"] == read_manifest(place / "runs/a/shard").digest
     assert call(place, "shard", never, "name=c", through) == call(place, "tokenizer", never, "name=c", through) == 0
-    for *arguments, said in (("name=b", reuse, "shard.validation_share=0.5", "shard.validation_share: 0.01 -> 0.5"),
+    for *arguments, printed in (("name=b", reuse, "shard.validation_share=0.5", "shard.validation_share: 0.01 -> 0.5"),
                              ("name=b", f"reuse={place}/runs/nothing", "holds no run"),
                              (reuse, "this same run"), (through, "this same run")):
-        assert said in refusal("tokenizer", *arguments)
+        assert printed in refusal("tokenizer", *arguments)
 
 
 def test_a_stage_that_is_being_read_is_not_rebuilt(place, refusal):
@@ -168,9 +168,9 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
         "sys.exit(stage_main('other', lambda work: work.commit([], {})))\n")
     # From here on in processes of their own: a plugin that this one imported would stay for all other tests.
     (place / "c.yaml").write_text(f"{(place / 'c.yaml').read_text()}plugins: [words.py, registers.py]\n")
-    for file, said in (("words.py", "words     done in"), ("words.py", "words     up to date"),
+    for file, printed in (("words.py", "words     done in"), ("words.py", "words     up to date"),
                        ("other_main.py", "other     done in")):
-        assert said in run_python(place / file, "--config", place / "c.yaml").stdout
+        assert printed in run_python(place / file, "--config", place / "c.yaml").stdout
     assert read_json(place / "runs/a/words/text.txt.json") == {"words": 2}
 
 

@@ -55,7 +55,7 @@ def count(place, monkeypatch):
 
 
 def contents(path):
-    return {found.name: found.read_bytes() for found in path.glob("*.txt")}
+    return {file.name: file.read_bytes() for file in path.glob("*.txt")}
 
 
 def test_an_element_makes_what_one_process_makes_on_file_systems_without_locks_too(count, capsys, monkeypatch):
@@ -86,8 +86,8 @@ def test_units_are_removed_only_if_the_input_itself_was_refused(count, capsys):
         for arguments in ([], ["--accept-changes"], element):
             capsys.readouterr()
             assert count(OTHER, *arguments) == 2
-            told = capsys.readouterr().err
-            assert "was started with other" in told and "shard.validation_share: 0.01 -> 0.5" in told
+            message = capsys.readouterr().err
+            assert "was started with other" in message and "shard.validation_share: 0.01 -> 0.5" in message
     count.refuses = UnusableInputError
     for element in ([], ["--element", "a"]):
         assert count(*element) == 2 and marks(count) == {"unusable"}
@@ -95,14 +95,14 @@ def test_units_are_removed_only_if_the_input_itself_was_refused(count, capsys):
     count.refuses = None
     capsys.readouterr()
     assert count(OTHER) == 0
-    [told] = [line for line in capsys.readouterr().out.splitlines() if "finished tasks that are removed" in line]
-    assert "shard.validation_share: 0.01 -> 0.5" in told and told.endswith("removed: 44")
+    [message] = [line for line in capsys.readouterr().out.splitlines() if "finished tasks that are removed" in line]
+    assert "shard.validation_share: 0.01 -> 0.5" in message and message.endswith("removed: 44")
     assert count.made["n-00000"] == 2
 
 
 def left(path):
     """What there is in a stage's folder of its records and of what is to go with the commit."""
-    return {found.name for found in [path / "staging", *path.glob("units/*")] if found.exists()}
+    return {item.name for item in [path / "staging", *path.glob("units/*")] if item.exists()}
 
 
 LASTING = {"sum"}
@@ -116,29 +116,29 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
     count.scratch = "staging", "never-made"
     first = None
     for number in itertools.count():
-        here = count.folder(f"k{number}")
-        write_text(here / "staging/deep/x", "much")
-        status = cut_off(lambda here=here: count(name=here.parent.name), here.parent, number)
-        recorded = {name for path in here.glob("units/[rs]*") for name, _, _ in Ledger(path).lines()}
-        committed = read_manifest(here) is not None
-        before = left(here)
+        folder = count.folder(f"k{number}")
+        write_text(folder / "staging/deep/x", "much")
+        status = cut_off(lambda folder=folder: count(name=folder.parent.name), folder.parent, number)
+        recorded = {name for path in folder.glob("units/[rs]*") for name, _, _ in Ledger(path).lines()}
+        committed = read_manifest(folder) is not None
+        before = left(folder)
         count.made.clear()
         capsys.readouterr()
-        assert count(name=here.parent.name) == 0 and not recorded & set(count.made)
-        told = "removed what was left behind when it was committed: " in capsys.readouterr().out
-        assert told == (committed and not before <= LASTING)
-        assert not (committed and count.made) and left(here) == LASTING
-        assert not list(here.rglob("*.tmp"))
-        found = contents(here), read_manifest(here).outputs
-        first = first or found
-        assert found == first
+        assert count(name=folder.parent.name) == 0 and not recorded & set(count.made)
+        removed = "removed what was left behind when it was committed: " in capsys.readouterr().out
+        assert removed == (committed and not before <= LASTING)
+        assert not (committed and count.made) and left(folder) == LASTING
+        assert not list(folder.rglob("*.tmp"))
+        result = contents(folder), read_manifest(folder).outputs
+        first = first or result
+        assert result == first
         if number and status == 0:  # it came to its end
             break
         assert status == (-signal.SIGKILL if number else 0)
     assert number > 40
-    (here / "sum-1.txt").unlink()
-    assert count(name=here.parent.name) == 0 and count.made["sum-1"] == 1 and not count.made["sum-0"]
-    assert left(here) == LASTING
+    (folder / "sum-1.txt").unlink()
+    assert count(name=folder.parent.name) == 0 and count.made["sum-1"] == 1 and not count.made["sum-0"]
+    assert left(folder) == LASTING
 
 
 VALUES = ("one", "k", 1), ("two", "k", {"large": 2**70, "name": "\udce9", "text": "a\nb\u2028"}), ("one", "l", [1.5])
@@ -152,11 +152,11 @@ def test_a_ledger_cut_anywhere_has_the_tasks_whose_lines_are_whole_and_goes_on(t
     data = path.read_bytes()
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
-        whole = data[:cut].count(b"\n")
-        assert list(ledger.lines()) == list(VALUES[:whole])
+        lines = data[:cut].count(b"\n")
+        assert list(ledger.lines()) == list(VALUES[:lines])
         ledger.add("three", "k", cut)
-        whole += data[cut:cut + 1] == b"\n"  # which is set right
-        assert list(ledger.lines()) == [*VALUES[:whole], ("three", "k", cut)]
+        lines += data[cut:cut + 1] == b"\n"  # which is set right
+        assert list(ledger.lines()) == [*VALUES[:lines], ("three", "k", cut)]
 
 
 def test_a_damaged_line_of_a_ledger_does_not_count(tmp_path):

@@ -34,9 +34,9 @@ def test_elements_forced_together_start_from_scratch_once_and_do_each_unit_once(
     wait_for(lambda: len(twelve.tasks()) == 7, of=late)
     assert (twelve.folder / "9.txt.other-node-1.tmp").exists()
     twelve.gate.touch()
-    said = [ended(process) for process in (first, second, late)]
-    assert sum("done in" in text for text in said) == 1
-    assert sum("another process has finished it" in text for text in said) == 2
+    printed = [ended(process) for process in (first, second, late)]
+    assert sum("done in" in text for text in printed) == 1
+    assert sum("another process has finished it" in text for text in printed) == 2
     assert read_manifest(twelve.folder).start["force_id"] == "chain-7"
     for arguments in (forced, ("--element", "a", *forced), ()):
         assert "up to date" in twelve.run(*arguments)

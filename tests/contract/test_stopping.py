@@ -14,29 +14,29 @@ from tests.stages.training import is_running
 from tests.waiting import wait_for
 
 
-@pytest.mark.parametrize(("asked", "grace", "processes", "ends"), [
+@pytest.mark.parametrize(("request", "grace", "processes", "ends"), [
     (signal.SIGUSR2, "100", 1, True), (signal.SIGUSR2, "100", 2, True), (signal.SIGUSR2, "0.002", 2, False),
     (signal.SIGTERM, "100", 1, False), (signal.SIGUSR2, "0.002", 1, False), (signal.SIGKILL, "100", 2, False)])
-def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, asked, grace, processes, ends):
+def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, request, grace, processes, ends):
     """Tasks that take too long are left, and so are those of a stage that is killed, whose workers end with it."""
     process = twelve.start(f"launch.processes={processes}", held=4, GRACE=grace)
     wait_for(lambda: len(twelve.tasks()) >= 4 + processes and len(twelve.records()) == 4, of=process)
-    process.send_signal(asked)
+    process.send_signal(request)
     if ends:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.0)  # it waits for them, as long as there is time
         twelve.gate.touch()
-    killed = asked == signal.SIGKILL
-    said = ended(process, -asked if killed else 130)
+    killed = request == signal.SIGKILL
+    printed = ended(process, -request if killed else 130)
     state = read_state(twelve.folder)
     before = twelve.records()
     done = len(before)
     assert sorted(before) == list(range(4 + processes * ends)) and read_manifest(twelve.folder) is None
     assert (state.status, state.again, state.units) == (
-        ("running", False, None) if killed else ("preempted", asked == signal.SIGUSR2, done)), said
+        ("running", False, None) if killed else ("preempted", request == signal.SIGUSR2, done)), printed
     if not killed:
-        assert state.reason in said
-        assert f"{asked.name}: {done} of 12 tasks of read are done, {12 - done} are left" in state.reason
+        assert state.reason in printed
+        assert f"{request.name}: {done} of 12 tasks of read are done, {12 - done} are left" in state.reason
         progress = Progress(**read_json(twelve.folder / PROGRESS))
         assert (progress.done, progress.total, progress.phase) == (done, 12, "read") and progress.left_s > 0
     wait_for(lambda: not any(map(is_running, twelve.workers() - {process.pid})))
@@ -49,12 +49,12 @@ def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, 
 
 def test_a_stop_between_units_and_commit(twelve):
     """Before a limit nothing is left but to commit; who is asked to end does not."""
-    for asked, status in ((signal.SIGTERM, 130), (signal.SIGUSR2, 0)):
+    for request, status in ((signal.SIGTERM, 130), (signal.SIGUSR2, 0)):
         twelve.gate.unlink(missing_ok=True)
         twelve.log.unlink(missing_ok=True)
         process = twelve.start(AFTER="1", GRACE="100")
         twelve.wait_for(process, None)
-        process.send_signal(asked)
+        process.send_signal(request)
         if status == 0:
             twelve.gate.touch()
         ended(process, status)
@@ -70,11 +70,11 @@ def test_two_starts_that_finish_no_unit_are_the_last(twelve, element, file):
         process = twelve.start(*element, held=0, GRACE="0.002")
         wait_for(twelve.tasks, of=process)
         process.send_signal(signal.SIGUSR2)
-        told = ended(process, 2 if number else 130)
+        message = ended(process, 2 if number else 130)
         state = read_json(twelve.folder / file)
         assert (state["status"], state["again"], state["units"]) == (
             ("failed", False, 0) if number else ("preempted", True, 0))
     assert "two starts in a row finished none before the time limit" in state["reason"]
-    assert "(launch.shard.time)" in told
+    assert "(launch.shard.time)" in message
     twelve.run(*element)
     assert read_manifest(twelve.folder) is not None

@@ -98,7 +98,7 @@ def test_a_finished_stage_hashes_touched_files_once(upper, capsys):
     with open(large, "r+b") as file:
         file.seek(BORDER + 5)
         file.write(b"!")
-    assert [found.key for found in upper.state.differences] == ["files.t/large.txt"]
+    assert [difference.key for difference in upper.state.differences] == ["files.t/large.txt"]
     assert upper() == 2 and "t/large.txt has other content" in capsys.readouterr().err
     (upper.place / "in").rename(upper.place / "gone")
     assert upper.state.kind == "done", "raw text may go"

@@ -95,22 +95,22 @@ def test_in_every_phase(tmp_path, forked, event, ends):
                     break
         except (UserError, MemoryError, RuntimeError, KeyboardInterrupt) as raised:
             error = raised
-        begun = {path.stem: int(path.suffix[1:]) for path in tmp_path.iterdir()}
+        started = {path.stem: int(path.suffix[1:]) for path in tmp_path.iterdir()}
         if event in ("killed", "source killed", "asked", "Ctrl-C"):
-            wait_for(lambda: not any(map(alive, begun.values())))
-    assert not any(map(alive, {*begun.values(), done[0]["source"]}))
-    assert len({*begun.values()}) <= 2 and stage not in begun.values(), "two workers are started for all phases"
+            wait_for(lambda: not any(map(alive, started.values())))
+    assert not any(map(alive, {*started.values(), done[0]["source"]}))
+    assert len({*started.values()}) <= 2 and stage not in started.values(), "two workers are started for all phases"
     made = [record["made"] for record in done]
-    left = set(begun) - set(made)
-    last = [name for name in begun if name.startswith(str(ends))]
-    assert sorted([*made, *left]) == sorted(begun) and left <= set(last)
+    left = set(started) - set(made)
+    last = [name for name in started if name.startswith(str(ends))]
+    assert sorted([*made, *left]) == sorted(started) and left <= set(last)
     expected, words = HAPPENS[event][1]
     assert type(error) is expected and words in str(error)
     assert stopped == (ends if event in ("warned", "asked") else None)
     if event == "nothing":
         assert len(made) == PHASES * TASKS
         return
-    assert max(begun)[0] == str(ends) and (event == "source killed" or len(last) < TASKS), "no other task is begun"
+    assert max(started)[0] == str(ends) and (event == "source killed" or len(last) < TASKS), "no other task is begun"
     if event in ("refusal", "memory", "defect"):
         assert left == {f"{ends}-{AT}"}, "what was at work at the same time is done"
     elif event == "warned":
@@ -172,8 +172,8 @@ def test_a_process_with_threads_is_not_forked(tmp_path):
     try:
         with closing(Workers(2)) as workers:
             tasks = [Task(str(number), number) for number in range(3)]
-            found = [record["process"] for _, record in workers.do(take, tmp_path, tasks, StopRequest())]
+            result = [record["process"] for _, record in workers.do(take, tmp_path, tasks, StopRequest())]
     finally:
         over.set()
         thread.join()
-    assert len(found) == 3 and os.getpid() not in found
+    assert len(result) == 3 and os.getpid() not in result

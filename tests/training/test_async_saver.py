@@ -22,9 +22,10 @@ from tests.training.uploads.saving import Log, save
 def make(tmp_path, ranks):
     """From settings to (saver, checkpoints, what was said), on a group of one."""
     def made(**settings):
-        said = []
-        checkpoints = Checkpoints(tmp_path / "checkpoints", ranks, said.append)
-        return AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, said.append, Log()), checkpoints, said
+        printed = []
+        checkpoints = Checkpoints(tmp_path / "checkpoints", ranks, printed.append)
+        saver = AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, printed.append, Log())
+        return saver, checkpoints, printed
     return made
 
 
@@ -45,21 +46,21 @@ def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
 
 def test_a_failed_removal_is_no_failure_of_the_save(make, monkeypatch):
     """One rank alone would try again, and the others' channel go on without it."""
-    saver, checkpoints, said = make(keep=1, attempts=2)
+    saver, checkpoints, printed = make(keep=1, attempts=2)
     monkeypatch.setattr(checkpoints, "prune", Mock(side_effect=ValueError("broken")))
     save(saver, 1)
     assert saver.event.names() == ["checkpoint"]
-    assert any("warning" in text and "broken" in text for text in said)
+    assert any("warning" in text and "broken" in text for text in printed)
     assert checkpoints.newest_valid()[1].step == 1
 
 
 def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound(make):
-    saver, checkpoints, said = make(keep=5)
+    saver, checkpoints, printed = make(keep=5)
     save(saver, 1, 2)
     (checkpoints.path(1) / MARKER).unlink()
     assert checkpoints.newest_valid()[1].step == 2
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
-    assert any("step-00000001 has no COMPLETE.json" in text for text in said)
+    assert any("step-00000001 has no COMPLETE.json" in text for text in printed)
 
 
 def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):

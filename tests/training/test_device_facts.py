@@ -23,8 +23,8 @@ def test_peaks_are_of_the_card_that_is_named_and_never_guessed(monkeypatch, name
 
 
 def test_retries_of_the_allocator_are_told(monkeypatch):
-    told = {"reserved_bytes.all.peak": 3_210_000_000, "num_alloc_retries": 2}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: told)
+    stats = {"reserved_bytes.all.peak": 3_210_000_000, "num_alloc_retries": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert allocator_facts(GPU) == {"memory_reserved_mb": 3210.0, "memory_retries": 2}
     assert allocator_facts(torch.device("cpu")) == {}
 
@@ -34,11 +34,11 @@ def test_the_shares_of_a_gpu_are_those_of_its_kernels():
     def item(key, device, microseconds, annotation=False):
         return SimpleNamespace(key=key, device_type=device, is_user_annotation=annotation,
                                self_device_time_total=microseconds)
-    found = shares_of([
+    result = shares_of([
         item("aten::mm", DeviceType.CPU, 600), item("aten::add", DeviceType.CPU, 400),
         item("gemm", DeviceType.CUDA, 500), item("gemm", DeviceType.CUDA, 100), item("add", DeviceType.CUDA, 400),
         item("FSDP::all_gather", DeviceType.CUDA, 1000, annotation=True)], "device")
-    assert found == {"gemm": 0.6, "add": 0.4}
+    assert result == {"gemm": 0.6, "add": 0.4}
 
 
 def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
@@ -51,18 +51,18 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
         yield from ((f"m{size}.weight", "gradient", SimpleNamespace(nbytes=size, device=GPU)) for size in range(1, 6))
     engine = SimpleNamespace(held=held)
     ranks = SimpleNamespace(rank=3, world=16, device=GPU)
-    said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "--config c.yaml")
-    for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
+    printed = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "--config c.yaml")
+    for message in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
                  "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; the rest are",
                  "layers.*.feed_forward 6 GB (2 GB of weights, 4 GB of optimizer's states); m5 5 B (5 B of ",
                  "; m2 2 B (2 B of gradients). For", "drover rehearse --config c.yaml --ranks 16 --memory 80"):
-        assert told in said
-    assert "m1 " not in said and "output" not in said
+        assert message in printed
+    assert "m1 " not in printed and "output" not in printed
 
 
 def test_want_of_memory_while_a_model_is_placed_ends_the_job():
     ranks = SimpleNamespace(rank=3, world=16, device=torch.device("cpu"))
-    said = (r"did not suffice for weights and the optimizer's states, before the first step \(no room\). For memory "
-            r"by kind .* --config c.yaml --ranks 16 --memory <GB of a GPU>")
-    with pytest.raises(UserError, match=said), memory_explained(None, ranks, 0, "--config c.yaml", first=True):
+    expected = (r"did not suffice for weights and the optimizer's states, before the first step \(no room\). For "
+                r"memory by kind .* --config c.yaml --ranks 16 --memory <GB of a GPU>")
+    with pytest.raises(UserError, match=expected), memory_explained(None, ranks, 0, "--config c.yaml", first=True):
         raise torch.OutOfMemoryError("no room")

@@ -29,13 +29,13 @@ def test_largest_values_and_shares_of_zeros_are_those_of_the_layer(ranks, recipe
     weight = own(engine.model.layers[0].attention.wv.weight.detach())
     assert clean[name]["weight"] == (pytest.approx(float(weight.abs().max()), rel=4e-3), 0)
     weight[0, 0] = LARGE
-    found = Fp8Watch(engine, CPU).measure(batch, batch.targets)
+    result = Fp8Watch(engine, CPU).measure(batch, batch.targets)
     lost = weight.shape[1] - 1 if recipe == "rowwise" else weight.numel() - 1  # the others scale the whole once
-    assert found[name]["weight"] == (LARGE, pytest.approx(lost / weight.numel(), rel=1e-3))
-    assert found["layers.1.feed_forward.w1"]["weight"] == clean["layers.1.feed_forward.w1"]["weight"]
-    seen = fp8_curves(found)
-    assert seen["fp8_weight_amax"] == LARGE and seen["fp8_weight_zeros"] == found[name]["weight"][1]
-    assert seen["fp8_gradient_amax_smallest"] == min(figures["gradient"][0] for figures in found.values()) > 0
+    assert result[name]["weight"] == (LARGE, pytest.approx(lost / weight.numel(), rel=1e-3))
+    assert result["layers.1.feed_forward.w1"]["weight"] == clean["layers.1.feed_forward.w1"]["weight"]
+    seen = fp8_curves(result)
+    assert seen["fp8_weight_amax"] == LARGE and seen["fp8_weight_zeros"] == result[name]["weight"][1]
+    assert seen["fp8_gradient_amax_smallest"] == min(figures["gradient"][0] for figures in result.values()) > 0
 
 
 @pytest.mark.slow

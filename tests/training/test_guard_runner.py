@@ -22,17 +22,17 @@ NAN = StepResult(math.nan, 1.0, False)
 @pytest.mark.parametrize("leads", [True, False])
 def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypatch, leads):
     read = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", [8])])
-    said = Mock()
+    printed = Mock()
     log = Mock()
     monkeypatch.setattr("drover.pipeline.training.guard_runner.documents_of", read)
     ranks = SimpleNamespace(leads=leads, by_leader=lambda read: [],
                             same=lambda value: value if leads else "what rank 0 has read")
-    runner = GuardRunner(Mock(**{"config.train.guards": GuardConfig(max_skipped=1)}), ranks, Mock(), said)
+    runner = GuardRunner(Mock(**{"config.train.guards": GuardConfig(max_skipped=1)}), ranks, Mock(), printed)
     runner.batch_sequences = 8
     runner.judge_step(1, NAN, TrainingProgress(), True, log)
-    assert read.call_count == said.call_count == log.call_count == leads
+    assert read.call_count == printed.call_count == log.call_count == leads
     if leads:
-        assert "web/abc (train-0.arrow, document 5)" in said.call_args.args[0] and log.call_args.args == ("skip",)
+        assert "web/abc (train-0.arrow, document 5)" in printed.call_args.args[0] and log.call_args.args == ("skip",)
         assert log.call_args.kwargs["documents"][0]["samples"] == [8] and log.call_args.kwargs["samples"] == [[0, 8]]
     refused(UserError, "web/abc" if leads else "what rank 0 has read", runner.judge_step, 2, NAN,
             TrainingProgress(step=1, samples=8), True, log)

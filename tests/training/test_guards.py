@@ -20,8 +20,8 @@ INF = math.inf
 HERE = [(64, 80)]
 
 
-def outcome(verdict):
-    return f"{verdict.event or 'ok'} {verdict.skipped or ''}".strip()
+def outcome(decision):
+    return f"{decision.event or 'ok'} {decision.skipped or ''}".strip()
 
 
 def going_on(config, state, rollbacks=0):
@@ -50,11 +50,11 @@ def judged(guards, *values):
                                                (3.2, INF, "log")])
 def test_what_is_not_finite_is_skipped_from_the_first_step_on(loss, norm, spike):
     guards = Guards(GuardConfig(spike=spike))
-    verdict = guards.judge(1, loss, norm, HERE)
-    assert outcome(verdict) == "skip nonfinite"
-    assert not verdict.applied and not guards.limits().allow(loss, norm)
-    assert "step 1" in verdict.text and str(loss) in verdict.text
-    assert json.loads(json.dumps(verdict.details(), allow_nan=False))["samples"] == [[64, 80]]
+    decision = guards.judge(1, loss, norm, HERE)
+    assert outcome(decision) == "skip nonfinite"
+    assert not decision.applied and not guards.limits().allow(loss, norm)
+    assert "step 1" in decision.text and str(loss) in decision.text
+    assert json.loads(json.dumps(decision.details(), allow_nan=False))["samples"] == [[64, 80]]
 
 
 def test_limits_are_the_same_on_a_device_in_every_precision():
@@ -92,11 +92,11 @@ def test_a_spike_is_named_with_its_numbers_and_only_under_log_applied(spike, exp
     limits = guards.limits()
     logs = spike == "log"
     assert limits.allow(3.25, 0.55) and limits.allow(9.1, 0.5) == limits.allow(3.2, 5.0) == logs
-    verdict = guards.judge(41, 9.1, 5.0, HERE)
-    assert (outcome(verdict), verdict.applied) == (expected, logs)
+    decision = guards.judge(41, 9.1, 5.0, HERE)
+    assert (outcome(decision), decision.applied) == (expected, logs)
     for part in ("step 41", "the loss 9.1", "median of 3.2", "over the last 40 updates", "deviation 0.0", "limit 3.",
                  " and the gradient norm 5 "):
-        assert part in verdict.text
+        assert part in decision.text
     assert "gradient norm" not in guards.judge(42, 9.1, 0.5, HERE).text
     judged(guards, (NAN, 0.5), (3.2, INF), (50.0, 0.5), (3.2, 50.0))
     assert guards.limits() == limits and tuple(guards.counters().values()) == counters
@@ -116,11 +116,11 @@ def test_too_many_skips_in_a_row_stop_with_an_explanation_also_over_a_restart():
     judged(guards, NAN, NAN, 3.0, NAN, NAN)
     guards = going_on(config, guards.state())
     guards.describe = lambda ranges: f"code/00ff of {ranges[0][0]}"
-    said = refused(UserError, "step 6", guards.judge, 6, NAN, 1.0, HERE)
+    printed = refused(UserError, "step 6", guards.judge, 6, NAN, 1.0, HERE)
     for part in ("3 updates in a row", "max_skipped is 2", "loss nan", "[64, 80)", "code/00ff of 64",
                  "train.lr", "checkpoints are valid"):
-        assert part in said
-    assert guards.skipped_total == 5 and "\n" not in said
+        assert part in printed
+    assert guards.skipped_total == 5 and "\n" not in printed
     refused(UserError, "1 updates in a row", judged, Guards(GuardConfig(max_skipped=0)), NAN)
 
 
@@ -136,18 +136,18 @@ def test_rollbacks_are_limited_and_need_a_checkpoint():
 def test_state_goes_through_json_and_every_later_decision_is_the_same():
     noise = random.Random(3)
     config = GuardConfig(spike="skip", spike_deviations=4.0, spike_window=50)
-    whole = Guards(config)
+    straight = Guards(config)
     cut = Guards(config)
     outcomes = set()
     for step in range(300):
         pair = noise.gauss(3, 0.1) + 6 * (noise.random() < 0.05), noise.choice([INF, *[0.4, 0.5, 0.6] * 10])
         if step % 7 == 0:
             cut = going_on(config, json.loads(json.dumps(cut.state(), allow_nan=False)))
-        one, two = (outcome(guards.judge(step, *pair, HERE)) for guards in (whole, cut))
-        assert one == two and cut.limits() == whole.limits() and cut.state() == whole.state()
+        one, two = (outcome(guards.judge(step, *pair, HERE)) for guards in (straight, cut))
+        assert one == two and cut.limits() == straight.limits() and cut.state() == straight.state()
         outcomes.add(one)
-    assert outcomes == {"ok", "skip nonfinite", "skip spike"} and whole.skipped_total > whole.spikes_total > 0
-    assert going_on(GuardConfig(spike_window=40), whole.state()).state()["losses"] == whole.state()["losses"][-40:]
+    assert outcomes == {"ok", "skip nonfinite", "skip spike"} and straight.skipped_total > straight.spikes_total > 0
+    assert going_on(GuardConfig(spike_window=40), straight.state()).state()["losses"] == straight.state()["losses"][-40:]
 
 
 @pytest.mark.parametrize("line, abandoned", table("""

@@ -96,12 +96,12 @@ def test_two_ways_to_say_one_network_are_equal():
     assert rule.differences(rule.model_copy(update={"multiple_of": 256})) == {"ffn_dim": (rule.hidden, 256)}
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     ({"layers": 3, "kv_heads": 4}, "layers is 3 here, 2 there\n  - kv_heads is 4 here, 2 there"),
     ({"vocab_size": 69}, "vocab_size is 69 here, 70 there: it may only grow"),
 ])
-def test_another_model_is_refused_with_all_that_differs(exported, change, said):
-    refused(UserError, said, refuse_other_shape, exported[0], SHAPE.model_copy(update=change))
+def test_another_model_is_refused_with_all_that_differs(exported, change, message):
+    refused(UserError, message, refuse_other_shape, exported[0], SHAPE.model_copy(update=change))
 
 
 def test_positions_may_be_changed_and_the_vocabulary_grow_which_is_said(exported):
@@ -111,9 +111,9 @@ def test_positions_may_be_changed_and_the_vocabulary_grow_which_is_said(exported
     refuse_other_shape(exported[0], extended)
     refuse_other_shape(exported[0], SHAPE.model_copy(update={"vocab_size": None}))
     with open_weights(exported[0]) as weights:
-        found = changes(weights.config, extended)
+        result = changes(weights.config, extended)
         assert changes(weights.config, SHAPE) == []
-    assert [text.split(" -> ")[0] for text in found] == [
+    assert [text.split(" -> ")[0] for text in result] == [
         "context_length 64", "rope_theta 500000.0", "rope_scaling None",
         "1,010 new rows of the vocabulary, initialised as in a new model"]
 
@@ -136,7 +136,7 @@ UNIGRAM = {"vocabulary": [["a", -1.0], ["b", -2.0]]}
 OTHER_SCORES = {"vocabulary": [["a", -2.0], ["b", -1.0]]}
 
 
-@pytest.mark.parametrize(("theirs", "ours", "said"), [
+@pytest.mark.parametrize(("theirs", "ours", "printed"), [
     ({}, {"merges": [["a", "b"]]}, "the same 5 tokens"), ({}, {"added": NEW}, "the same 5 tokens"),
     (UNIGRAM, UNIGRAM, "the same tokenizer"), (UNIGRAM, UNIGRAM | {"added": NEW}, "the same 3 tokens"),
     ({"added": NEW}, {}, UserError(r"(?s)id 5 is '<new>' there, None here.*tokenizer.path=.*theirs")),
@@ -144,12 +144,12 @@ OTHER_SCORES = {"vocabulary": [["a", -2.0], ["b", -1.0]]}
      UserError(r"(?s)id 0 is 'a' there, 'b' here.*id 1 is 'b' there, 'a' here")),
     ({}, {"merges": ["b a"]}, UserError("not how text is split")),
     (UNIGRAM, OTHER_SCORES, UserError("not how text is split"))])
-def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, said):
+def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, printed):
     folders = tokenizer(tmp_path / "theirs", **theirs), tokenizer(tmp_path / "ours", **ours)
-    if isinstance(said, str):
-        assert refuse_other_tokenizer(*folders) == said
+    if isinstance(printed, str):
+        assert refuse_other_tokenizer(*folders) == printed
         return
-    refused(UserError, str(said), refuse_other_tokenizer, *folders)
+    refused(UserError, str(printed), refuse_other_tokenizer, *folders)
 
 
 @pytest.mark.parametrize(("kind", "file", "taken"), [
@@ -196,9 +196,9 @@ def test_the_tokenizer_of_a_run_is_found_in_the_run_that_it_reuses_also_when_all
     runs = runs.rename(tmp_path / "moved")
     assert tokenizer_of(runs / "third") == runs / "first/tokenizer/hf/tokenizer.json"
     shutil.rmtree(runs / "first")
-    said = refused(UserError, "tokenizer of the weights in .*third is not there", refuse_other_tokenizer,
+    printed = refused(UserError, "tokenizer of the weights in .*third is not there", refuse_other_tokenizer,
                    runs / "third", other)
-    assert "(convert/hf)" in said
+    assert "(convert/hf)" in printed
     tokenizer(export := runs / "third/convert/hf")  # the advice
     assert refuse_other_tokenizer(export, other.parent / "moved/third/convert/hf") == "the same tokenizer"
 
@@ -218,12 +218,12 @@ def write_tokenizer_model(kind, folder, text):
 def test_a_tokenizer_model_is_compared_too(kind, tmp_path):
     """Some folders have no other. The names of special tokens are not in the file."""
     weights = write_tokenizer_model(kind, tmp_path / "weights", "ab")
-    for text, said in (("ab", None), ("xy", f"another tokenizer.*={kind} tokenizer.path={weights}/tokenizer.model")):
+    for text, printed in (("ab", None), ("xy", f"another tokenizer.*={kind} tokenizer.path={weights}/tokenizer.model")):
         ours = write_tokenizer_model(kind, tmp_path / text, text)
         write_hugging_face(open_tokenizer(kind, ours / "tokenizer.model"), ours)
         content = (ours / "tokenizer.json").read_text()
         (ours / "tokenizer.json").write_text(content.replace("reserved_special_token_0", "named_later"))
-        if said:
-            refused(UserError, f"(?s){said}", refuse_other_tokenizer, weights, ours)
+        if printed:
+            refused(UserError, f"(?s){printed}", refuse_other_tokenizer, weights, ours)
         else:
             assert "the same" in refuse_other_tokenizer(weights, ours)

@@ -18,8 +18,8 @@ def test_a_measurement_that_fails_comes_after_the_save(fails):
     loop.hooks = [loop.hook]
     loop._log_step = lambda: Loop._log_step(loop)
     refused(MemoryError, fails, Loop._train, loop)
-    asked = [name for name, *_ in loop.mock_calls]
-    assert asked.index("_update") < asked.index("_advance") < asked.index("_save") < asked.index(fails)
+    calls = [name for name, *_ in loop.mock_calls]
+    assert calls.index("_update") < calls.index("_advance") < calls.index("_save") < calls.index(fails)
 
 
 def test_a_step_is_watched_while_it_computes(monkeypatch):
@@ -28,5 +28,5 @@ def test_a_step_is_watched_while_it_computes(monkeypatch):
     loop = MagicMock(done=1, **{"progress.step": 2})
     monkeypatch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
     assert Loop._update(loop, MagicMock(), 7) is loop.engine.step.return_value
-    asked = [name for name, *_ in loop.mock_calls]
-    assert asked.index("watchdog.step_begins") < asked.index("engine.step") < asked.index("watchdog.pulse")
+    calls = [name for name, *_ in loop.mock_calls]
+    assert calls.index("watchdog.step_begins") < calls.index("engine.step") < calls.index("watchdog.pulse")

@@ -25,10 +25,10 @@ def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, vendor, expecte
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, "bf16"), (False, "fp32")])
 def test_on_gpus_only_bf16_that_is_not_emulated_counts(monkeypatch, supported, expected):
-    asked = []
+    emulation = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
-                        lambda including_emulation=True: asked.append(including_emulation) or supported)
-    assert choose_precision("auto", GPU)[0] == expected and asked == [False]
+                        lambda including_emulation=True: emulation.append(including_emulation) or supported)
+    assert choose_precision("auto", GPU)[0] == expected and emulation == [False]
 
 
 def test_what_a_run_computed_in_before_is_said(ranks):

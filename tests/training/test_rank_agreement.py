@@ -28,18 +28,18 @@ def test_ranks_that_are_alike_are_told_in_one_line():
     assert not mixed.problem() and "CPU on ranks 0-2 (nodes n0, n1), A100 on rank 3" in mixed.warning()
 
 
-@pytest.mark.parametrize("changes, told", [
+@pytest.mark.parametrize("changes, message", [
     ({"torch": "2.11.0"}, "torch 2.13.0 on ranks 0-2 (nodes n0, n1), 2.11.0 on rank 3 (node n1)."),
     ({"python": "3.12.1"}, "Python 3.11.9 on"), ({"code": "e" * 64}, "code cccccccccccc on ranks 0-2"),
     ({"config": "e" * 64}, "configuration dddddddddddd on"), ({"chain": "abc"}, "submission none on ranks 0-2"),
     ({"nccl": "2.27.3"}, "NCCL none on"), ({"world": 6}, "4 ranks found each other, but 6 were to be started")])
-def test_ranks_that_run_different_things_are_refused(changes, told):
-    assert told in topology(4, rank3=changes).problem()
+def test_ranks_that_run_different_things_are_refused(changes, message):
+    assert message in topology(4, rank3=changes).problem()
 
 
 @pytest.mark.slow
 def test_a_real_run_tells_and_refuses(fresh):
-    said = run_train(fresh, "--job", str(StageJob(ranks=2)), ranks=2).stdout
-    assert said.count("2 ranks on 1 node: ") == 1
+    printed = run_train(fresh, "--job", str(StageJob(ranks=2)), ranks=2).stdout
+    assert printed.count("2 ranks on 1 node: ") == 1
     refused = run_train(fresh, "name=other", "--job", str(StageJob(ranks=3)), expect=2)
     assert "1 rank found each other, but 3 were to be started" in refused.stderr

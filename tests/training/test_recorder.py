@@ -31,5 +31,5 @@ def test_the_time_that_is_left_follows_the_tokens_that_are(tmp_path, monkeypatch
     recorder.open(TrainingProgress(step=first), False)
     recorder.step(TrainingProgress(), TrainingProgress(step=step, tokens=512), StepResult(float("nan"), 1.0, True), 2.0,
                   0.0, 0.1)
-    found = Progress(**read_json(tmp_path / PROGRESS))
-    assert (found.done, found.total, found.left_s, found.loss, found.tokens_per_s) == (step, 15, left_s, "nan", 256.0)
+    now = Progress(**read_json(tmp_path / PROGRESS))
+    assert (now.done, now.total, now.left_s, now.loss, now.tokens_per_s) == (step, 15, left_s, "nan", 256.0)

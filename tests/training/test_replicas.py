@@ -24,27 +24,27 @@ def test_a_fingerprint_is_the_sum_of_bits_times_odd_numbers(monkeypatch, dtype, 
     assert fingerprint([]) == []
 
 
-@pytest.mark.parametrize(("held", "told"), [
+@pytest.mark.parametrize(("held", "expected"), [
     ([[1, 2], [1, 2], [1, 2]], []),
     ([[1, 2], [1, 2], [1, 3]], ["b: rank 2 differs from the other 2"]),
     ([[1, 2], [1, 3], []], ["b: rank 0 | rank 1 differ, and it is unknown which of them is right"]),
     ([[1], [1], [2], [2]], ["a: rank 0, rank 1 | rank 2, rank 3 differ, and it is unknown which of them is right"]),
     ([[1], [5], [1], [2], [1]], ["a: rank 1, rank 3 differ from the other 3"])])
-def test_a_majority_names_the_replicas_that_differ(held, told):
+def test_a_majority_names_the_replicas_that_differ(held, expected):
     weights = [[(name, (0,), value) for name, value in zip("ab", values, strict=False)] for values in held]
-    assert differences([f"rank {rank}" for rank in range(len(held))], weights) == told
+    assert differences([f"rank {rank}" for rank in range(len(held))], weights) == expected
 
 
 def sum_of_copies(*changes):
     """Over ranks, in integers of 64 bits: of two weights in two shards, each in three copies, and of one that all six
     ranks hold. changes: (rank, weight, what is added to its fingerprint)."""
-    found = [[*((name, (shard,), copy, 3, 1000 * shard - number) for number, name in enumerate("ab")),
+    result = [[*((name, (shard,), copy, 3, 1000 * shard - number) for number, name in enumerate("ab")),
               ("norm", (0,), 2 * copy + shard, 6, -(2**63))] for copy in range(3) for shard in range(2)]
     for rank, weight, change in changes:
-        *held, value = found[rank][weight]
-        found[rank][weight] = (*held, value + change)
+        *held, value = result[rank][weight]
+        result[rank][weight] = (*held, value + change)
     return torch.tensor([imbalance((LocalWeights(name, place, torch.empty(0), copy, copies), value)
-                                   for name, place, copy, copies, value in held) for held in found]).sum()
+                                   for name, place, copy, copies, value in held) for held in result]).sum()
 
 
 def test_equal_copies_balance_and_any_other_does_not():

@@ -14,15 +14,15 @@ from drover.pipeline.training.resume import changed_code, continued, load
 from tests.refusal import refused
 
 
-@pytest.mark.parametrize("code, now, told", [
+@pytest.mark.parametrize("code, now, message", [
     ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "3"}, ""),
     ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "4"}, "other code than is here now (mine)"),
     ({"a.py": "1", "b.py": "2", "mine": "3"}, {"c.py": "1"}, "(a.py, b.py, c.py and 1 more)")])
-def test_code_that_changed_since_a_checkpoint_is_named(tmp_path, code, now, told):
+def test_code_that_changed_since_a_checkpoint_is_named(tmp_path, code, now, message):
     (tmp_path / "COMPLETE.json").write_text(json.dumps({
         "format": 2, "progress": {"step": 4}, "files": [], "code": code}))
-    found = changed_code(tmp_path, now)
-    assert told in found and bool(told) == bool(found)
+    result = changed_code(tmp_path, now)
+    assert message in result and bool(message) == bool(result)
 
 
 def test_another_order_is_refused_unless_it_is_accepted(tmp_path):

@@ -25,14 +25,14 @@ def test_deepspeed_builds_nothing(fresh, tmp_path):
     assert not list((tmp_path / "built").iterdir())
 
 
-@pytest.mark.parametrize(("compile_blocks", "device", "there", "told"), [
+@pytest.mark.parametrize(("compile_blocks", "device", "there", "message"), [
     (True, "cpu", (), "this machine has no g++. Install"), (True, "cpu", ("gcc",), "set train.compile=false"),
     (None, "cuda", ("g++",), "the default on GPUs, and torch.compile needs a compiler and the headers of Python, but "
                              "this machine has no gcc or clang. Install"),
     (True, "cpu", ("g++",), None), (None, "cuda", ("clang",), None), (None, "cpu", (), None),
     (False, "cuda", (), None)])
 def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch, tmp_path, compile_blocks, device,
-                                                                     there, told):
+                                                                     there, message):
     for name in there:
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -42,10 +42,10 @@ def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     train = TrainConfig(compile=compile_blocks)
-    if told is None:
+    if message is None:
         refuse_without_compiler(train, torch.device(device))
         return
-    refused(UserError, re.escape(told), refuse_without_compiler, train, torch.device(device))
+    refused(UserError, re.escape(message), refuse_without_compiler, train, torch.device(device))
 
 
 def test_compiling_is_refused_without_the_headers_of_python(monkeypatch, tmp_path):

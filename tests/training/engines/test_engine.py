@@ -13,8 +13,8 @@ from drover.pipeline.training.engines.engine import Engine, without_gradient
 def test_documents_are_kept_apart_unless_asked_otherwise(windowed):
     """By lengths that the loader knows: nobody waits for a GPU to find where documents begin."""
     batch = pack([(np.arange(33), np.array([0, 11, 20])), (np.arange(33), np.array([5]))])
-    apart, across = (Engine.inputs(SimpleNamespace(across_documents=asked, windowed=windowed, proven=True), batch)
-                     for asked in (False, True))
+    apart, across = (Engine.inputs(SimpleNamespace(across_documents=requested, windowed=windowed, proven=True), batch)
+                     for requested in (False, True))
     assert apart["documents"] is batch.documents and apart["positions"] is batch.positions
     assert apart["document_lengths"] == [11, 9, 12, 5, 27] and "positions" not in across
     assert across.get("document_lengths") == ([32, 32] if windowed else None), "to a window's backend a row is one"
@@ -27,10 +27,10 @@ SCORES = QUERY, KEY, *_ = [f"layers.0.attention.{name}.weight" for name in ("wq"
 """What decides who attends to whom, and nothing else."""
 
 
-@pytest.mark.parametrize(("counts", "attending", "told"), [
+@pytest.mark.parametrize(("counts", "attending", "message"), [
     ([5, 1, 2, 1, 1, 3], True, ""), ([5, 0, 0, 0, 0, 3], False, ""),  # every target's token sees itself only
     ([5, 0, 0, 1, 1, 3], True, f": {QUERY}, {KEY}, of 6 parameters, got no gradient"),
     ([0, 0, 0, 0, 0, 3], False, ": tok_embeddings.weight, of 6"), ([0] * 6, True, f"{KEY} and 3 more, of 6")])
-def test_parameters_without_a_gradient_are_named_and_scores_that_nothing_is_seen_by_are_not(counts, attending, told):
-    found = without_gradient(["tok_embeddings.weight", *SCORES, "norm.weight"], counts, attending)
-    assert told in found and bool(told) == bool(found)
+def test_parameters_without_a_gradient_are_named_and_scores_that_nothing_is_seen_by_are_not(counts, attending, message):
+    result = without_gradient(["tok_embeddings.weight", *SCORES, "norm.weight"], counts, attending)
+    assert message in result and bool(message) == bool(result)

@@ -57,7 +57,7 @@ def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks, p
     batch = batch_of()
     with pytest.raises(UserError) as refused, memory_explained(engine, ranks, 4, "--config c.yaml", first=True):
         engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits())
-    said = str(refused.value)
-    whole = 4 * MODEL.parameter_count
-    assert f" {readable(whole)} of weights, {readable(2 * whole)} of optimizer's states, {readable(whole)} of " in said
-    assert "by module: layers.*.feed_forward " in said
+    printed = str(refused.value)
+    size = 4 * MODEL.parameter_count
+    assert f" {readable(size)} of weights, {readable(2 * size)} of optimizer's states, {readable(size)} of " in printed
+    assert "by module: layers.*.feed_forward " in printed

@@ -14,8 +14,8 @@ from drover.pipeline.core.errors import UserError
 from tests.refusal import refused
 from tests.training.optimizers.kit import MODEL, NO, built, everything, give, model_of, same, step
 
-OUTSIDE = "tests.training.optimizers.outside"
-NAMES = [*OPTIMIZERS, f"{OUTSIDE}:SGD", f"{OUTSIDE}:RADAM"]
+EXTERNAL = "tests.training.optimizers.outside"
+NAMES = [*OPTIMIZERS, f"{EXTERNAL}:SGD", f"{EXTERNAL}:RADAM"]
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -135,4 +135,4 @@ def test_a_pattern_that_fits_no_parameter_is_refused():
 
 def test_what_is_no_optimizer_is_refused():
     refused(UserError, r"made a Impostor, which is neither an Optimizer .* not be clipped or skip", built, model_of(),
-            optimizer=f"{OUTSIDE}:IMPOSTOR")
+            optimizer=f"{EXTERNAL}:IMPOSTOR")

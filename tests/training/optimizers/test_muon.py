@@ -17,9 +17,9 @@ def test_the_iterations_are_a_polynomial_of_the_singular_values(shape):
     values = values / matrix.norm()
     for _ in range(5):
         values = sum(factor * values**power for factor, power in zip(COEFFICIENTS, (1, 3, 5), strict=True))
-    found = orthogonal(matrix, 5)
-    torch.testing.assert_close(found, left @ values.diag() @ right, rtol=1e-9, atol=1e-12)
-    assert found.is_contiguous() and values.min() > 0.3 and values.max() < 1.3
+    result = orthogonal(matrix, 5)
+    torch.testing.assert_close(result, left @ values.diag() @ right, rtol=1e-9, atol=1e-12)
+    assert result.is_contiguous() and values.min() > 0.3 and values.max() < 1.3
     assert not orthogonal(torch.zeros(shape), 5).any()
 
 

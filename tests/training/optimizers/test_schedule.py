@@ -23,8 +23,8 @@ def rates(**settings):
     (COSINE, {10: 1.0, 35: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25)), 60: 0.55, -1: 0.1}),
     (WSD | {"warmup_steps": 10, "min_lr_share": 0.0, "decay_steps": 20}, {10: 1.0, 78: 1.0, -11: 0.5, -1: 0.0})])
 def test_rates_are_those_of_the_formula(settings, expected):
-    found = rates(**settings)
-    assert {step: found[step] for step in expected} == pytest.approx(expected)
+    result = rates(**settings)
+    assert {step: result[step] for step in expected} == pytest.approx(expected)
 
 
 def test_wsd_decays_over_a_fifth_by_default_and_prolonging_keeps_the_plateau():

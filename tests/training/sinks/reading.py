@@ -40,17 +40,17 @@ def wandb_records(run_folder):
 
 def _log_records(data):
     at = 7
-    whole = b""  # a header of the file comes first
+    complete = b""  # a header of the file comes first
     while at + 7 <= len(data):
         if BLOCK - at % BLOCK < 7:
             at += BLOCK - at % BLOCK
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7:at + 7 + size]
+        complete += data[at + 7:at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last piece
-            yield whole
-            whole = b""
+            yield complete
+            complete = b""
 
 
 def mlflow_run(run_folder):

@@ -16,7 +16,7 @@ from drover.pipeline.training.sinks.base import (
 from tests.waiting import HANG_S
 
 
-def told(fails="", gate=None):
+def sink_mock(fails="", gate=None):
     """A sink that keeps what it is told, fails where it is to, and waits at the gate before it opens."""
     sink = MagicMock()
     sink.open.return_value = sink
@@ -44,8 +44,8 @@ def log(tmp_path):
         SINKS.update(sinks)
         lines = JsonLines(tmp_path)
         return TrainingLog(lines, About("mine", tmp_path, tmp_path, 0, 0, {}), [Given(kind=name) for name in sinks],
-                           make.said.append)
-    make.said = []
+                           make.printed.append)
+    make.printed = []
     make.events = lambda: [line for line in read_lines(tmp_path / "events.jsonl") if line["event"] == "sink_failed"]
     make.steps = lambda: [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
     yield make
@@ -54,13 +54,13 @@ def log(tmp_path):
 
 @pytest.mark.parametrize("fails", ["open", "step", "sample", "event", "close"])
 def test_one_that_fails_is_switched_off_and_said_once_and_another_is_told_everything_in_order(log, fails):
-    log_ = log(bad=told(fails), good=(good := told()))
+    log_ = log(bad=sink_mock(fails), good=(good := sink_mock()))
     for step in range(1, 20):
         log_.write("step", {"step": step})
         log_.write("sample", step, "a", "b")
         log_.write("event", "checkpoint", {"step": step})
     log_.close()
-    assert log.said == ["warning: the logger bad is disabled: SystemExit: no more of that. Training continues; "
+    assert log.printed == ["warning: the logger bad is disabled: SystemExit: no more of that. Training continues; "
                         "metrics.jsonl has everything"]
     assert [(event["sink"], event["error"]) for event in log.events()] == [("bad", "SystemExit: no more of that")]
     told_of = [each for step in range(1, 20) for each in (
@@ -72,18 +72,18 @@ def test_one_that_fails_is_switched_off_and_said_once_and_another_is_told_everyt
 def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
     monkeypatch.setattr("drover.pipeline.training.sinks.base.CLOSE_S", 0.05)
     gate = threading.Event()
-    log_ = log(slow=(slow := told(gate=gate)))
+    log_ = log(slow=(slow := sink_mock(gate=gate)))
     for step in range(100):
         log_.write("step", {"step": step})
     log_.close()
     assert log.steps() == list(range(100)) and not slow.step.called and len(log.events()) == 1
-    assert "it had not taken in everything when training ended" in "".join(log.said)
+    assert "it had not taken in everything when training ended" in "".join(log.printed)
     gate.set()
 
 
 def test_errors_are_told_without_secrets():
-    told = without_secrets(
+    text = without_secrets(
         "401 for s3cretvalue\nat https://user:hunter22@host:5000/api of /home/user, 1 try" + " x" * 1000,
         {"WANDB_API_KEY": "s3cretvalue", "MLFLOW_TRACKING_PASSWORD": "hunter22", "HOME": "/home/user", "A_KEY": "1"})
-    assert told.startswith("401 for <WANDB_API_KEY> at https://<...>@host:5000/api of /home/user, 1 try")
-    assert len(told) <= 500
+    assert text.startswith("401 for <WANDB_API_KEY> at https://<...>@host:5000/api of /home/user, 1 try")
+    assert len(text) <= 500

@@ -25,12 +25,12 @@ def record(step, loss, **more):
             **more}
 
 
-def start(folder, said, *sinks, steps, first_step=0, end="finish"):
+def start(folder, printed, *sinks, steps, first_step=0, end="finish"):
     """One start of a training, which is told some (step, loss), with a checkpoint, a text and validation loss at the
     last."""
     lines = JsonLines(folder / "train")
     log = TrainingLog(lines, About("mine", folder, folder / "train", first_step, lines.reported, SETTINGS),
-                      [SINKS.read(sink) for sink in sinks], said.append)
+                      [SINKS.read(sink) for sink in sinks], printed.append)
     log.write("event", "resume" if first_step else "start", {"step": first_step})
     for step, loss in steps:
         validated = {"validation_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {}
@@ -55,17 +55,17 @@ def two_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", KEY)
 
-    def told(*sinks):
-        said = []
-        start(tmp_path, said, *sinks, steps=[(1, 4.0), (2, 3.0), (3, 2.0)], end=None)
+    def log_to(*sinks):
+        printed = []
+        start(tmp_path, printed, *sinks, steps=[(1, 4.0), (2, 3.0), (3, 2.0)], end=None)
         ended = int(time.time())
         wait_for(lambda: int(time.time()) > ended)  # TensorBoard orders its files by the second
-        start(tmp_path, said, *sinks, steps=[(3, 1.75), (4, 1.5)], first_step=2)
-        assert said == []
+        start(tmp_path, printed, *sinks, steps=[(3, 1.75), (4, 1.5)], first_step=2)
+        assert printed == []
         for path in (path for path in tmp_path.rglob("*") if path.is_file()):
             assert KEY.encode() not in path.read_bytes(), path
         return tmp_path
-    return told
+    return log_to
 
 
 STEPS = [(1, 4.0), (2, 3.0), (3, 2.0), (3, 1.75), (4, 1.5)]
@@ -97,10 +97,10 @@ def test_wandb_continues_one_run_offline(two_starts):
     assert shown == {"_step": sorted({row["_step"] for row in rows}), "train/loss": [loss for _, loss in STEPS],
                      "samples/1": ["def (text 2.0", "def (text 1.5"], "checkpoint/stall_s": [0.25, 0.25],
                      "validation/bits_per_byte/code": [2.5, 2.5]}, "W&B drops what is not further on"
-    runs = [found.run for found in records if found.WhichOneof("record_type") == "run"]
+    runs = [item.run for item in records if item.WhichOneof("record_type") == "run"]
     identity = json.loads((folder / "train/wandb.json").read_text())["id"]
     assert {(run.run_id, run.project, run.display_name) for run in runs} == {(identity, "ours", "mine")}
-    assert [found.exit.exit_code for found in records if found.WhichOneof("record_type") == "exit"] == [1, 0]
+    assert [item.exit.exit_code for item in records if item.WhichOneof("record_type") == "exit"] == [1, 0]
 
 
 @needs_mlflow
@@ -119,8 +119,8 @@ def test_mlflow_continues_one_run_in_files(two_starts):
 @needs_mlflow
 @pytest.mark.parametrize(("end", "status"), [("finish", "FINISHED"), ("stop", "KILLED"), (None, "FAILED")])
 def test_mlflow_says_how_a_start_ended(tmp_path, end, status):
-    start(tmp_path, said := [], "mlflow", steps=[(1, 4.0)], end=end)
-    assert mlflow_run(tmp_path)[1].info.status == status and not said
+    start(tmp_path, printed := [], "mlflow", steps=[(1, 4.0)], end=end)
+    assert mlflow_run(tmp_path)[1].info.status == status and not printed
 
 
 def test_curves_are_the_numbers_that_can_be_drawn():

@@ -67,24 +67,24 @@ class Run:
         self.folder = folder
         self.ranks = ranks
         self.name = name
-        self.said = []
+        self.printed = []
         self.log = Log()
         self.started = []
         self.copies = CopiedCheckpoints(store)
         self.config = CheckpointConfig(keep=keep, attempts=2, copy_to=store.url)
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append,
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.printed.append,
                                        lambda step: self.uploads.needs(step))
 
     @property
-    def whole(self):
+    def complete(self):
         """The steps of which the store has a whole copy."""
         return self.copies.list().complete
 
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, accepted=[], from_scratch=False)
-        self.uploads = Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, self.log)
+        self.uploads = Uploads(work, self.ranks, self.checkpoints, self.store.url, self.printed.append, self.log)
         self.started.append(self.uploads)
         return self.uploads
 
@@ -94,9 +94,9 @@ class Run:
 
     def begin(self):
         """A start that saves and copies, after what it finds."""
-        found = self.start().newest_valid()
-        self.uploads.on_start(after(found[1].step) if found else SimpleNamespace(has_checkpoint=False))
-        self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, self.log,
+        result = self.start().newest_valid()
+        self.uploads.on_start(after(result[1].step) if result else SimpleNamespace(has_checkpoint=False))
+        self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.printed.append, self.log,
                                 self.uploads.on_saved)
         return self
 
@@ -124,9 +124,9 @@ class Run:
 
     def at(self, folder, name, store=None):
         """The same run, or a copy of it, in another folder."""
-        found = Run(folder, store or self.store, self.ranks, name)
-        found.started = self.started
-        return found
+        result = Run(folder, store or self.store, self.ranks, name)
+        result.started = self.started
+        return result
 
     def waited(self, step, limit_s=1000.0):
         """Wait for the copy of the last checkpoint; why there is none."""

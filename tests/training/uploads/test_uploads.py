@@ -26,8 +26,8 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     run.train(4)
     run.store.put("step-00000008/half", b"ours")
     run.start()
-    assert run.whole == [4] and not run.copies.list().unfinished
-    assert "removed incomplete copies of an earlier start" in run.said[-1]
+    assert run.complete == [4] and not run.copies.list().unfinished
+    assert "removed incomplete copies of an earlier start" in run.printed[-1]
 
 
 @pytest.mark.parametrize("name", [MARKER, COPY])
@@ -37,7 +37,7 @@ def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_che
     assert run.gone_on_from() == 8
     run.remove_here(8)
     assert run.gone_on_from() == run.uploads.uploaded == 4
-    assert run.whole == [4]
+    assert run.complete == [4]
     run.store.put(f"{checkpoint_name(4)}/{name}", b"{")
     run.remove_here(4)
     copying = run.start()
@@ -50,14 +50,14 @@ def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(
     aside = run.checkpoints.folder / f"{SET_ASIDE}{checkpoint_name(8)}"
     aside.mkdir()
     (aside / MARKER).write_text("of the damaged checkpoint")
-    assert run.gone_on_from() == 8 and run.whole == [4, 8]
+    assert run.gone_on_from() == 8 and run.complete == [4, 8]
 
 
 def test_copies_of_checkpoints_that_were_set_aside_are_removed_by_the_next_start(run):
     run.train(4, 8, 12)
     for step in (8, 12):
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
-    assert run.gone_on_from() == 4 and run.whole == [4]
+    assert run.gone_on_from() == 4 and run.complete == [4]
 
 
 def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_path):
@@ -74,7 +74,7 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
     shutil.copytree(run.folder, tmp_path / "second")
     second = run.at(tmp_path / "second", "mini")
     second.start()
-    assert "takes over" in second.said[-1]
+    assert "takes over" in second.printed[-1]
     refused(UserError, "took it over", living._owner.refuse_lost)
 
 
@@ -85,14 +85,14 @@ def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tm
     run.folder.rename(tmp_path / "renamed")
     renamed = run.at(tmp_path / "renamed", "other")
     renamed.start()
-    assert not [text for text in run.said + renamed.said if "takes over" in text]
+    assert not [text for text in run.printed + renamed.printed if "takes over" in text]
     assert json.loads(run.store.read(OWNER))["name"] == "other"
     shutil.copytree(tmp_path / "renamed", tmp_path / "moved")  # to another disk
     moved = run.at(tmp_path / "moved", "other")
     copying = moved.start()
-    assert "takes over" in moved.said[-1] and copying.newest_valid()[1].step == 4
+    assert "takes over" in moved.printed[-1] and copying.newest_valid()[1].step == 4
     moved.train(8)
-    assert moved.whole == [4, 8]
+    assert moved.complete == [4, 8]
 
 
 def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch):
