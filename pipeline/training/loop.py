@@ -226,10 +226,6 @@ class Loop:
         if seen or "weight_norms" in record or self.due(self.config.train.log_every):
             self.recorder.write("step", record | seen)
 
-    def _saved(self, step: int) -> None:
-        for hook in self.hooks:
-            hook.on_saved(step)
-
     def _end_step(self) -> None:
         """Finish the step; the next one begins."""
         entered = self.unfinished and self.progress.step == self.phase.end_step

@@ -147,7 +147,8 @@ def test_state_goes_through_json_and_every_later_decision_is_the_same():
         assert one == two and cut.limits() == straight.limits() and cut.state() == straight.state()
         outcomes.add(one)
     assert outcomes == {"ok", "skip nonfinite", "skip spike"} and straight.skipped_total > straight.spikes_total > 0
-    assert going_on(GuardConfig(spike_window=40), straight.state()).state()["losses"] == straight.state()["losses"][-40:]
+    narrower = going_on(GuardConfig(spike_window=40), straight.state())
+    assert narrower.state()["losses"] == straight.state()["losses"][-40:]
 
 
 @pytest.mark.parametrize("line, abandoned", table("""
