@@ -19,7 +19,7 @@ from subprocess import DEVNULL, run
 
 from benchmarks.measuring import Row, print_machine, print_table, seconds
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.core.command_line import Parser, Program, refuse_low
+from drover.pipeline.core.command_line import Parser, Program
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.core.files import read_json, write_text
 
@@ -47,7 +47,6 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Measure the stages and datatrove, and print a table."""
-    refuse_low(options, "vocab")
     print_machine()
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
         mb = write_corpus(Path(folder, "corpus"), options.files)

@@ -15,37 +15,34 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 
 from benchmarks.measuring import Case, add_options, run_cases
 from drover.model.config import ModelConfig
-from drover.pipeline.config.loading import load_config
+from drover.model.presets import PRESETS
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.command_line import Parser, Program
 from drover.pipeline.core.errors import UserError
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TINY = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=128, vocab_size=512, context_length=256)
+CAUSAL = {"train.across_documents": True}
 EAGER = {"train.compile": False}
 CASES = [
-    Case("1b, documents", {}, "llama3.2_1b", documents=True),
-    Case("8b, documents", {}, "llama3_8b", documents=True),
-    Case("8b, documents, eager", EAGER, "llama3_8b", documents=True),
-    *(Case(f"8b, documents, {name}", {"train.attention": name}, "llama3_8b", documents=True)
-      for name in ("flex", "sdpa")),
-    Case("8b, documents, by_document, eager", EAGER | {"train.attention": "by_document"}, "llama3_8b", documents=True),
-    Case("8b, documents, Muon", {"train.optimizer": "muon"}, "llama3_8b", documents=True),
+    Case("1b, documents", {"model": PRESETS["llama3.2_1b"]}),
+    Case("8b, documents"),
+    Case("8b, documents, eager", EAGER),
+    *(Case(f"8b, documents, {name}", {"train.attention": name}) for name in ("flex", "sdpa")),
+    Case("8b, documents, by_document, eager", EAGER | {"train.attention": "by_document"}),
+    Case("8b, documents, Muon", {"train.optimizer": "muon"}),
     *(Case(f"8b, documents, ZeRO {stage}", {"parallel.engine": "deepspeed", "parallel.zero_stage": stage,
-                                            "train.compile": stage < 3}, "llama3_8b", documents=True)
-      for stage in (1, 2, 3)),
-    Case("8b", {}, "llama3_8b"),
-    Case("8b, eager", EAGER, "llama3_8b"),
-    Case("8b, 2 sequences", {"train.micro_batch": 2}, "llama3_8b"),
-    *(Case(f"8b, {kind} checkpointing", {"train.activation_checkpointing": kind}, "llama3_8b")
+                                            "train.compile": stage < 3}) for stage in (1, 2, 3)),
+    Case("8b", CAUSAL),
+    Case("8b, eager", CAUSAL | EAGER),
+    Case("8b, 2 sequences", CAUSAL | {"train.micro_batch": 2}),
+    *(Case(f"8b, {kind} checkpointing", CAUSAL | {"train.activation_checkpointing": kind})
       for kind in ("selective", "full")),
-    *(Case(f"8b, fp8 {recipe}", {"train.precision": "fp8", "train.fp8_recipe": recipe}, "llama3_8b")
+    *(Case(f"8b, fp8 {recipe}", CAUSAL | {"train.precision": "fp8", "train.fp8_recipe": recipe})
       for recipe in ("tensorwise", "rowwise")),
-    Case("transformers", EAGER, "llama3_8b", library=True),
+    Case("transformers", EAGER, library=True),
 ]
 
 
@@ -67,14 +64,14 @@ def work(options: argparse.Namespace) -> int:
 
 
 def config_of(options: argparse.Namespace, case: Case) -> Config:
-    """The recipe with the case's settings, and one micro-batch in a step."""
-    config = load_config(CONFIGS / f"{case.recipe}.yaml", check=False)
-    layers = options.layers if case.recipe == "llama3_8b" else config.model.layers
-    model = TINY if options.tiny else changed(config.model.with_vocabulary(128_256), {"layers": layers})
-    config = changed(config, {
-        "model": model, "train.sequence_length": model.context_length, "train.micro_batch": 1, "train.compile": True,
-        "train.activation_checkpointing": "none", "parallel.reshard": "always", **case.settings})
-    return changed(config, {"train.batch_tokens": config.train.micro_batch * model.context_length})
+    """The case's settings at sequences of 8,192 tokens, with one micro-batch in a step."""
+    model = changed(PRESETS["llama3_8b"], {"layers": options.layers})
+    config = changed(Config(), {"model": model, "train.micro_batch": 1, "train.precision": "bf16",
+                                "train.compile": True, **case.settings})
+    model = TINY if options.tiny else changed(config.model, {
+        "vocab_size": 128_256, "context_length": 8192, "rope_scaling": None})
+    return changed(config, {"model": model, "train.sequence_length": model.context_length,
+                            "train.batch_tokens": config.train.micro_batch * model.context_length})
 
 
 main = Program("python -m benchmarks.gpu", __doc__, add_own_options, work)

@@ -11,10 +11,9 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from subprocess import TimeoutExpired
+from subprocess import run
 from typing import TYPE_CHECKING, Any
 
-from drover.launch.processes import answer_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.command_line import Parser
 from drover.pipeline.core.console import markdown
@@ -22,15 +21,12 @@ from drover.pipeline.core.errors import installed_version
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from drover.pipeline.data.sampling.batch import Batch
     from drover.pipeline.parallel.ranks import Ranks
 
 DOCUMENT_TOKENS = 1024
 WARM_UP, STEPS = 3, 5
-LIMIT_S = 900.0
-"""A case that takes longer has failed."""
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "fastokens")
 COLUMNS = {"tokens/s": "{:,.0f}", "of transformers": "{:.2f}", "step ms": "{:.1f}", "MFU": "{:.1%}",
            "peak GB of a rank": "{:.2f}", "rehearsed": "{:.2f}", "compiled": "{:.0%}", "failure": "{}"}
@@ -42,15 +38,12 @@ Row = dict[str, Any]
 class Case:
     """A training step to be measured.
 
-    settings: values by `section.key`, on top of `recipe`. library: transformers' step at the same shape, not ours.
-    documents: sequences hold documents of DOCUMENT_TOKENS, which attention keeps apart; else it is plain causal.
+    settings: values by `section.key`. library: transformers' step at the same shape, not ours.
     """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    recipe: str = ""
     library: bool = False
-    documents: bool = False
     ranks: int = 1
 
 
@@ -70,8 +63,8 @@ def run_cases(module: str, cases: Sequence[Case], options: Namespace, config_of:
     """
     chosen = [case for case in cases if case.name in options.only]
     if options.here:
-        row = measured_step(config_of(chosen[0]), chosen[0])
-        if os.environ.get("RANK", "0") == "0":
+        row = measured_step(config_of(chosen[0]), chosen[0].library)
+        if os.environ["RANK"] == "0":
             print("\n" + json.dumps(row), flush=True)
         return 0
     print_machine()
@@ -86,35 +79,31 @@ def run_cases(module: str, cases: Sequence[Case], options: Namespace, config_of:
 
 def in_processes(module: str, case: Case, arguments: Sequence[str]) -> Row:
     """Measure a case in processes of its own, so that no memory, compiled code or failure of another counts."""
-    starter = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", "-m"] * (case.ranks > 1)
-    command = [sys.executable, "-m", *starter, module, "--here", *arguments, "--only", case.name]
-    try:
-        status, output, errors = answer_of(command, os.environ, LIMIT_S)
-    except TimeoutExpired:
-        return {"failure": f"it took longer than {LIMIT_S:.0f} s"}
-    if status:
-        return {"failure": next((line for line in errors.splitlines() if "rror: " in line), f"status {status}")}
-    row: Row = json.loads(output.splitlines()[-1])
+    ended = run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}",
+                 "-m", module, "--here", *arguments, "--only", case.name], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        return {"failure": next((line for line in ended.stderr.splitlines() if "rror: " in line), "no error message")}
+    row: Row = json.loads(ended.stdout.splitlines()[-1])
     return row
 
 
-def measured_step(config: Config, case: Case) -> Row:
-    """Take training steps on the ranks of a case. MFU is by the FLOPs of full attention. On GPUs `rehearsed` is the
-    peak that a rehearsal counts."""
+def measured_step(config: Config, library: bool) -> Row:
+    """Take training steps on the ranks that were started: ours, or the library's. MFU is by the FLOPs of full
+    attention. On GPUs `rehearsed` is the peak that a rehearsal counts."""
     from drover.pipeline.parallel.compiling import compiled_share
     from drover.pipeline.parallel.ranks import start_ranks
     from drover.pipeline.rehearsal.apart import rehearse_apart
     from drover.pipeline.training.device_facts import memory_mb, peak_flops
 
     ranks, train = start_ranks(), config.train
-    step = library_step(config, ranks.device) if case.library else our_step(config, ranks, case.documents)
+    step = library_step(config, ranks.device) if library else our_step(config, ranks)
     middle = statistics.median([seconds(step) for _ in range(WARM_UP + STEPS)][WARM_UP:])
     peak = peak_flops(ranks.device)
     flops = train.batch_tokens * config.model.flops_per_token(train.sequence_length, causal=False)
     row: Row = {"tokens/s": train.batch_tokens / middle, "step ms": 1e3 * middle,
                 "MFU": peak and flops / middle / ranks.world / peak, "peak GB of a rank": memory_mb(ranks.device) / 1e3,
                 "compiled": compiled_share()}
-    if ranks.device.type == "cuda" and not case.library and config.parallel.engine == "fsdp2":
+    if ranks.device.type == "cuda" and not library and config.parallel.engine == "fsdp2":
         row["rehearsed"] = rehearse_apart(config, 1, [0])[0].peak.bytes / 1e9
     ranks.barrier()
     return row
@@ -127,29 +116,23 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def our_step(config: Config, ranks: Ranks, documents: bool) -> Callable[[], None]:
+def our_step(config: Config, ranks: Ranks) -> Callable[[], None]:
     """A step of our engine over all ranks, each time on the same batch; at its end the host reads the loss.
 
     It raises ArithmeticError after a NaN.
     """
-    import torch
-
     from drover.pipeline.config.batch import BatchPlan
     from drover.pipeline.parallel.grid import Grid
+    from drover.pipeline.parallel.initial_values import drawn
     from drover.pipeline.training.engines.build import build_engine
     from drover.pipeline.training.guards import StepLimits
     from drover.pipeline.training.precision import DTYPES
 
-    def initial(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        drawn = 0.02 * torch.randn(*size, device=ranks.device)
-        return drawn + 1 if name.endswith("norm.weight") else drawn
-
-    torch.manual_seed(0)  # replicas draw equal weights
-    grid, plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
+    plan = BatchPlan.of(config.train, config.parallel, ranks.world)
     dtype = DTYPES["bf16" if config.train.precision == "fp8" else config.train.precision]
-    engine: Any = build_engine(config, config.model, grid, dtype, plan.accumulation, initial)
-    engine.across_documents = not documents
-    data = batch(config, plan.micro_batch * plan.accumulation, documents)
+    engine: Any = build_engine(config, config.model, Grid(ranks, config.parallel), dtype, plan.accumulation,
+                               drawn(config.model, 0))
+    data = batch(config, plan.micro_batch * plan.accumulation)
 
     def step() -> None:
         result = engine.step(data.split(plan.micro_batch), plan.accumulation, plan.tokens, 1e-5, StepLimits())
@@ -158,14 +141,14 @@ def our_step(config: Config, ranks: Ranks, documents: bool) -> Callable[[], None
     return step
 
 
-def batch(config: Config, sequences: int, documents: bool) -> Batch:
-    """Random tokens, in packed documents or one document a sequence."""
+def batch(config: Config, sequences: int) -> Batch:
+    """Random tokens in documents of DOCUMENT_TOKENS."""
     import numpy as np
 
     from drover.pipeline.data.sampling.batch import pack
 
     random, length = np.random.default_rng(0), config.train.sequence_length
-    starts = np.arange(0, length, DOCUMENT_TOKENS if documents else length)
+    starts = np.arange(0, length, DOCUMENT_TOKENS)
     return pack([(random.integers(0, config.model.vocab_size or 0, length + 1), starts) for _ in range(sequences)])
 
 
@@ -182,7 +165,7 @@ def library_step(config: Config, device: torch.device) -> Callable[[], None]:
     with device:
         model: Any = LlamaForCausalLM(LlamaConfig(**theirs)).float().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    data = batch(config, config.train.batch_tokens // config.train.sequence_length, documents=False)
+    data = batch(config, config.train.batch_tokens // config.train.sequence_length)
     tokens, labels = data.tokens.to(device), data.labels.to(device)
 
     def step() -> None:

@@ -23,7 +23,8 @@ from drover.pipeline.core.command_line import Program
 CONFIG = Config(
     tokenizer=TokenizerConfig(vocab_size=8192),
     model=ModelConfig(vocab_size=8192, dim=288, layers=6, heads=6, kv_heads=2, ffn_dim=768, context_length=256),
-    train=TrainConfig(sequence_length=256, batch_tokens=2048, micro_batch=8, precision="fp32"))
+    train=TrainConfig(sequence_length=256, batch_tokens=2048, micro_batch=8, precision="fp32",
+                      across_documents=True))
 HALF = {"train.micro_batch": 4}
 CASES = [
     Case("ours"),
@@ -46,7 +47,7 @@ def work(options: argparse.Namespace) -> int:
     if options.here:
         import torch
 
-        torch.set_num_threads(2 // int(os.environ.get("WORLD_SIZE", "1")))
+        torch.set_num_threads(2 // int(os.environ["WORLD_SIZE"]))
     return run_cases("benchmarks.train", CASES, options, config_of)
 
 

@@ -1,6 +1,7 @@
 """Each benchmark runs from end to end at a small size."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -36,9 +37,13 @@ def test_the_same_ids_as_datatrove(capsys):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("case", [*gpu.CASES, *train.CASES], ids=lambda case: case.name)
-def test_a_case_is_a_valid_configuration(case):
-    config = gpu.config_of(gpu.main.parser().parse_args([]), case) if case.recipe else train.config_of(case)
+OPTIONS = gpu.main.parser().parse_args([])
+
+
+@pytest.mark.parametrize(("config_of", "case"), [*((partial(gpu.config_of, OPTIONS), case) for case in gpu.CASES),
+                                                 *((train.config_of, case) for case in train.CASES)])
+def test_a_case_is_a_valid_configuration(config_of, case):
+    config = config_of(case)
     assert not problems(config) and not rank_problems(config, case.ranks)
 
 

@@ -6,11 +6,11 @@ n ranks costs one import and not n. Ranks of a group keep their process group be
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,16 @@ class CaseError(AssertionError):
     """A case ended in an exception; the text is that of the rank that was first."""
 
 
-def run_case(ranks: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 returns from `train_steps(**settings)`, or where `settings["body"]` names one, from that function
-    ("module:function"), called with the ranks and the rest; cases of the same kind share a start of so many ranks.
+def run_case(ranks: int, body: Callable[..., Any], kind: str = "", **settings: Any) -> Any:
+    """What rank 0 returns from a function of a module, which every rank calls with its `Ranks` and the settings. Cases
+    of the same kind share a start of so many ranks.
 
     Raises:
         CaseError: a rank failed. The next case gets a new group.
     """
     group = _groups.get((ranks, kind)) or _groups.setdefault((ranks, kind), Group(ranks))
     try:
-        result = group.run(settings)
+        result = group.run(body, settings)
     except BaseException:
         _groups.pop((ranks, kind)).end()
         raise
@@ -82,12 +82,12 @@ class Group:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def run(self, body: Callable[..., Any], settings: dict[str, Any]) -> Any:
         """One case; see `run_case`."""
         self.cases += 1
         for pipe in self.pipes:
-            pipe.send(settings)
-        answers: dict[int, dict[str, Any]] = {}
+            pipe.send((body, settings))
+        answers: dict[int, Any] = {}
         while len(answers) < len(self.pipes):
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
             ready = connection.wait(waiting, timeout=HANG_S)
@@ -96,11 +96,11 @@ class Group:
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
-                    answers[rank] = pipe.recv()
+                    answers[rank], error = pipe.recv()
                 except EOFError:
                     raise CaseError(f"rank {rank} died") from None
-                if "error" in answers[rank]:
-                    raise CaseError(f"rank {rank}: {answers[rank]['error']}")
+                if error:
+                    raise CaseError(f"rank {rank}: {error}")
         return answers[0]
 
     def end(self) -> None:
@@ -117,11 +117,9 @@ def _rank(rank: int, count: int, port: int, pipe: connection.Connection) -> None
     ranks = start_ranks()
     while True:
         try:
-            settings = pipe.recv()
+            body, settings = pipe.recv()
+            pipe.send((body(ranks, **settings), ""))
         except EOFError:  # the tests have ended
             return
-        try:
-            module, _, body = settings.pop("body", "tests.parallel.train_steps:train_steps").partition(":")
-            pipe.send(getattr(importlib.import_module(module), body)(ranks, **settings))
         except BaseException:  # noqa: BLE001 - whatever it is, the test is to show it
-            pipe.send({"error": traceback.format_exc()})
+            pipe.send((None, traceback.format_exc()))

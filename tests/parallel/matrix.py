@@ -23,6 +23,7 @@ from drover.pipeline.training.engines.build import ZBV_TORCH
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import covering, every, pairwise
 from tests.parallel.groups import REPOSITORY, run_case
+from tests.parallel.train_steps import train_steps
 from tests.tiny_models import DESCENDANT
 
 STORED = REPOSITORY / "tests/parallel/reference_losses.json"
@@ -295,10 +296,10 @@ def kind_of(case: Case) -> str:
 
 
 @functools.cache
-def run(name: str) -> dict[str, Any]:
+def run(name: str) -> Any:
     """What a case gave: see `train_steps`."""
     case = CASES[name]
-    return run_case(case.ranks, kind_of(case), case.settings)
+    return run_case(case.ranks, train_steps, kind_of(case), **case.settings)
 
 
 def results(name: str) -> torch.Tensor:

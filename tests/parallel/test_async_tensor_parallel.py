@@ -8,8 +8,10 @@ import torch.distributed as dist
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 from drover.pipeline.parallel.tensor_parallel import overlapping
+from tests.parallel.fused_products import overlapped
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import Case, lacks
+from tests.parallel.train_steps import train_steps
 from tests.refusal import refused
 
 ONE_BLOCK = {"steps": 2, "shape": {"layers": 1}}
@@ -19,9 +21,8 @@ ONE_BLOCK = {"steps": 2, "shape": {"layers": 1}}
 def test_every_exchange_of_a_forward_pass_is_cut_and_nothing_else_changes():
     if lack := lacks(Case("", settings={"backend": "inductor"})):
         pytest.skip(lack)
-    expected = run_case(1, "", dict(ONE_BLOCK))["results"]
-    found = run_case(2, "async", {"body": "tests.parallel.fused_products:overlapped", **ONE_BLOCK,
-                                  "parallel": {"tp": 2, "async_tp": True}})
+    expected = run_case(1, train_steps, **ONE_BLOCK)["results"]
+    found = run_case(2, overlapped, "async", **ONE_BLOCK, parallel={"tp": 2, "async_tp": True})
     np.testing.assert_allclose(found["results"], expected, rtol=1e-12)
     forward, backward = filter(None, found["graphs"])  # those of the loss exchange nothing
     assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}

@@ -14,6 +14,7 @@ from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import CHECKPOINTING
 from tests.parallel.test_activation_checkpointing import DOCUMENTS, TOKENS, built
+from tests.parallel.train_steps import compiled_calls
 from tests.refusal import refused
 from tests.stages.training import curve, difference, lines, run_train
 
@@ -47,8 +48,7 @@ def test_every_call_of_a_block_runs_compiled(case):
     """Also with more layers than torch allows graphs, and of all kinds of layers."""
     ranks, settings = OPTIONS[case]
     settings = {**settings, "shape": {"layers": LAYERS, **settings.get("shape", {})}}
-    found = run_case(ranks, "compiled", {"body": "tests.parallel.train_steps:compiled_calls", "steps": 3,
-                                         "backend": "aot_eager", **settings})
+    found = run_case(ranks, compiled_calls, "compiled", steps=3, backend="aot_eager", **settings)
     pipelined = settings.get("parallel", {}).get("pp", 1)
     for calls, eager in found["calls"]:
         assert calls >= LAYERS * ranks // pipelined * (settings.get("accumulation", 1) + 1) and eager == 0

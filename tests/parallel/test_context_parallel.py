@@ -13,6 +13,7 @@ from drover.pipeline.parallel.grid import Grid
 from tests.model import test_backends
 from tests.model.test_backends import WAYS, inputs, numbered
 from tests.parallel.groups import run_case
+from tests.parallel.train_steps import exchanges
 
 ROWS = {
     "one document": ((48,), (48,)),
@@ -44,12 +45,11 @@ def attended(ranks, kv_heads, window):
         for ours, golden in zip((found, *torch.autograd.grad(found, parts, mine(upstream))), (expected, *gradients),
                                 strict=True):
             torch.testing.assert_close(ours, mine(golden), rtol=0, atol=1e-12)
-    return {}
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads", "window"), [(2, 6, None), (4, 1, 7)])
 def test_ranks_together_equal_the_dense_mask_forward_and_backward(ranks, kv_heads, window):
-    run_case(ranks, "", {"body": f"{__name__}:attended", "kv_heads": kv_heads, "window": window})
+    run_case(ranks, attended, kv_heads=kv_heads, window=window)
 
 
 def test_keys_beyond_a_window_are_left_out():
@@ -66,16 +66,12 @@ def test_few_sizes_of_keys_are_met_however_documents_fall():
     assert len(sizes) <= 8 and all(size % 64 == 0 for size in sizes)
 
 
-def exchanges(**settings):
-    return run_case(2, "", {"body": "tests.parallel.train_steps:exchanges", **settings})
-
-
 @pytest.mark.parametrize("kept, attention, gathers", [
     ("none", 3, [1] * 3), ("full", 6, [1] * 6), ("selective", 3, [1] * 3 + [0] * 3)])
 def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, gathers):
     """By each of three blocks. Selective checkpointing keeps attention's result and not the keys, which are large.
     Meanwhile queries are computed: one product forward, and two backward, of the input's gradient and the weight's."""
-    found = exchanges(parallel={"cp": 2}, train={"activation_checkpointing": kept})
+    found = run_case(2, exchanges, parallel={"cp": 2}, train={"activation_checkpointing": kept})
     assert found == {"attention": attention, "gathers": gathers, "sums": [2] * 3}
 
 
@@ -86,5 +82,5 @@ def test_compiled_blocks_compute_gradients_of_weights_while_activations_gradient
     again = {"activation_checkpointing": "selective"}  # what is gathered again has the products that the sum had
     for axis, train, gathers, sums in (("cp", {}, [1], [6]), ("tp", {}, [0], [0, 3, 4]),
                                        ("cp", again, [1, 8], [1]), ("tp", again, [0, 5], [0, 2, 3])):
-        found = exchanges(backend="inductor", parallel={axis: 2}, train=train)
+        found = run_case(2, exchanges, backend="inductor", parallel={axis: 2}, train=train)
         assert [sorted(set(found[kind])) for kind in ("gathers", "sums")] == [gathers, sums]

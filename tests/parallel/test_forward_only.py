@@ -7,10 +7,9 @@ import torch
 
 from drover.model.config import ModelConfig
 from drover.pipeline.evaluation.placing import fewest, needed
+from tests.parallel.forward_only_calls import calls, one_fails
 from tests.parallel.groups import run_case
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface
-
-BODY = "tests.parallel.forward_only_calls:"
 
 
 def written(folder, **changes):
@@ -24,14 +23,12 @@ def written(folder, **changes):
     (4, 4, "float32", {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2})])
 def test_shared_or_whole_the_model_computes_the_same(tmp_path, ranks, dp_shard, dtype, changes):
     """Logits of every shape, and texts with caches, from ranks that call it 0, 3 or 6 times."""
-    found = run_case(ranks, "forward only", {"body": f"{BODY}calls", "folder": written(tmp_path, **changes),
-                                             "dp_shard": dp_shard, "dtype": dtype})
-    assert sum(found["written"]) > 5
+    assert sum(run_case(ranks, calls, folder=written(tmp_path, **changes), dp_shard=dp_shard, dtype=dtype)) > 5
 
 
 def test_one_rank_fails_and_the_other_ends_its_work(tmp_path):
-    found = run_case(2, "forward only", {"body": f"{BODY}one_fails", "folder": written(tmp_path)})
-    assert found["ranks"] == [(4, None, False), (1, "a text that cannot be read", False)]
+    assert run_case(2, one_fails, folder=written(tmp_path)) == [
+        (4, None, False), (1, "a text that cannot be read", False)]
 
 
 def test_as_few_ranks_as_the_memory_allows():

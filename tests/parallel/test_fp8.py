@@ -19,7 +19,7 @@ from drover.pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, re
 from tests.conftest import slow
 from tests.parallel.groups import run_case
 from tests.parallel.test_activation_checkpointing import CONFIG, loss
-from tests.parallel.train_steps import MODEL
+from tests.parallel.train_steps import MODEL, train_steps
 from tests.refusal import refused, table
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
@@ -139,8 +139,8 @@ def test_every_layers_products_are_those_of_a_quantiser_of_our_own(recipe):
 def test_bits_are_equal_over_layouts(recipe):
     """Of the same micro-batches. tests/parallel/matrix.py has others, in which sums are made in another order."""
     def train(ranks, **given):
-        return run_case(ranks, "", {"precision": "fp8", "steps": 3, **given,
-                                    "train": {"fp8_recipe": recipe, "clip_norm": 1e9}})
+        return run_case(ranks, train_steps, precision="fp8", steps=3, train={"fp8_recipe": recipe, "clip_norm": 1e9},
+                        **given)
 
     expected = train(1, accumulation=2)
     for found in (train(2), train(2, parallel={"dp_replicate": 2}), train(2, parallel={"reshard": "never"})):

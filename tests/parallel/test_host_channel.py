@@ -16,6 +16,7 @@ from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.messages import encode
 from drover.pipeline.parallel.ranks import Ranks
 from tests.conftest import run_stage
+from tests.parallel.channel_case import talk
 from tests.parallel.groups import run_case
 from tests.refusal import refused
 from tests.stages.training import train_folder
@@ -23,8 +24,7 @@ from tests.stages.training import train_folder
 
 @pytest.mark.parametrize(("ranks", "arity"), [(5, 2), (5, 3), (5, 8)])
 def test_what_all_say_arrives_in_order_and_nothing_is_left(ranks, arity):
-    found = run_case(ranks, "channel", {"body": "tests.parallel.channel_case:talk", "arity": arity})
-    assert found == {"widest": min(arity, ranks), "left": []}
+    assert run_case(ranks, talk, arity=arity) == {"widest": min(arity, ranks), "left": []}
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.parallel.matrix import (
     run,
 )
 from tests.parallel.matrix_table import TABLE, machine
-from tests.parallel.train_steps import MODEL, model_of, windows
+from tests.parallel.train_steps import MODEL, model_of, passes, reduced_early, traffic, train_steps, windows
 from tests.refusal import refused
 
 RUN = [*LAYOUTS, *crossed_covering(), *ATTENTION]
@@ -59,17 +59,13 @@ def test_a_parameter_without_a_gradient_stops_training_by_name(severed, parallel
     if lack := lacks(case):
         pytest.skip(lack)
     refused(CaseError, f"UserError: Training stopped in its first step.*{re.escape(names)}", run_case, case.ranks,
-            f"{case.name}, {kind_of(case)}", case.settings)
-
-
-def traffic(**settings):
-    return run_case(2, "", {"body": "tests.parallel.train_steps:traffic", "steps": 1, **settings})
+            train_steps, kind_of(case), **case.settings)
 
 
 @pytest.mark.parametrize("tied, units", [(False, MODEL.layers + 2), (True, MODEL.layers + 1)])
 def test_gradients_that_are_reduced_once_meet_once_a_step(tied, units):
     """Of the embedding, each block and the head, which are one where they are tied."""
-    found = {reduce: traffic(accumulation=4, tied=tied, parallel={"reduce": reduce})["reductions"]
+    found = {reduce: run_case(2, traffic, steps=1, accumulation=4, tied=tied, parallel={"reduce": reduce})["reductions"]
              for reduce in ("each", "last")}
     assert found == {"each": 4 * units, "last": units}
 
@@ -78,7 +74,7 @@ def test_gradients_that_are_reduced_once_meet_once_a_step(tied, units):
 @pytest.mark.parametrize("reshard", ["always", "never"])
 def test_weights_are_asked_for_one_unit_ahead_and_no_more_often_than_needed(tied, reshard):
     layers = MODEL.layers
-    found = traffic(accumulation=2, tied=tied, parallel={"reshard": reshard})
+    found = run_case(2, traffic, steps=1, accumulation=2, tied=tied, parallel={"reshard": reshard})
     once, again = layers + (1 if tied else 2), layers if reshard == "always" else 0
     # Only blocks are gathered for the backward pass: the embedding needs no weights there, and the head kept them.
     assert found["gathers"] == (2 * (once + again) if reshard == "always" else once)
@@ -93,9 +89,8 @@ def test_weights_are_asked_for_one_unit_ahead_and_no_more_often_than_needed(tied
 def test_a_pipeline_reduces_gradients_while_it_computes(schedule, stages, layers, tied, ahead):
     """Each block's from when it has them; torch's stage waits until all of its blocks have."""
     parallel = {"pp": 2, "pp_schedule": schedule, **({"pp_stages": stages} if stages > 1 else {})}
-    ours, theirs = (run_case(4, "", {
-        "body": "tests.parallel.train_steps:reduced_early", "torchs": torchs, "accumulation": 2, "tied": tied,
-        "shape": {"layers": layers}, "parallel": parallel}) for torchs in (False, True))
+    ours, theirs = (run_case(4, reduced_early, torchs=torchs, accumulation=2, tied=tied, shape={"layers": layers},
+                              parallel=parallel) for torchs in (False, True))
     assert ours["results"] == theirs["results"] and ours["blocks"] == theirs["blocks"]
     for mine, golden in zip(ours["gradients"], theirs["gradients"], strict=True):
         assert set(mine) == set(golden) and len(mine) == layers * 9 + 3 - tied
@@ -111,9 +106,9 @@ KEPT = {"backend": "aot_eager", "parallel": {"reshard": "never"}, "train": {"act
 def test_losses_and_logits_between_steps_are_those_of_one_process(layout, tied, options):
     """Each pass calls the output matrix in its own way, and none leaves behind what disturbs the next step."""
     ranks, parallel = CROSSED[layout]
-    settings = {"body": "tests.parallel.train_steps:passes", "steps": 3, "tied": tied}
-    expected = run_case(1, "", dict(settings))
-    found = run_case(ranks, "", {**settings, **options, "parallel": {**parallel, **options.get("parallel", {})}})
+    expected = run_case(1, passes, steps=3, tied=tied)
+    found = run_case(ranks, passes, steps=3, tied=tied,
+                     **{**options, "parallel": {**parallel, **options.get("parallel", {})}})
     np.testing.assert_allclose(found["results"], expected["results"], rtol=1e-12)
     for mine, golden in zip(found["passes"], expected["passes"], strict=True):
         for name, value in golden.items():

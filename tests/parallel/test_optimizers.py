@@ -10,6 +10,7 @@ from tests.conftest import slow
 from tests.formats.cutting import write_checkpoint
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import CROSSED
+from tests.parallel.optimizer_steps import optimizer_steps
 
 ALONE, TWO_AXES = "one process", "FSDP2 x tensor parallel 2 x 2"
 OUTSIDE = "tests.training.optimizers.outside"
@@ -24,8 +25,7 @@ def alone(**settings):
 def steps(layout, train=(("optimizer", "muon"),), **settings):
     """Under a layout of CROSSED."""
     ranks, parallel = CROSSED[layout]
-    return run_case(ranks, "", {"body": "tests.parallel.optimizer_steps:optimizer_steps", "parallel": parallel,
-                                "train": dict(train), "steps": 4, **settings})
+    return run_case(ranks, optimizer_steps, parallel=parallel, train=dict(train), **{"steps": 4, **settings})
 
 
 def saved(folder, found):

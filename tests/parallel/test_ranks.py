@@ -18,6 +18,7 @@ from drover.pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files
 from drover.pipeline.training.watchdog import longest_wait
 from tests.conftest import run_python
 from tests.parallel.groups import run_case
+from tests.parallel.train_steps import one_refuses, waits
 from tests.refusal import refused
 
 
@@ -62,7 +63,7 @@ def test_two_ranks_with_one_gpu_are_refused_in_words(monkeypatch, last, taken):
 
 
 def test_what_one_rank_refuses_ends_all_in_its_words():
-    assert run_case(2, "refusal", {"body": "tests.parallel.train_steps:one_refuses"}) == [
+    assert run_case(2, one_refuses) == [
         "tensor x has values that are NaN"] * 2
 
 
@@ -75,10 +76,8 @@ def test_torch_reads_it_after_its_import():
 
 
 def test_groups_have_names_and_wait_as_long_as_is_said():
-    found = run_case(4, "timeouts", {"body": "tests.parallel.train_steps:waits", "seconds": 2,
-                                     "parallel": {"dp_replicate": 2, "tp": 2}})
-    assert found == {"replicate": ("mesh_replicate", 2.0), "shard": ("mesh_shard", 2.0),
-                               "tensor": ("mesh_tensor", 2.0)}
+    assert run_case(4, waits, seconds=2, parallel={"dp_replicate": 2, "tp": 2}) == {
+        "replicate": ("mesh_replicate", 2.0), "shard": ("mesh_shard", 2.0), "tensor": ("mesh_tensor", 2.0)}
 
 
 @pytest.mark.parametrize(("minutes", "hang", "expected"), [

@@ -5,7 +5,7 @@ import pytest
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from tests.parallel.conftest import groups_end  # noqa: F401 - a fixture of all
 from tests.parallel.groups import run_case
-from tests.rehearsal.measured import config_of
+from tests.rehearsal.measured import config_of, measured
 
 CLOSE = 0.05
 
@@ -22,7 +22,7 @@ def test_a_rehearsed_step_is_the_measured_one(ranks, gpu, settings):
     """Calls and bytes of each collective in each group are equal, and so is the peak of memory, kind by kind; in a
     pipeline, where it depends on how fast others are, to 5%. torch's allocator, which also counts what kernels take for
     a moment, has no more than 5% more where the kernels are its own and gloo copies little."""
-    found = run_case(ranks, "rehearsal", {"body": "tests.rehearsal.measured:measured", "gpu": gpu, **settings})["ranks"]
+    found = run_case(ranks, measured, "rehearsal", gpu=gpu, **settings)["ranks"]
     looked_at = [0, ranks - 1]
     rehearsed = rehearse_apart(config_of(**settings), ranks, looked_at, gpu=gpu, all_micro_batches=True)
     for rank, fake in zip(looked_at, (one.as_json() for one in rehearsed), strict=True):
