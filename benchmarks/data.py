@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, run
 
-from benchmarks.measuring import Row, print_machine, print_table, seconds
-from drover.pipeline.contract.manifest import read_manifest
+from benchmarks.measuring import print_machine, print_table, seconds
 from drover.pipeline.core.command_line import Parser, Program
-from drover.pipeline.core.errors import installed_version
+from drover.pipeline.core.errors import require
 from drover.pipeline.core.files import read_json, write_text
 
 COLUMNS = {"MB/s": "{:.2f}", "of datatrove": "{:.2f}", "tokens, with EOS alone": "{:,}"}
@@ -47,6 +46,7 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Measure the stages and datatrove, and print a table."""
+    require("benchmarks.data", "datatrove")
     print_machine()
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
         mb = write_corpus(Path(folder, "corpus"), options.files)
@@ -57,17 +57,17 @@ def work(options: argparse.Namespace) -> None:
         write_text(Path(folder, "ours.yaml"), json.dumps(config))
         rates = {stage: mb / seconds(partial(python, "-m", f"drover.pipeline.{stage}", "--config",
                                              f"{folder}/ours.yaml")) for stage in ("shard", "tokenizer", "encode")}
-        rows: dict[str, Row] = {stage: {"MB/s": rates[stage]} for stage in ("shard", "encode")}
-        rows["encode"]["tokens, with EOS alone"] = our_tokens(Path(folder, "ours/encode"))
-        if installed_version("datatrove"):
-            hf = Path(folder, "ours/tokenizer/hf")
-            eos = read_json(hf / "tokenizer_config.json")["eos_token"]
-            write_text(Path(folder, "theirs.py"), THEIRS.format(folder=folder, hf=str(hf), eos=eos))
-            rate = mb / seconds(partial(python, f"{folder}/theirs.py"))
-            tokens = sum(path.stat().st_size // 2 for path in Path(folder, "theirs").glob("*.ds"))
-            rows["datatrove"] = {"MB/s": rate, "tokens, with EOS alone": tokens}
-            rows["encode"]["of datatrove"] = rates["encode"] / rate
-        print_table(rows, COLUMNS)
+        hf = Path(folder, "ours/tokenizer/hf")
+        eos = read_json(hf / "tokenizer_config.json")["eos_token"]
+        write_text(Path(folder, "theirs.py"), THEIRS.format(folder=folder, hf=str(hf), eos=eos))
+        theirs = mb / seconds(partial(python, f"{folder}/theirs.py"))
+        total = read_json(Path(folder, "ours/encode/manifest.json"))["counts"]["total"]
+        print_table({
+            "shard": {"MB/s": rates["shard"]},
+            "encode": {"MB/s": rates["encode"], "of datatrove": rates["encode"] / theirs,
+                       "tokens, with EOS alone": total["tokens"] - total["docs"]},  # datatrove adds no BOS
+            "datatrove": {"MB/s": theirs, "tokens, with EOS alone": sum(
+                path.stat().st_size // 2 for path in Path(folder, "theirs").glob("*.ds"))}}, COLUMNS)
 
 
 def python(*arguments: str) -> None:
@@ -84,14 +84,6 @@ def write_corpus(folder: Path, pattern: str) -> float:
         lines = [json.dumps({"text": text}) for text in texts[number::2]]
         write_text(folder / f"{number}.jsonl", "\n".join([*lines, ""]))
     return sum(len(text.encode()) for text in texts) / 1e6
-
-
-def our_tokens(folder: Path) -> int:
-    """Tokens of the stage encode without BOS, which datatrove does not add."""
-    manifest = read_manifest(folder)
-    assert manifest is not None, "the stage has succeeded"
-    total: dict[str, int] = manifest.counts["total"]
-    return total["tokens"] - total["docs"]
 
 
 main = Program("python -m benchmarks.data", __doc__, add_options, work)

@@ -16,6 +16,8 @@ import argparse
 import sys
 from functools import partial
 
+import torch
+
 from benchmarks.measuring import Case, add_options, run_cases
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS
@@ -31,13 +33,11 @@ CASES = [
     Case("8b, documents"),
     Case("8b, documents, eager", EAGER),
     *(Case(f"8b, documents, {name}", {"train.attention": name}) for name in ("flex", "sdpa")),
-    Case("8b, documents, by_document, eager", EAGER | {"train.attention": "by_document"}),
     Case("8b, documents, Muon", {"train.optimizer": "muon"}),
     *(Case(f"8b, documents, ZeRO {stage}", {"parallel.engine": "deepspeed", "parallel.zero_stage": stage,
                                             "train.compile": stage < 3}) for stage in (1, 2, 3)),
     Case("8b", CAUSAL),
     Case("8b, eager", CAUSAL | EAGER),
-    Case("8b, 2 sequences", CAUSAL | {"train.micro_batch": 2}),
     *(Case(f"8b, {kind} checkpointing", CAUSAL | {"train.activation_checkpointing": kind})
       for kind in ("selective", "full")),
     *(Case(f"8b, fp8 {recipe}", CAUSAL | {"train.precision": "fp8", "train.fp8_recipe": recipe})
@@ -55,8 +55,6 @@ def add_own_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Measure the chosen cases; 1 if one failed."""
-    import torch
-
     if not options.tiny and not torch.cuda.is_available():
         raise UserError("torch sees no GPU on this machine. --tiny needs none.")
     return run_cases("benchmarks.gpu", CASES, options, partial(config_of, options), f"--layers={options.layers}",
@@ -64,14 +62,14 @@ def work(options: argparse.Namespace) -> int:
 
 
 def config_of(options: argparse.Namespace, case: Case) -> Config:
-    """The case's settings at sequences of 8,192 tokens, with one micro-batch in a step."""
+    """The case's settings, with one sequence in a step."""
     model = changed(PRESETS["llama3_8b"], {"layers": options.layers})
     config = changed(Config(), {"model": model, "train.micro_batch": 1, "train.precision": "bf16",
                                 "train.compile": True, **case.settings})
     model = TINY if options.tiny else changed(config.model, {
         "vocab_size": 128_256, "context_length": 8192, "rope_scaling": None})
     return changed(config, {"model": model, "train.sequence_length": model.context_length,
-                            "train.batch_tokens": config.train.micro_batch * model.context_length})
+                            "train.batch_tokens": model.context_length})
 
 
 main = Program("python -m benchmarks.gpu", __doc__, add_own_options, work)

@@ -12,24 +12,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from subprocess import run
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.command_line import Parser
 from drover.pipeline.core.console import markdown
 from drover.pipeline.core.errors import installed_version
-
-if TYPE_CHECKING:
-    import torch
-
-    from drover.pipeline.data.sampling.batch import Batch
-    from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.data.sampling.batch import Batch, pack
+from drover.pipeline.formats.huggingface import config_to_json
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.parallel.ranks import Ranks, start_ranks
+from drover.pipeline.rehearsal.apart import rehearse_apart
+from drover.pipeline.training.device_facts import memory_mb, peak_flops
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.guards import StepLimits
+from drover.pipeline.training.precision import DTYPES
 
 DOCUMENT_TOKENS = 1024
-WARM_UP, STEPS = 3, 5
+WARM_UP = 3
+STEPS = 5
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "fastokens")
-COLUMNS = {"tokens/s": "{:,.0f}", "of transformers": "{:.2f}", "step ms": "{:.1f}", "MFU": "{:.1%}",
-           "peak GB of a rank": "{:.2f}", "rehearsed": "{:.2f}", "compiled": "{:.0%}", "failure": "{}"}
+COLUMNS = {"tokens/s": "{:,.0f}", "of transformers": "{:.2f}", "MFU": "{:.1%}",
+           "peak GB of a rank": "{:.2f}", "rehearsed": "{:.2f}", "failure": "{}"}
 Row = dict[str, Any]
 """Figures by their column; missing or None if they are not known."""
 
@@ -90,19 +100,13 @@ def in_processes(module: str, case: Case, arguments: Sequence[str]) -> Row:
 def measured_step(config: Config, library: bool) -> Row:
     """Take training steps on the ranks that were started: ours, or the library's. MFU is by the FLOPs of full
     attention. On GPUs `rehearsed` is the peak that a rehearsal counts."""
-    from drover.pipeline.parallel.compiling import compiled_share
-    from drover.pipeline.parallel.ranks import start_ranks
-    from drover.pipeline.rehearsal.apart import rehearse_apart
-    from drover.pipeline.training.device_facts import memory_mb, peak_flops
-
     ranks, train = start_ranks(), config.train
     step = library_step(config, ranks.device) if library else our_step(config, ranks)
     middle = statistics.median([seconds(step) for _ in range(WARM_UP + STEPS)][WARM_UP:])
     peak = peak_flops(ranks.device)
     flops = train.batch_tokens * config.model.flops_per_token(train.sequence_length, causal=False)
-    row: Row = {"tokens/s": train.batch_tokens / middle, "step ms": 1e3 * middle,
-                "MFU": peak and flops / middle / ranks.world / peak, "peak GB of a rank": memory_mb(ranks.device) / 1e3,
-                "compiled": compiled_share()}
+    row: Row = {"tokens/s": train.batch_tokens / middle,
+                "MFU": peak and flops / middle / ranks.world / peak, "peak GB of a rank": memory_mb(ranks.device) / 1e3}
     if ranks.device.type == "cuda" and not library and config.parallel.engine == "fsdp2":
         row["rehearsed"] = rehearse_apart(config, 1, [0])[0].peak.bytes / 1e9
     ranks.barrier()
@@ -117,17 +121,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def our_step(config: Config, ranks: Ranks) -> Callable[[], None]:
-    """A step of our engine over all ranks, each time on the same batch; at its end the host reads the loss.
-
-    It raises ArithmeticError after a NaN.
-    """
-    from drover.pipeline.config.batch import BatchPlan
-    from drover.pipeline.parallel.grid import Grid
-    from drover.pipeline.parallel.initial_values import drawn
-    from drover.pipeline.training.engines.build import build_engine
-    from drover.pipeline.training.guards import StepLimits
-    from drover.pipeline.training.precision import DTYPES
-
+    """A step of our engine over all ranks, each time on the same batch; at its end the host reads the loss."""
     plan = BatchPlan.of(config.train, config.parallel, ranks.world)
     dtype = DTYPES["bf16" if config.train.precision == "fp8" else config.train.precision]
     engine: Any = build_engine(config, config.model, Grid(ranks, config.parallel), dtype, plan.accumulation,
@@ -136,17 +130,12 @@ def our_step(config: Config, ranks: Ranks) -> Callable[[], None]:
 
     def step() -> None:
         result = engine.step(data.split(plan.micro_batch), plan.accumulation, plan.tokens, 1e-5, StepLimits())
-        if not result.applied:
-            raise ArithmeticError(f"the step gave {result}")
+        assert result.applied, result
     return step
 
 
 def batch(config: Config, sequences: int) -> Batch:
     """Random tokens in documents of DOCUMENT_TOKENS."""
-    import numpy as np
-
-    from drover.pipeline.data.sampling.batch import pack
-
     random, length = np.random.default_rng(0), config.train.sequence_length
     starts = np.arange(0, length, DOCUMENT_TOKENS)
     return pack([(random.integers(0, config.model.vocab_size or 0, length + 1), starts) for _ in range(sequences)])
@@ -155,11 +144,7 @@ def batch(config: Config, sequences: int) -> Batch:
 def library_step(config: Config, device: torch.device) -> Callable[[], None]:
     """A plain step of transformers: SDPA with plain causal attention, float32 weights (bf16 by autocast),
     cross-entropy, clipping, fused AdamW."""
-    import torch
-    from torch.nn.functional import cross_entropy
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from drover.pipeline.formats.huggingface import config_to_json
 
     theirs = {**config_to_json(config.model, torch.float32), "attn_implementation": "sdpa", "use_cache": False}
     with device:

@@ -13,6 +13,8 @@ import argparse
 import os
 import sys
 
+import torch
+
 from benchmarks.measuring import Case, add_options, run_cases
 from drover.model.config import ModelConfig
 from drover.pipeline.config.data import TokenizerConfig
@@ -29,7 +31,6 @@ HALF = {"train.micro_batch": 4}
 CASES = [
     Case("ours"),
     Case("ours, selective checkpointing", {"train.activation_checkpointing": "selective"}),
-    Case("ours, every second block", {"train.activation_checkpointing": "full", "train.recomputed_blocks": 2}),
     Case("ours, full checkpointing", {"train.activation_checkpointing": "full"}),
     Case("FSDP2 x 2", HALF, ranks=2),
     Case("FSDP2 x 2, reshard never", HALF | {"parallel.reshard": "never"}, ranks=2),
@@ -45,8 +46,6 @@ def work(options: argparse.Namespace) -> int:
     """Measure the chosen cases; 1 if one failed."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if options.here:
-        import torch
-
         torch.set_num_threads(2 // int(os.environ["WORLD_SIZE"]))
     return run_cases("benchmarks.train", CASES, options, config_of)
 

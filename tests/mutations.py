@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import sys
+import tarfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,16 +21,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import yaml
+
 from drover.pipeline.core.errors import UserError
 from tests.refusal import table
 
 DEEP, DIGITS = "@deep@", "@digits@"
 """Stand for what json.dumps cannot write: lists in lists, and a number of more digits than Python reads."""
-VALUES = (None, True, -1, 0, 1, 2**31, 2**60, 2**64, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x", "\0",
-          "1", "../../etc/passwd", "/", "\udc80\ud800", "\x1b]0;x\7", "x" * 70_000, "2026-11-25T00:00:00", "9999-99-99",
-          [], {}, [[]], [None], [1, 2], [{}], {"": []}, DEEP, DIGITS)
-NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**60, 2**63 - 1, 2**63, -1, -8)
-STRUCTURED = (".json", ".jsonl", ".yaml")
+VALUES = (None, True, -1, 0, 2**31, 2**60, 2**64, 10**400, 0.5, 1e308, float("nan"), "", "\0", "1", "../../etc/passwd",
+          "/", "\udc80\ud800", "\x1b]0;x\7", "x" * 70_000, "9999-99-99", [], {}, [[]], [None], [1, 2], [{}], {"": []},
+          DEEP, DIGITS)
+NUMBERS = (0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**60, 2**63, -1, -8)
 MEMORY, SECONDS = 2 << 30, 60
 """More than a case may take, by far."""
 FORBIDDEN = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "socket.connect",
@@ -60,24 +62,18 @@ class Reader:
 
 def mutate(path, chance, any_size=False):
     """Change a file; what was done, in a word."""
-    draw, whole = chance.random(), path.read_bytes()
+    draw = chance.random()
+    content = path.read_bytes()
     if draw < 0.04:
+        how = chance.choice([way for way in OTHERWISE if not (any_size and way == "hole")])
         path.unlink()
-        return _put_otherwise(path, chance, any_size)
-    if path.suffix in STRUCTURED and draw < 0.8:
-        try:
-            data = _structured(whole, path.suffix, chance)
-        except ValueError:
-            data = _bytes(whole, chance)
-    elif path.suffix == ".safetensors" and draw < 0.6:
-        length = int.from_bytes(whole[:8], "little")
-        header = _structured(whole[8:8 + length], ".json", chance)
-        data = len(header).to_bytes(8, "little") + header + whole[8 + length:]
-    elif path.suffix == ".tar" and draw < 0.6:
-        data = _tar(whole, chance)
-    else:
-        data = _bytes(whole, chance)
-    path.write_bytes(data)
+        OTHERWISE[how](path)
+        return how
+    change = STRUCTURED.get(path.suffix, _bytes) if draw < 0.7 else _bytes
+    try:
+        path.write_bytes(change(content, chance))
+    except ValueError:  # it has not the structure of its kind
+        path.write_bytes(_bytes(content, chance))
     return "content"
 
 
@@ -98,13 +94,6 @@ def planted(text):
             for name, keys, value in table(text, str, str, json.loads)]
 
 
-def _put_otherwise(path, chance, any_size):
-    how = chance.choice(list(OTHERWISE))
-    how = "missing" if any_size and how == "hole" else how
-    OTHERWISE[how](path)
-    return how
-
-
 def _hole(path):
     """A file that is larger than any memory, and takes no room."""
     with open(path, "wb") as file:
@@ -118,22 +107,30 @@ OTHERWISE = {"missing": lambda path: None, "folder": os.mkdir, "dangling": lambd
 """What may be in a file's place."""
 
 
-def _structured(whole, suffix, chance):
-    if suffix == ".jsonl":
-        lines = whole.splitlines(keepends=True)
-        at = chance.randrange(len(lines))
-        lines[at] = _structured(lines[at], ".json", chance) + b"\n" * chance.choice([1, 1, 1, 0, 2])
-        if chance.random() < 0.2:
-            chance.shuffle(lines)
-        return b"".join(lines)
-    if suffix == ".yaml":
-        import yaml
-        tree = yaml.load(whole, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    else:
-        tree = json.loads(whole)
+def _json(content, chance):
+    tree = json.loads(content)
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
         tree = _changed(tree, chance)
     return _dumped(tree)
+
+
+def _yaml(content, chance):
+    return _json(json.dumps(yaml.safe_load(content)), chance)
+
+
+def _lines(content, chance):
+    lines = content.splitlines(keepends=True)
+    at = chance.randrange(len(lines))
+    lines[at] = _json(lines[at], chance) + b"\n" * chance.choice([1, 1, 1, 0, 2])
+    if chance.random() < 0.2:
+        chance.shuffle(lines)
+    return b"".join(lines)
+
+
+def _safetensors(content, chance):
+    length = int.from_bytes(content[:8], "little")
+    header = _json(content[8:8 + length], chance)
+    return len(header).to_bytes(8, "little") + header + content[8 + length:]
 
 
 def _dumped(tree):
@@ -166,37 +163,41 @@ def _changed(tree, chance):
     return root[0] if root else None
 
 
-def _bytes(whole, chance):
-    at, length, size = chance.randrange(len(whole) + 1), chance.choice([1, 2, 8, 64, 4096]), chance.choice([1, 2, 4, 8])
+def _bytes(content, chance):
+    """With a piece that is cut out, doubled or another, with other bits, or other content."""
+    at = chance.randrange(len(content) + 1)
     if chance.random() < 0.3:  # where headers are
         at = min(at, chance.randrange(64))
-    head, cut, tail = whole[:at], whole[at:at + length], whole[at + length:]
+    head, tail = content[:at], content[at:]
+    length = chance.choice([1, 2, 8, 64, 4096])
+    size = chance.choice([1, 2, 4, 8])
     number = chance.choice(NUMBERS) & ((1 << 8 * size) - 1)
-    written = head + number.to_bytes(size, chance.choice(["little", "little", "big"])) + whole[at + size:]
-    flipped = bytearray(whole)
-    for _ in range(chance.choice([1, 1, 3, 20]) if whole else 0):
-        flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
-    other = chance.choice([b"", b"\0" * 5000, b"\xef\xbb\xbf" + whole, b"\xff\xfe" + whole, whole * 2, b"[]", b"null",
-                           b"{}", whole.decode("latin-1").encode("utf-16"), b"[" * 200_000, b"-", b"\n",
-                           pickle.dumps(Path("x")), b"PK\3\4" + whole, b"\x1f\x8b" + whole])
-    return chance.choice([head, head + tail, head + chance.randbytes(length) + cut + tail, head + cut + cut + tail,
-                          head + bytes(len(cut)) + tail, written, written, other, bytes(flipped), bytes(flipped)])
+    written = head + number.to_bytes(size, chance.choice(["little", "big"])) + tail[size:]
+    flipped = bytearray(content)
+    for _ in range(chance.choice([1, 1, 3, 20]) if content else 0):
+        flipped[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    other = chance.choice([b"", b"\0" * 5000, b"\xff\xfe" + content, content * 2, b"[]", b"null", b"[" * 200_000,
+                           content.decode("latin-1").encode("utf-16"), pickle.dumps(Path("x")), b"\x1f\x8b" + content])
+    return chance.choice([head, head + tail[length:], head + chance.randbytes(length) + tail,
+                          head + tail[:length] + tail, written, written, other, bytes(flipped), bytes(flipped)])
 
 
-def _tar(whole, chance):
+def _tar(content, chance):
     """With a header changed whose sum is right all the same."""
-    import tarfile
-    starts = [at for at in range(0, len(whole), 512) if whole[at + 257:at + 262] == b"ustar"]
+    starts = [at for at in range(0, len(content), 512) if content[at + 257:at + 262] == b"ustar"]
     if not starts:
-        return _bytes(whole, chance)
-    data, at = bytearray(whole), chance.choice(starts)
-    start, stop = chance.choice([(0, 100), (100, 108), (124, 136), (124, 136), (156, 157), (157, 257), (345, 500)])
-    odd = chance.choice([b"77777777777", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-0000000001", b"0", b"x", b"L", b"K",
-                         b"1", b"2", b"S", b"g", b"../../x.json", b"/x.json", b"\0", chance.randbytes(12)])
+        raise ValueError("there is no header")
+    data, at = bytearray(content), chance.choice(starts)
+    start, stop = chance.choice([(0, 100), (100, 108), (124, 136), (156, 157), (157, 257), (345, 500)])
+    odd = chance.choice([b"77777777777", b"\x80" + b"\xff" * 11, b"-0000000001", b"x", b"L", b"2", b"g",
+                         b"../../x.json", b"\0", chance.randbytes(12)])
     data[at + start:at + stop] = odd[:stop - start].ljust(stop - start, b"\0")
-    total = tarfile.calc_chksums(bytes(data[at:at + 512]))[0]
-    data[at + 148:at + 156] = b"%06o\0 " % total
+    data[at + 148:at + 156] = b"%06o\0 " % tarfile.calc_chksums(bytes(data[at:at + 512]))[0]
     return bytes(data)
+
+
+STRUCTURED = {".json": _json, ".jsonl": _lines, ".yaml": _yaml, ".safetensors": _safetensors, ".tar": _tar}
+"""What changes a file by its structure, by suffix."""
 
 
 def tried(reader, folder, seed, cases):
@@ -213,15 +214,15 @@ def tried(reader, folder, seed, cases):
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, errors="replace") as pipe:
-        *told, last = pipe.read().split("\0")
+        *parts, last = pipe.read().split("\0")
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    begun = [text for text in told if text.isdigit()]
-    assert begun, f"{reader.name} does not read what is whole: {last}"
-    found = [text for text in told if not text.isdigit()]
+    started = [text for text in parts if text.isdigit()]
+    assert started, f"{reader.name} does not read what is valid: {last}"
+    failures = [text for text in parts if not text.isdigit()]
     if last != "end":
         _restore(folder, kept)
-        found.append(f"{reader.name} {begun[-1]}: the process ended ({status}) {last[-500:]}")
-    return found
+        failures.append(f"{reader.name} {started[-1]}: the process ended ({status}) {last[-500:]}")
+    return failures
 
 
 def _try(reader, folder, seed, cases, kept, pipe):

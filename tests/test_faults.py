@@ -14,7 +14,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_attempts
-from tests.conftest import REPOSITORY, environment, run_python, start_stage, write_config
+from tests.conftest import REPOSITORY, environment, run_python, slow, start_stage, write_config
 from tests.cut_off import cut_off_stage
 from tests.faulty import HOOKS
 from tests.stages.training import changed, curve, kill
@@ -66,7 +66,7 @@ def assert_same(config, undisturbed, *stages):
         assert (ours / "report.html").is_file() and (ours / "report/manifest.json").is_file()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["shard", "encode", "train", *slow("tokenizer", "convert", "evaluate", "report")])
 def test_a_stage_killed_before_its_1st_2nd_4th_8th_change_of_files_ends_with_the_same_outputs(stage, before,
                                                                                                undisturbed):
     """Each start goes on from what the killed one before it left."""
@@ -127,8 +127,9 @@ def test_a_killed_rank_on_one_box_is_started_again_and_changes_nothing(before, u
         (0, None, None, None), (0, "crashed", None, 4), (1, None, 4, None), (1, "done", None, 12)]
 
 
-@pytest.mark.parametrize("stage, limit", [("shard", 20_000), ("tokenizer", 10_000), ("encode", 5_000),
-                                          ("convert", 50_000), ("evaluate", 3_000), ("report", 3_000)])
+@pytest.mark.parametrize("stage, limit", [
+    ("shard", 20_000), ("convert", 50_000), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("tokenizer", 10_000), ("encode", 5_000), ("evaluate", 3_000), ("report", 3_000)))])
 def test_a_full_disk_stops_any_stage_with_a_paragraph(before, undisturbed, stage, limit):
     """The process's file size limit stands in for the disk. Once there is room, the same command goes on."""
     config = before(stage)

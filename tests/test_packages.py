@@ -1,8 +1,6 @@
 """Packages of extras: which one brings what, and what is said where one is absent."""
 
-import re
 import tomllib
-from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
@@ -40,28 +38,6 @@ def test_every_requirement_has_a_lower_bound_and_an_upper_one_where_private_inte
         bounds = {bound.operator for bound in one.specifier}
         assert name == "drover" or ">=" in bounds, name
         assert name not in MARGIN or "<" in bounds, name
-
-
-def closure(extras):
-    """The names of all distributions that pip installs for every run and these extras, by what is installed here. What
-    torch brings for GPUs is left out."""
-    found, waiting = {}, [one for extra in (None, *extras) for one in requirements(extra).values()]
-    while waiting:
-        one = waiting.pop()
-        name = re.sub("[-_.]+", "-", one.name).lower()
-        if (name in found and one.extras <= found[name]) or re.match("nvidia|cuda|triton", name):
-            continue
-        found.setdefault(name, set()).update(one.extras)
-        waiting += [more for more in map(Requirement, metadata.requires(one.name) or []) if more.marker is None
-                    or any(more.marker.evaluate({"extra": extra}) for extra in ("", *found[name]))]
-    return found.keys()
-
-
-def test_what_make_demo_installs_is_little():
-    makefile = (REPOSITORY / "Makefile").read_text()
-    extras = re.search(r"installed:.*?\$\(INSTALL\) '\.\[(\S+)\]'", makefile, re.DOTALL)[1].split(",")
-    assert 100 < len(closure(extras) | {"drover", "pip", "setuptools"}) <= 110
-    assert len(closure([])) < 65 and "torchao" not in closure(["all", *extras])
 
 
 def test_every_requirement_has_a_version_that_the_tests_were_run_with():

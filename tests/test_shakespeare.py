@@ -21,9 +21,3 @@ def test_the_models_are_no_larger_than_nanogpts(name, layers, width):
     parameters = config.model.model_copy(update={"vocab_size": ROWS}).parameter_count
     assert 0.95 * gpt_parameters(layers, width) < parameters <= gpt_parameters(layers, width)
     assert (config.shard.validation_rule, config.shard.validation_share) == ("tail", 0.1)
-
-
-def test_the_small_one_sees_as_many_tokens_as_nanogpts():
-    train = load_config(REPOSITORY / "configs/shakespeare_char.yaml").train
-    assert (train.steps, train.batch_tokens, train.sequence_length) == (2000, 12 * 64, 64)
-    assert train.precision == "fp32"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drover.model import kernels
-from drover.model.kernels import FASTER, ByOnednn, by_onednn, chosen, vendor
+from drover.model.kernels import FASTER, ByOnednn, by_onednn, vendor
 
 
 def choose(monkeypatch, vendor: str, capability: str) -> ByOnednn:
@@ -30,11 +30,3 @@ def test_the_vendor_as_linux_says_it(tmp_path):
     assert vendor(description) == "AuthenticAMD"
     description.write_text("processor\t: 0\nBogoMIPS\t: 243.75\n")  # ARM
     assert vendor(description) == "" and vendor(tmp_path / "none") == ""
-
-
-@pytest.mark.parametrize(("choice", "words"), [
-    (ByOnednn(), "torch"), (ByOnednn(True, True), "oneDNN"),
-    (ByOnednn(True, False), "with weights oneDNN, gradients of weights torch")])
-def test_the_choice_in_words(monkeypatch, choice, words):
-    monkeypatch.setattr(kernels, "by_onednn", lambda: choice)
-    assert chosen() == words

@@ -267,7 +267,10 @@ def few(cases: Sequence[Case]) -> list[Case]:
 
 
 def met(case: Case) -> list[tuple[str, str]]:
-    """What a case has otherwise than one eager process on a Llama in float64, as options with their values."""
+    """What a case has otherwise than one eager process on a Llama in float64, as options with their values. Of
+    DeepSpeed's only the stage, which `make test-all` crosses with the others."""
+    if kind_of(case):
+        return [("zero_stage", str(case.settings["parallel"]["zero_stage"]))] * 2
     named = {**case.settings, **case.settings.get("parallel", {}), **case.settings.get("train", {})}
     for known in ("parallel", "train", "steps"):
         named.pop(known, None)

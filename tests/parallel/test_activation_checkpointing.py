@@ -68,9 +68,9 @@ class Recomputed(TorchDispatchMode):
         return operator(*arguments, **options or {})
 
 
-@pytest.mark.parametrize(("kept", "gained"), [(["wq"], False), (["attention"], True), (["w1", "wo"], True),
-                                              (list(KEPT_ACTIVATIONS), False)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kept", "gained", "bias"), [
+    (["wq"], False, True), (["attention"], True, False), (["w1", "wo"], True, True),
+    (list(KEPT_ACTIVATIONS), False, False)])
 @pytest.mark.parametrize("backend", WAYS, ids=names)
 def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, gained, bias):
     model = built(backend, kept, gained, qkv_bias=bias)
@@ -85,8 +85,8 @@ def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, gai
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("kept", "gained"), [(["wo", "w3"], True), (list(KEPT_ACTIVATIONS), False)])
+@pytest.mark.parametrize(("kept", "gained", "bias"), [
+    (["wo", "w3"], True, True), (list(KEPT_ACTIVATIONS), False, False)])
 def test_compiled_blocks_keep_by_name_too(kept, gained, bias):
     """In the graph of the backward pass each product has two for its gradients, one more if it is computed again."""
     products = []

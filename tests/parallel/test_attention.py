@@ -9,7 +9,7 @@ from drover.model.attention.backend import Where
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import attention
 from drover.pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
-from tests.conftest import needs_compiler, run_python, run_stage
+from tests.conftest import needs_compiler, run_stage
 from tests.refusal import refused, table
 from tests.stages.training import events
 
@@ -46,31 +46,6 @@ def test_newer_flash_kernels_are_used_where_gpu_and_packages_allow(monkeypatch, 
     assert activated == ([taken.upper()] if taken in ("fa3", "fa4") else [])
 
 
-STANDS_IN = """
-import torch
-from unittest import mock
-from drover.pipeline.parallel.attention import choose_flash
-with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
-    print(choose_flash("{name}", torch.device("cuda", 0)), torch.nn.attention.current_flash_attention_impl(),
-          torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CUDA"))
-"""
-
-
-@pytest.mark.parametrize("name, module, content", [
-    ("fa3", "flash_attn_interface.py", "import torch\nlibrary = torch.library.Library('flash_attn_3', 'DEF')\n"
-     "library.define('fwd(Tensor q) -> Tensor')\nlibrary.define('bwd(Tensor q) -> Tensor')\n"),
-    ("fa4", "flash_attn/cute/interface.py", "_flash_attn_fwd = _flash_attn_bwd = None\n")])
-def test_torch_takes_the_kernels_of_the_package_that_is_looked_for(tmp_path, name, module, content):
-    """torch's own activation, of a package that has the names of the real one and no kernels."""
-    if not hasattr(KERNELS, "current_flash_attention_impl"):
-        pytest.skip("this torch takes no other kernels")
-    for file in (tmp_path / module, *((tmp_path / module).parent / "__init__.py",) * ("/" in module)):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    found = run_python("-c", STANDS_IN.format(name=name), PYTHONPATH=str(tmp_path))
-    assert found.stdout.split() == [name, name.upper(), "True"]
-
-
 TRACES = """
 from functools import partial
 import torch
@@ -79,6 +54,7 @@ torch.compile = partial(torch.compile, backend="aot_eager")
 """A plugin: blocks are traced, but nothing makes code of their graphs, which takes a minute."""
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_run_records_what_computes_its_attention_and_prints_a_fallback_once(fresh, tmp_path):
     (tmp_path / "traces.py").write_text(TRACES)

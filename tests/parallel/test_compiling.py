@@ -38,12 +38,10 @@ OPTIONS = {
         "train": {"attention": NAME, **CHECKPOINTING["every second"]}}),
     "tensor and context parallel, four kinds of layers": (4, {
         "parallel": {"tp": 2, "cp": 2}, "shape": KINDS, "train": {"attention": NAME, **CHECKPOINTING["selective"]}})}
+FAST = "FSDP2, bf16, accumulation"
 
-FEW = ("FSDP2, bf16, accumulation", "checkpointing selective, four kinds of layers")
 
-
-@pytest.mark.parametrize("case", [
-    *FEW, *slow(*(name for name in OPTIONS if name not in FEW))])
+@pytest.mark.parametrize("case", [FAST, *slow(*(name for name in OPTIONS if name != FAST))])
 def test_every_call_of_a_block_runs_compiled(case):
     """Also with more layers than torch allows graphs, and of all kinds of layers."""
     ranks, settings = OPTIONS[case]

@@ -56,6 +56,7 @@ def test_only_this_starts_message_for_this_place_is_read(channel, place, start):
     assert channel.joined(1, sum) == 5
 
 
+@pytest.mark.slow
 def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(fresh):
     """However many weights and ranks there are; a comparison of replicas has one more. The saves after the second and
     fourth step are written during the next ones, and what ranks say of them goes through the channel."""

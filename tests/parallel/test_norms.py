@@ -13,8 +13,8 @@ from tests.parallel.train_steps import norms
     (1, {}), (2, {"tied": True, "backend": "aot_eager"}), (4, {"parallel": {"dp_replicate": 2}}),
     (2, {"parallel": {"tp": 2}, "train": {"optimizer": "muon"}}),
     (4, {"parallel": {"pp": 2, "pp_schedule": "interleaved"}, "shape": {"layers": 4}, "tied": True, "accumulation": 2}),
-    (2, {"parallel": {"engine": "deepspeed", "zero_stage": 1}, "precision": "fp32"}),
-    (2, {"parallel": {"engine": "deepspeed", "zero_stage": 3}, "precision": "fp32"})])
+    *(pytest.param(2, {"parallel": {"engine": "deepspeed", "zero_stage": stage}, "precision": "fp32"},
+                   marks=pytest.mark.slow) for stage in (1, 3))])
 def test_norms_are_those_of_whole_tensors(ranks, settings):
     case = Case("norms", ranks=ranks, settings={"steps": 3, **settings})
     if lack := lacks(case):

@@ -16,7 +16,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import ranks
 from drover.pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments, start_ranks
 from drover.pipeline.training.watchdog import longest_wait
-from tests.conftest import run_python
 from tests.parallel.groups import run_case
 from tests.parallel.train_steps import one_refuses, waits
 from tests.refusal import refused
@@ -65,14 +64,6 @@ def test_two_ranks_with_one_gpu_are_refused_in_words(monkeypatch, last, taken):
 def test_what_one_rank_refuses_ends_all_in_its_words():
     assert run_case(2, one_refuses) == [
         "tensor x has values that are NaN"] * 2
-
-
-def test_torch_reads_it_after_its_import():
-    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
-        pytest.skip("this torch does not tell its settings")
-    program = ("import torch; from drover.pipeline.parallel.ranks import extend_segments; extend_segments(); "
-               "print(torch._C._accelerator_getAllocatorSettings())")
-    assert run_python("-c", program).stdout.strip() == "expandable_segments:True"
 
 
 def test_groups_have_names_and_wait_as_long_as_is_said():

@@ -65,6 +65,7 @@ def test_damaged_copies_and_checkpoints_give_way_to_sound_ones(copied):
     assert_equal_to_the_bit(copied)
 
 
+@pytest.mark.slow
 def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
     url = moto_server.url_of("runs/mini")
     copying = [*SETTINGS, "train.checkpoint.attempts=1", f"train.checkpoint.copy_to={url}"]

@@ -50,7 +50,8 @@ def logits(model, vocab_size):
     ("bfloat16", 4 * 9 + 2, {"tied_embeddings": True, "layers": 4}),
     pytest.param("float32", 2 * 12 + 3, {"qkv_bias": True, "head_dim": 24, "rope_scaling": {
         "kind": "yarn", "factor": 4, "original_context_length": 32}}, marks=pytest.mark.slow),
-    ("float32", 4 * 9 + 3, {"layers": 4, "no_rope_layer_interval": 3, "sliding_window": 16})],
+    pytest.param("float32", 4 * 9 + 3, {"layers": 4, "no_rope_layer_interval": 3, "sliding_window": 16},
+                 marks=pytest.mark.slow)],
     ids=["tied", "biases, wide heads, YaRN", "SmolLM3"])
 def test_any_pieces_are_exported_and_compute_what_was_trained(spread, run, dtype, tensors, changes):
     """All layers are compared, block by block."""

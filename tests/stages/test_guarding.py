@@ -115,6 +115,7 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_training_is_started_agai
     assert [record["step"] for record in curve(fresh)] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_looking_and_saving_for_longer_than_the_limit_is_no_hang(fresh):
     """A step that is slow, but not by so much, is none either."""
     run_train(fresh, patience(fresh, ranks=1, least_s=3), "train.checkpoint.background=false",

@@ -51,6 +51,7 @@ def stand_in(monkeypatch):
     return watched
 
 
+@pytest.mark.slow
 def test_a_model_trained_and_measured_as_on_mps_is_the_one_of_the_cpu(fresh, stand_in, monkeypatch):
     def chain(name, device):
         """Losses and norms of training, bits per byte of the evaluation."""

@@ -112,6 +112,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert manifest_of(phased).counts["steps"] == 16 and proven(phased)
 
 
+@pytest.mark.slow
 def test_a_run_that_gains_phases_keeps_the_plan_of_the_steps_that_are_done(phased):
     """A step that no checkpoint has, before the change, was of the former plan."""
     without = {"steps": 12, "phases": [], "sequence_length": 32}

@@ -51,6 +51,7 @@ def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_
     assert "did not suffice in step 3" in later.stderr and "OutOfMemoryError" in later.stderr
 
 
+@pytest.mark.slow
 def test_norms_are_measured_where_asked_for_and_change_nothing(fresh, plain):
     """In the same run a profile begins later than training ends, which is logged."""
     said = run_train(fresh, STEPS, "train.norms_every=5", "train.log_every=100", "train.profile.start=7",
