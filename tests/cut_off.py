@@ -59,8 +59,8 @@ def cut_off_stage(stage, number, *arguments, pattern="/runs/", ranks=1):
     """Run a stage of which a process dies before its change of that number; its status and all that was printed."""
     process = warm_server().start(["tests.cut_off", pattern, str(number), f"drover.pipeline.{stage}", *arguments],
                                   environment(), ranks=ranks)
-    said = "".join(process.communicate(HANG_S))
-    return process.wait(), said
+    output = "".join(process.communicate(HANG_S))
+    return process.wait(), output
 
 
 if __name__ == "__main__":

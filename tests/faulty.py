@@ -55,12 +55,12 @@ class Fault:
 
 
 def parse_faults(text):
-    found = []
+    actual = []
     for part in filter(None, map(str.strip, text.split(";"))):
         kind, _, rest = part.partition(":")
         options = dict(option.strip().split("=") for option in rest.split(","))
-        found.append(Fault(kind, **{name: OPTIONS[name](value) for name, value in options.items()}))
-    return found
+        actual.append(Fault(kind, **{name: OPTIONS[name](value) for name, value in options.items()}))
+    return actual
 
 
 class Faulty(HookSettings):

@@ -50,5 +50,5 @@ def run_of(place, *overrides):
 
 
 def state(place, stage="shard"):
-    found = read_state(place / "runs/a" / stage)
-    return found and (found.status, found.step)
+    result = read_state(place / "runs/a" / stage)
+    return result and (result.status, result.step)

@@ -44,12 +44,12 @@ def test_a_run_that_is_not_there_is_told_in_one_way(arguments, tmp_path, monkeyp
     assert capsys.readouterr().err == "error: There is no run nope. The runs in runs are: none.\n"
 
 
-@pytest.mark.parametrize(("arguments", "said"), table("""
+@pytest.mark.parametrize(("arguments", "message"), table("""
     trian -> error: there is no command trian; did you mean 'trace'?
     qq -> error: there is no command qq; drover --help shows all.
     completion fish -> error: drover completion takes bash or zsh.""", shlex.split))
-def test_a_wrong_command_is_answered(arguments, said, capsys):
-    assert main(arguments) == 2 and capsys.readouterr().err == f"{said}\n"
+def test_a_wrong_command_is_answered(arguments, message, capsys):
+    assert main(arguments) == 2 and capsys.readouterr().err == f"{message}\n"
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -68,9 +68,9 @@ def test_run_and_plan_take_all_stages_unless_some_are_asked_for():
 def test_a_plan_is_told_to_programs(tmp_path, capsys):
     config = ["--config", str(REPOSITORY / "configs/demo.yaml"), "--cluster", "local", f"runs_dir={tmp_path}"]
     assert main(["plan", "--json", *config]) == 0
-    found = json.loads(capsys.readouterr().out)  # notes for people are not in it
-    assert [job["stage"] for job in found["jobs"]] == list(STAGES) and found["disk_bytes"]
-    assert found["jobs"][0]["state"] == "absent" and found["jobs"][1]["after"] == ["shard"]
+    result = json.loads(capsys.readouterr().out)  # notes for people are not in it
+    assert [job["stage"] for job in result["jobs"]] == list(STAGES) and result["disk_bytes"]
+    assert result["jobs"][0]["state"] == "absent" and result["jobs"][1]["after"] == ["shard"]
 
 
 @pytest.mark.parametrize(("words", "offered"), table("""
@@ -106,8 +106,8 @@ def test_completion_is_printed_without_heavy_imports(shell, tmp_path):
 def test_code_that_imports_a_second_copy_is_refused():
     """As plugins did before everything was imported from drover."""
     for name in ("model", "pipeline", "launch", "tools"):
-        told = run_python("-c", f"import {name}", check=False).stderr
-        assert f"imported as drover.{name}" in told.splitlines()[-1]
+        output = run_python("-c", f"import {name}", check=False).stderr
+        assert f"imported as drover.{name}" in output.splitlines()[-1]
 
 
 def test_an_old_plugin_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):

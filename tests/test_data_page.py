@@ -59,16 +59,16 @@ def made(home, name, stage="shard"):
 def test_what_is_dirty_is_gone_and_counted(home, planted):
     """Every copy names the document that is kept."""
     folder, (_, dirt) = home / "runs/cleaned/shard", planted
-    found = {document.id: document for split in SPLITS for record in shard_records(made(home, "cleaned"), split)
+    result = {document.id: document for split in SPLITS for record in shard_records(made(home, "cleaned"), split)
              for document in read_shard(folder, record)}
-    assert not dirt.gone & found.keys()
+    assert not dirt.gone & result.keys()
     # Of a document and its near-duplicate one is there, whichever comes first in the files.
-    assert all((near in found) != (first in found) for near, first in dirt.near.items())
+    assert all((near in result) != (first in result) for near, first in dirt.near.items())
     rows = [row for path in (folder / "duplicates").glob("*.parquet") for row in parquet.read_table(path).to_pylist()]
-    assert dirt.clean - {row["id"] for row in rows} <= found.keys()
-    assert sum(document.source == "books" for document in found.values()) == 20
+    assert dirt.clean - {row["id"] for row in rows} <= result.keys()
+    assert sum(document.source == "books" for document in result.values()) == 20
     assert Counter(row["kind"] for row in rows) == {"duplicate": 8, "near_duplicate": len(dirt.near)}
-    assert all(row["kept_id"] in found and row["id"] not in found for row in rows)
+    assert all(row["kept_id"] in result and row["id"] not in result for row in rows)
     counts = made(home, "cleaned").counts
     assert {name: count for name, count in counts["dropped"].items() if count} == {
         "duplicate": 8, "near_duplicate": 6, "empty": 3, "length": 5, "gopher_repetition": 4, "decontamination": 3}

@@ -26,17 +26,17 @@ def test_the_image_is_made_of_what_is_there():
 
 def builds_images():
     """Whether there is docker, and a daemon that answers it."""
-    found = shutil.which("docker")
-    return found and not subprocess.run([found, "info"], capture_output=True, check=False).returncode
+    result = shutil.which("docker")
+    return result and not subprocess.run([result, "info"], capture_output=True, check=False).returncode
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not builds_images(), reason="no docker that answers, which builds the image")
 def test_the_image_is_built_and_has_the_command():
     subprocess.run(["docker", "build", "--quiet", "--tag", "drover:test", "."], cwd=REPOSITORY, check=True)
-    said = subprocess.run(["docker", "run", "--rm", "drover:test", "drover", "presets", "llama3_8b"], check=True,
+    output = subprocess.run(["docker", "run", "--rm", "drover:test", "drover", "presets", "llama3_8b"], check=True,
                           capture_output=True, text=True).stdout
-    assert "llama3_8b" in said
+    assert "llama3_8b" in output
 
 
 def test_the_images_python_is_one_that_is_tested():

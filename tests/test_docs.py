@@ -33,10 +33,10 @@ def prose(text):
 
 def sentences(text):
     """Of prose; each item of a list is one at least."""
-    found = []
+    result = []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose(text)):
-        found += re.split(r"(?<=[.:;!?])\s+(?=[A-Z`*\[])", " ".join(paragraph.split()))
-    return [sentence for sentence in found if re.search(r"\w", sentence)]
+        result += re.split(r"(?<=[.:;!?])\s+(?=[A-Z`*\[])", " ".join(paragraph.split()))
+    return [sentence for sentence in result if re.search(r"\w", sentence)]
 
 
 def words(text):
@@ -64,19 +64,19 @@ def test_sentences_are_short_and_in_the_words_of_the_field(page):
     text = page.read_text()
     lengths = [words(sentence) for sentence in sentences(text)]
     assert sum(lengths) <= 17 * len(lengths), sorted(sentences(text), key=words)[-5:]
-    assert not (found := FORBIDDEN.search(prose(text))), found
+    assert not (result := FORBIDDEN.search(prose(text))), result
 
 
 @pytest.mark.parametrize("room", ["pipeline", "model", "launch", "tools", "benchmarks", "drover"])
 def test_strings_and_comments_use_the_words_of_the_field(room):
     """Names of variables in f-strings, and keys of one word, are no prose."""
-    found = []
+    result = []
     for path in sorted((REPOSITORY / room).rglob("*.py")):
         for token in generate_tokens(io.StringIO(path.read_text()).readline):
             if token.type in (STRING, COMMENT, FSTRING) and " " in token.string:
                 text = " ".join(re.sub(r"\{[^{}]*\}|`[^`]*`|^ *\w+:", "", token.string, flags=re.MULTILINE).split())
-                found += [f"{path}:{token.start[0]}: {word[0]}" for word in FORBIDDEN.finditer(text)]
-    assert not found
+                result += [f"{path}:{token.start[0]}: {word[0]}" for word in FORBIDDEN.finditer(text)]
+    assert not result
 
 
 def test_every_page_is_in_the_contents():

@@ -33,7 +33,7 @@ def test_the_page_has_the_promised_commands():
 @pytest.mark.parametrize("command", COMMANDS[:2])
 def test_every_command_runs(home, command, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    program, *arguments = (str(found) for word in shlex.split(command) for found in sorted(home.glob(word)) or [word])
+    program, *arguments = (str(result) for word in shlex.split(command) for result in sorted(home.glob(word)) or [word])
     assert program == "drover" and main(arguments) == 0
     shown = capsys.readouterr().out
     assert "python_line" in shown and "validation text of demo" in shown

@@ -42,9 +42,9 @@ def test_the_page_names_files_that_are_there():
 
 
 def test_the_filter_dropped_and_changed_documents(extended):
-    folder, said = extended
+    folder, output = extended
     counts = json.dumps(read_manifest(folder / "shard").counts)
-    assert "Shouting" in counts and "in capitals" in counts + said
+    assert "Shouting" in counts and "in capitals" in counts + output
 
 
 def test_the_optimizer_trained_with_its_own_state_and_setting(extended):
@@ -78,11 +78,11 @@ def test_the_hook_stops_training(extended):
 
 
 def test_the_stage_is_one_like_any_other(extended):
-    folder, said = extended
+    folder, output = extended
     manifest = read_manifest(folder / "letters")
     assert read_json(folder / "letters/letters.json") == manifest.counts
     assert manifest.counts["documents_in"] == read_manifest(folder / "shard").counts["documents_in"]
-    assert "extras" in manifest.code and "letters" in said
+    assert "extras" in manifest.code and "letters" in output
     home = folder.parents[1]
     again = typed(COMMAND, home)
     assert again.returncode == 0 and "letters   up to date" in again.stdout

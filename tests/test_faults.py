@@ -29,9 +29,9 @@ RANKS = {"train": 2}
 def run_here(stage, config, *overrides, expect=0, **options):
     """Run a stage in a warm process; what it said."""
     process = start_stage(stage, config, *overrides, **options)
-    said = "".join(process.communicate(HANG_S))
-    assert process.wait() == expect, said
-    return said
+    output = "".join(process.communicate(HANG_S))
+    assert process.wait() == expect, output
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,10 @@ def test_a_stage_killed_before_its_1st_2nd_4th_8th_change_of_files_ends_with_the
     """Each start goes on from what the killed one before it left."""
     config, ranks, ends = before(stage), RANKS.get(stage, 1), []
     while 0 not in ends and len(ends) < 12:
-        status, said = cut_off_stage(stage, 2 ** len(ends), "--config", str(config), "launch.processes=1", ranks=ranks)
+        status, output = cut_off_stage(stage, 2 ** len(ends), "--config", str(config), "launch.processes=1",
+                                       ranks=ranks)
         ends.append(status)
-    assert len(ends) > 4 and set(ends) == {0, -signal.SIGKILL if ranks == 1 else 1}, (ends, said)
+    assert len(ends) > 4 and set(ends) == {0, -signal.SIGKILL if ranks == 1 else 1}, (ends, output)
     assert_same(config, undisturbed, stage)
 
 
@@ -134,8 +135,8 @@ def test_a_full_disk_stops_any_stage_with_a_paragraph(before, undisturbed, stage
     """The process's file size limit stands in for the disk. Once there is room, the same command goes on."""
     config = before(stage)
     workers = f"launch.processes={1 + (stage == 'shard')}"
-    said = run_here(stage, config, workers, expect=2, limits={resource.RLIMIT_FSIZE: limit})
-    assert "full" in said and f"{config.parent}/runs/mini/" in said, "the file is named"
+    output = run_here(stage, config, workers, expect=2, limits={resource.RLIMIT_FSIZE: limit})
+    assert "full" in output and f"{config.parent}/runs/mini/" in output, "the file is named"
     assert read_manifest(config.parent / "runs/mini" / stage) is None
     run_here(stage, config, workers)
     assert_same(config, undisturbed, stage)

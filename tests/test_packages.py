@@ -63,8 +63,8 @@ def test_a_stage_says_which_extra_it_lacks(monkeypatch, stage, setting, module, 
     config = load_config(REPOSITORY / "configs/demo.yaml", ["train.log_to=[]", setting], check=False)
     find = packages.find_spec
     monkeypatch.setattr(packages, "find_spec", lambda name: None if name == module else find(name))
-    [told] = absent_packages(config, stage)
-    assert f"needs the package {module}, which is not installed here: `pip install --editable '.[{extra}]'`" in told
+    [output] = absent_packages(config, stage)
+    assert f"needs the package {module}, which is not installed here: `pip install --editable '.[{extra}]'`" in output
     monkeypatch.setattr(packages, "CHECKOUT", False)
     assert f"`pip install 'drover[{extra}]'` installs it. Or" in absent_packages(config, stage)[0]
     assert absent_packages(config, "report") == []
@@ -80,8 +80,8 @@ def test_it_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     assert main(["--stage", "all", "--config", str(REPOSITORY / "configs/demo.yaml"), "--cluster", "local",
                  f"runs_dir={tmp_path}/runs", "train.log_to=[tensorboard, mlflow]"]) == 2
-    told = capsys.readouterr().err
-    assert all(f"the package {name}, which is not installed" in told for name in ("tensorboard", "mlflow", "lm_eval"))
+    output = capsys.readouterr().err
+    assert all(f"the package {name}, which is not installed" in output for name in ("tensorboard", "mlflow", "lm_eval"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -111,10 +111,10 @@ def test_the_whole_chain_needs_no_extra(tmp_path, corpus):
         return result.returncode, result.stdout + result.stderr
 
     for setting in ("train.log_to=[tensorboard]", "evaluate.tasks=[x]"):
-        status, told = ended(setting)
-        assert status == 2 and "which is not installed here" in told
-    status, told = ended("train.log_to=[]")
-    assert status == 0, told
+        status, output = ended(setting)
+        assert status == 2 and "which is not installed here" in output
+    status, output = ended("train.log_to=[]")
+    assert status == 0, output
 
 
 def test_versions_of_libraries_decide_what_filters_do():

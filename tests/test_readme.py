@@ -85,8 +85,8 @@ def test_make_knows_its_targets():
 
 
 def test_make_demo_runs_the_first_command_of_the_readme():
-    said = typed("make -n demo", REPOSITORY).stdout
-    assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in said
+    output = typed("make -n demo", REPOSITORY).stdout
+    assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in output
     assert "drover run --config configs/demo.yaml --cluster local" in README
 
 

@@ -40,8 +40,8 @@ def test_it_is_in_order_and_up_to_date(run, capsys):
 
 
 def test_its_documents_and_weights_are_read(run, capsys, tmp_path):
-    told = printed(capsys, trace, "--run", run, "--step", "1", "--text")
-    assert "document " in told and "sample 3" in told
+    output = printed(capsys, trace, "--run", run, "--step", "1", "--text")
+    assert "document " in output and "sample 3" in output
     printed(capsys, export_tokens, "--run", run, "--out", tmp_path / "tokens", "--format", "megatron")
     for number, source in enumerate((run, run / "convert/hf")):
         assert printed(capsys, chat, "--model", source, "Ba", "--max-tokens", "4")

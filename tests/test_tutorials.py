@@ -53,10 +53,10 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(home):
     """The result of every command of the pages, in their order; the exports' demo is the run of the stories."""
-    found = {command: typed(command, home) for command in commands(STORIES, needs=["the network"])
+    result = {command: typed(command, home) for command in commands(STORIES, needs=["the network"])
              if not command.startswith("pip ")}
     (home / "runs/demo").symlink_to("tinystories")
-    return found | {command: typed(command, home) for command in commands(EXPORT, needs=[])}
+    return result | {command: typed(command, home) for command in commands(EXPORT, needs=[])}
 
 
 def test_the_page_shows_the_configuration_that_is_shipped():

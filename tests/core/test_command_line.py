@@ -30,14 +30,14 @@ def program(work=lambda options: 0, **about):
     return Program("python -m p", "What it does.", options, work, **about)
 
 
-@pytest.mark.parametrize(("arguments", "said"), table("""
+@pytest.mark.parametrize(("arguments", "message"), table("""
     --stpes 3 -> there is no option --stpes; did you mean '--steps'?
     --stpes=3 --q -> did you mean '--steps'? there is no option --q; python -m p --help shows all.
     --steps x -> argument --steps: invalid int value: 'x'""", shlex.split))
-def test_a_wrong_option_is_answered_with_the_one_that_was_meant(arguments, said, capsys):
+def test_a_wrong_option_is_answered_with_the_one_that_was_meant(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         program()(arguments)
-    assert ended.value.code == 2 and capsys.readouterr().err.rstrip() .endswith(said)
+    assert ended.value.code == 2 and capsys.readouterr().err.rstrip() .endswith(message)
 
 
 def test_what_only_looks_like_an_option_is_a_word():
@@ -53,15 +53,15 @@ def failing(error):
     return program(work, interrupted="kept")
 
 
-@pytest.mark.parametrize(("error", "status", "said"), [
+@pytest.mark.parametrize(("error", "status", "message"), [
     (UserError("There is no cable."), 2, "error: There is no cable.\n"),
     (FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"), 2,
      "error: The disk, quota or file size limit is exhausted: [Errno 2] No usable temporary directory"),
     (OSError(28, "No space left on device"), 2, "error: The disk, quota or file size limit is exhausted"),
     (KeyboardInterrupt(), 130, "\nkept\n")])
-def test_what_a_user_can_mend_is_said_in_one_way(error, status, said, capsys):
+def test_what_a_user_can_mend_is_said_in_one_way(error, status, message, capsys):
     assert failing(error)([]) == status
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_defect_keeps_its_traceback():
@@ -82,10 +82,10 @@ def test_a_run_is_given_by_name_or_folder(arguments, tmp_path, monkeypatch, caps
     arguments = arguments.split()
     monkeypatch.chdir(tmp_path)
     Path("runs/demo").mkdir(parents=True)
-    found = Program("p", "", add_run, lambda options: print(options.run))
-    assert found(arguments) == 2 and "There is no run" in capsys.readouterr().err
+    result = Program("p", "", add_run, lambda options: print(options.run))
+    assert result(arguments) == 2 and "There is no run" in capsys.readouterr().err
     Path("runs/demo/config.yaml").touch()
-    assert found(arguments) == 0 and capsys.readouterr().out == "runs/demo\n"
+    assert result(arguments) == 0 and capsys.readouterr().out == "runs/demo\n"
     assert find_model("demo") == Path("runs/demo") and find_model("hf/demo") == Path("hf/demo")
     Path("demo").mkdir()  # the text that the run was made of
     assert find_model("demo") == Path("runs/demo")

@@ -16,9 +16,9 @@ def test_results_keep_the_order_of_slow_and_fast_items(threads, batch):
         started.append(item)
         time.sleep(0.02 if item % 3 == 0 else 0.0)
         return item
-    found = ordered_map(make, range(20), threads, batch=batch)
-    assert [next(found) for _ in range(3)] == [0, 1, 2] and max(started) < (2 + threads) * batch + 1
-    assert [*found] == list(range(3, 20)) and sorted(started) == list(range(20))
+    result = ordered_map(make, range(20), threads, batch=batch)
+    assert [next(result) for _ in range(3)] == [0, 1, 2] and max(started) < (2 + threads) * batch + 1
+    assert [*result] == list(range(3, 20)) and sorted(started) == list(range(20))
 
 
 @pytest.mark.parametrize("count", [1, 9])

@@ -133,8 +133,8 @@ def test_flex_is_given_the_dense_masks_rule(rows, window):
     seen = create_mask(rule(first_tokens(documents)), len(rows), 1, length, length, device="cpu")
     assert torch.equal(seen, Sdpa().prepare(documents, torch.float32) == 0)
     three = [whole.detach() for whole in inputs(rows)]
-    found, expected = (attended(way, three, rows, window=window) for way in (Flex(), WAYS[0]))
-    assert torch.allclose(found, expected, rtol=0, atol=1e-13)
+    result, expected = (attended(way, three, rows, window=window) for way in (Flex(), WAYS[0]))
+    assert torch.allclose(result, expected, rtol=0, atol=1e-13)
 
 
 def test_flex_skips_blocks_between_documents():

@@ -59,8 +59,8 @@ def test_any_rows_are_those_of_the_whole(monkeypatch, workers, chunk):
     assert torch.allclose(whole[5, :3], known, rtol=1e-4, atol=0)
     monkeypatch.setattr(llama, "CHUNK_VALUES", chunk)
     for start, stop in ((0, 23), (2, 21), (6, 8), (11, 11), (22, 23)):
-        found = initial_value("layers.1.attention.wo.weight", (23, 8), CONFIG, 3, range(start, stop), workers)
-        assert torch.equal(found, whole[start:stop])
+        result = initial_value("layers.1.attention.wo.weight", (23, 8), CONFIG, 3, range(start, stop), workers)
+        assert torch.equal(result, whole[start:stop])
 
 
 def test_tied_output_is_the_embedding():

@@ -25,7 +25,7 @@ def two_sources(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="session")
-def begun_once(tmp_path_factory, encoded):
+def interrupted_once(tmp_path_factory, encoded):
     """Config of two runs of 16 steps: `whole` is done, `mini` was killed in step 11, checkpoints 4 and 8 are there."""
     config = reusing(encoded, tmp_path_factory.mktemp("begun"), train={"steps": 16, "precision": "fp64"})
     run_train(config, "name=whole")
@@ -34,9 +34,9 @@ def begun_once(tmp_path_factory, encoded):
 
 
 @pytest.fixture
-def begun(tmp_path, begun_once):
+def interrupted(tmp_path, interrupted_once):
     """The same for a test alone."""
-    return copy_run(begun_once, tmp_path)
+    return copy_run(interrupted_once, tmp_path)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def run(capsys):
     """Run a stage in this process, with one worker; its standard output and error."""
     def checked(stage, config, *overrides, expect=0):
         status = run_here(stage, config, *overrides, "launch.processes=1")
-        told = capsys.readouterr()
-        assert status == expect and "Traceback" not in told.err, told.err
-        return told
+        output = capsys.readouterr()
+        assert status == expect and "Traceback" not in output.err, output.err
+        return output
     return checked
 
 

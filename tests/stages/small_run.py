@@ -89,7 +89,7 @@ def copy_of(small_run, tmp_path):
     return small_run, f"runs_dir={tmp_path}", "name=copy"
 
 
-def told_of(output, *parts):
+def kept_parts(output, *parts):
     """What the stage said of each of these parts, once: whether it was kept."""
     return ["kept" if line.endswith("measured before, kept") else "measured" for part in parts
             for line in output.splitlines() if line.startswith(f"evaluate  {part}: ")]

@@ -24,7 +24,7 @@ def once(tmp_path_factory, encoded):
     run_train(path, *SETTINGS, "train.checkpoint.keep=1", "train.checkpoint.permanent_every=8",
               f"train.checkpoint.copy_to=file://{path.parent}/store")
     assert copies(f"file://{path.parent}/store").complete == [8, 16]
-    assert sorted(found.name for found in (train_folder(path) / "checkpoints").iterdir()) == [
+    assert sorted(step.name for step in (train_folder(path) / "checkpoints").iterdir()) == [
         "step-00000008", "step-00000016"]
     return path
 
@@ -55,13 +55,13 @@ def test_damaged_copies_and_checkpoints_give_way_to_sound_ones(copied):
     assert not list((train_folder(copied) / "checkpoints").iterdir())
     part = copied.parent / "store/step-00000016/rank-00000.safetensors"
     part.write_bytes(part.read_bytes()[:-1] + b"!")
-    said = resumed(copied).stdout
-    assert "the copy of step-00000016 is damaged" in said and "other content" in said
-    assert "continuing after step 8" in said
+    output = resumed(copied).stdout
+    assert "the copy of step-00000016 is damaged" in output and "other content" in output
+    assert "continuing after step 8" in output
     (train_folder(copied) / "manifest.json").unlink()
     (train_folder(copied) / "checkpoints/step-00000016/index.json").write_text("{}")
-    said = resumed(copied).stdout
-    assert "step-00000016 is damaged" in said and "fetching step-00000016" in said
+    output = resumed(copied).stdout
+    assert "step-00000016 is damaged" in output and "fetching step-00000016" in output
     assert_equal_to_the_bit(copied)
 
 
@@ -89,8 +89,8 @@ def test_checkpoints_of_another_training_are_refused_with_what_differs(copied):
     def stored():
         return {path: path.read_bytes() for path in (copied.parent / "store").rglob("*") if path.is_file()}
     before = stored()
-    for setting, said in (("train.lr=0.02", "train.lr: 0.01 -> 0.02"), ("--force", "--force discards")):
-        assert said in resumed(copied, setting, expect=2).stderr
+    for setting, message in (("train.lr=0.02", "train.lr: 0.01 -> 0.02"), ("--force", "--force discards")):
+        assert message in resumed(copied, setting, expect=2).stderr
     run_train(copied, *SETTINGS)
     assert "they were started separately" in resumed(copied, "train.steps=20", "--accept-changes", expect=2).stderr
     assert stored() == before

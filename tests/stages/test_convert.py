@@ -57,7 +57,7 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, run, dtype
     """All layers are compared, block by block."""
     from transformers import AutoModelForCausalLM
     config = spread(**changes)
-    message = run("convert", config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}").out
+    output = run("convert", config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}").out
     folder, out = config.parent / "runs/mini", config.parent / "runs/mini/convert/hf"
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with open_weights(folder / "train/checkpoints/step-00000003") as weights:
@@ -67,8 +67,8 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, run, dtype
     counts, layers = manifest_of(config, "convert").counts, changes.get("layers", 2)
     assert counts["largest_logit_difference"] < 1e-5
     assert (counts["layers_compared"], counts["tensors_compared"]) == (layers, tensors)
-    assert f"transformers computes it block by block ({layers} layers)" in message
-    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} validation tokens" in message
+    assert f"transformers computes it block by block ({layers} layers)" in output
+    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} validation tokens" in output
 
 
 def test_what_cannot_be_exported_is_refused(spread, run, monkeypatch):
@@ -96,9 +96,9 @@ def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(run, fresh):
     run_train(fresh, *AVERAGE)
     saved = sorted((train_folder(fresh) / "checkpoints").iterdir())
     assert [path.name for path in saved] == ["step-00000005", "step-00000008", "step-00000012"]
-    message = run("convert", fresh, "convert.average=[4, 12]", expect=2).err
-    assert "convert.average names step 4, but " in message
-    assert "(there are those of 5, 8, 12)" in message
+    output = run("convert", fresh, "convert.average=[4, 12]", expect=2).err
+    assert "convert.average names step 4, but " in output
+    assert "(there are those of 5, 8, 12)" in output
     with flipped(saved[0] / "rank-00000.safetensors") as part:
         assert f"{part} is not what training saved" in run("convert", fresh, *AVERAGE, expect=2).err
     assert "the mean of step-00000005, step-00000008, step-00000012: " in run("convert", fresh, *AVERAGE).out

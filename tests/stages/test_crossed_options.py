@@ -90,15 +90,15 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     if lost:  # what happened after the last copy happens again
         shutil.rmtree(run / "train")
         shutil.rmtree(tmp_path / "node")
-    said = run_with_faults(fresh, faults, *settings, ranks=2)
-    assert "Traceback" not in said.stderr and ("fetching step-000000" in said.stdout) == lost
-    assert SECRET not in said.stdout + "".join(path.read_text() for path in run.rglob("*") if path.suffix in (
+    output = run_with_faults(fresh, faults, *settings, ranks=2)
+    assert "Traceback" not in output.stderr and ("fetching step-000000" in output.stdout) == lost
+    assert SECRET not in output.stdout + "".join(path.read_text() for path in run.rglob("*") if path.suffix in (
         ".json", ".jsonl", ".yaml"))
-    found = CopiedCheckpoints(Store(url)).found()
-    assert len(found.complete) > 1 and not found.unfinished
+    result = CopiedCheckpoints(Store(url)).found()
+    assert len(result.complete) > 1 and not result.unfinished
     assert metrics(run) == metrics(plain(option))
     assert weights(fresh) == weights(short_documents, option) != [] and proven(fresh)
-    assert ("token shards to" in said.stdout) == lost
+    assert ("token shards to" in output.stdout) == lost
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_docum
     encode = short_documents.parent / "runs/mini/encode"
     [record, *_] = [record for record in read_manifest(encode).outputs if record["path"].startswith("train/code")]
     with flipped(encode / record["path"], record["offsets_offset"] + 8 * (record["docs"] // 2)) as path:
-        told = run_train(fresh, *settings, expect=2).stderr
-    assert told.count("stops here") == 1 and str(path) in told
+        output = run_train(fresh, *settings, expect=2).stderr
+    assert output.count("stops here") == 1 and str(path) in output
     run_train(fresh, *settings)
     run = train_folder(fresh).parent
     assert metrics(run) == metrics(run.with_name("whole")) and weights(fresh) == weights(fresh, "whole")

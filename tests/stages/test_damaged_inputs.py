@@ -51,13 +51,13 @@ def flipped(path, at=None, bit=0):
 @pytest.fixture
 def refused(run):
     """Function: that a stage stops and names the file, in one sentence on the console and in its record."""
-    def told(config, stage, path, *arguments):
-        said = run(stage, config, *arguments, expect=2).err
-        assert said.count("stops here") == 1
-        assert str(path) in said and " -> " in said and "continues" in said
+    def check(config, stage, path, *arguments):
+        output = run(stage, config, *arguments, expect=2).err
+        assert output.count("stops here") == 1
+        assert str(path) in output and " -> " in output and "continues" in output
         state = read_state(load_config(config, [text for text in arguments if "=" in text]).folder / stage)
         assert state.status == "failed" and str(path) in state.reason
-    return told
+    return check
 
 
 def reusing(config, name):
@@ -142,8 +142,8 @@ def test_all_ranks_leave_together_with_one_sentence(trained):
     """The rank that finds it is not the one that speaks: the first one hashes every other shard, from the first on."""
     shards = [record["path"] for record in manifest_of(trained, "encode").outputs if record["split"] == "train"]
     with flipped(trained.parent / "runs/mini/encode" / shards[1]) as path:
-        told = run_train(trained, *reusing(trained, "two"), "launch.processes=2", ranks=2, expect=2).stderr
-    assert told.count("stops here") == 1 and str(path) in told
+        output = run_train(trained, *reusing(trained, "two"), "launch.processes=2", ranks=2, expect=2).stderr
+    assert output.count("stops here") == 1 and str(path) in output
     assert str(path) in read_state(train_folder(trained, "two")).reason
 
 

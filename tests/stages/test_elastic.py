@@ -32,10 +32,10 @@ TIED = ["model.tied_embeddings=true", "train.guards.replica_hash_every=2"]
 
 def many(kills):
     """Layouts at random, in a quarter of the cases the one before."""
-    chance, found = random.Random(3), ["2"]
-    while len(found) < kills:
-        found.append(found[-1] if chance.random() < 0.25 else chance.choice(LAYOUTS))
-    return tuple(found)
+    chance, layouts = random.Random(3), ["2"]
+    while len(layouts) < kills:
+        layouts.append(layouts[-1] if chance.random() < 0.25 else chance.choice(LAYOUTS))
+    return tuple(layouts)
 
 
 CASES = {
@@ -95,8 +95,8 @@ def test_guards_judge_for_all_stages_of_a_pipeline(fresh):
     guards = ["train.guards.spike=rollback", "train.guards.spike_min_history=4", "parallel.pp_schedule=zbv",
               "parallel.reshard=never", "train.compile=false"]
     faults = "nan:rank=1,step=3;nan:rank=0,step=5;spike:rank=1,step=11,factor=1000"
-    told = run_with_faults(fresh, faults, *FOUR_LAYERS, *guards, "parallel.pp=2", ranks=2).stdout
-    assert "pipeline parallel 2 (" in told
+    output = run_with_faults(fresh, faults, *FOUR_LAYERS, *guards, "parallel.pp=2", ranks=2).stdout
+    assert "pipeline parallel 2 (" in output
     assert [event["step"] for event in events(fresh, "skip")] == [3, 5]
     assert [event["step"] for event in events(fresh, "rollback")] == [11]
     assert proven(fresh) and manifest_of(fresh).counts["rollbacks"] == 1
@@ -105,6 +105,6 @@ def test_guards_judge_for_all_stages_of_a_pipeline(fresh):
 @pytest.mark.slow
 def test_a_copy_of_the_embedding_that_went_wrong_is_found_by_all_stages_of_a_pipeline(fresh):
     """Those between included, which hold none."""
-    told = run_with_faults(fresh, "flip:rank=2,step=4", *FOUR_LAYERS, *TIED, "parallel.pp=3", ranks=3, expect=2)
-    assert "Training stopped in step 4: weights that must be equal to the last bit differ" in told.stderr
-    assert "tok_embeddings.weight" in told.stderr and "rank 2 on" in told.stderr
+    output = run_with_faults(fresh, "flip:rank=2,step=4", *FOUR_LAYERS, *TIED, "parallel.pp=3", ranks=3, expect=2)
+    assert "Training stopped in step 4: weights that must be equal to the last bit differ" in output.stderr
+    assert "tok_embeddings.weight" in output.stderr and "rank 2 on" in output.stderr

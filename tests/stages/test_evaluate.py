@@ -14,7 +14,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
 from tests.conftest import run_stage, slow
 from tests.stages.here import run_here
-from tests.stages.small_run import item, told_of, write_task
+from tests.stages.small_run import item, kept_parts, write_task
 from tests.stages.test_shard import documents
 from tests.stages.training import manifest_of
 from tests.token_shards import shards_in
@@ -66,7 +66,7 @@ def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copi
     run("evaluate", *copied, "evaluate.validation_tokens=null")
     assert read_json(folder / "results.json") == evaluated[1], "the default takes all of so little"
     output = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001").out
-    assert told_of(output, "validation text", "baselines", "task words", "continuations") == [
+    assert kept_parts(output, "validation text", "baselines", "task words", "continuations") == [
         "measured", "measured", "kept", "kept"]
     results = read_json(folder / "results.json")["validation"]
     assert "{documents} of {of_documents} validation documents ({tokens} of".format(**results["overall"]) in output
@@ -82,12 +82,12 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = (folder / "results.json").read_bytes()
-    error_text = run_stage("evaluate", small_run, "--force", f"evaluate.dp_shard={shards}",
+    output = run_stage("evaluate", small_run, "--force", f"evaluate.dp_shard={shards}",
                      ranks=2).stdout
     assert (folder / "results.json").read_bytes() == alone
     counts = manifest_of(small_run, "evaluate", "small").counts
     assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
-    assert ("weights sharded over 2 ranks (FSDP2" in error_text) == (shards == 2)
+    assert ("weights sharded over 2 ranks (FSDP2" in output) == (shards == 2)
 
 
 @pytest.mark.parametrize(("override", "message"), [
@@ -126,7 +126,7 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     tasks("one")
     before = results()
     output = tasks("one", more=["evaluate.contamination=true"]).out
-    assert told_of(output, "task one", "validation text", "contamination") == [
+    assert kept_parts(output, "task one", "validation text", "contamination") == [
         "kept", "kept", "measured"]
     after = results()
     parts = after["tasks"]["one"].pop("contamination")
@@ -136,9 +136,9 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
 
 def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themselves(tasks, results, tmp_path):
     """It may be taken out without --force, or repaired: then it alone is measured. The report follows."""
-    error_text = tasks("one", "broken", "two", expect=2)
-    assert "Traceback" not in error_text.out and "The task broken (" in error_text.err
-    assert "kept (validation text, continuations, task one, task two)" in error_text.err
+    failed = tasks("one", "broken", "two", expect=2)
+    assert "Traceback" not in failed.out and "The task broken (" in failed.err
+    assert "kept (validation text, continuations, task one, task two)" in failed.err
     assert read_manifest(tmp_path / "copy/evaluate") is None
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
     tasks("one", "two")
@@ -150,7 +150,7 @@ def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themsel
     for names, new, how in ((["broken", "one"], "broken", "measured"), (["one", "two"], "two", "kept")):
         output = tasks(*names).out
         assert list(results()["tasks"]) == names
-        assert told_of(output, "validation text", "continuations", "task one", f"task {new}") == [
+        assert kept_parts(output, "validation text", "continuations", "task one", f"task {new}") == [
             "kept", "kept", "kept", how]
         assert "changed: evaluate.tasks.0" in output and f"changed: input file {new}/{new}.yaml is new" in output
     assert results() == first
@@ -171,11 +171,11 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
         tasks("one", "two", expect=INTERRUPTED)
     parts = ("validation text", "task one", "task two")
     output = tasks("one", "two").out
-    assert told_of(output, *parts) == ["kept", "kept", "measured"]
+    assert kept_parts(output, *parts) == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
         patch.setattr("drover.pipeline.evaluation.cached.code_hashes", lambda stage: {"evaluate.py": "another"})
         output = tasks("two", "one").out
-    assert told_of(output, *parts) == ["measured"] * 3
+    assert kept_parts(output, *parts) == ["measured"] * 3
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
     assert "input file one/one.jsonl has other content" in tasks("one", expect=2).err
     assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["two", "one"]

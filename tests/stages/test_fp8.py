@@ -23,8 +23,8 @@ def test_measuring_the_layers_changes_nothing_and_is_logged(fresh):
         assert [name[-2:] for name in event["layers"]] == ["wq", "wv", "wo", "w1", "w2", "w3"] * 2
         assert fp8_curves(event["layers"]).items() <= record.items()
     longer = [*often, "train.precision=auto", "train.steps=13", "--accept-changes"]
-    said = run_train(fresh, *longer, ranks=2).stdout
-    assert "fp8, as the run started" in said and "fp8 (rowwise) in 12 linear layers" in said
+    output = run_train(fresh, *longer, ranks=2).stdout
+    assert "fp8, as the run started" in output and "fp8 (rowwise) in 12 linear layers" in output
     run_train(fresh, *often, "train.precision=bf16", "train.steps=14", "--accept-changes", ranks=2)
     starts = [event["precision"] for kind in ("start", "resume") for event in events(fresh, kind)]
     assert starts == ["fp8", "fp8", "bf16"] and manifest_of(fresh).counts["precision"] == "bf16"

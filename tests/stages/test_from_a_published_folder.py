@@ -83,10 +83,10 @@ def own_loss(folder, config, shard, samples):
 
 def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
     from drover.tools.trace.__main__ import main as trace
-    config, told = further
-    folder, said = config.parent / "runs/mini", told["train"].stdout
-    assert "rope_scaling" not in said, "what the folder says is kept where nothing else is asked for"
-    assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in said and "new rows" not in said
+    config, outputs = further
+    folder, output = config.parent / "runs/mini", outputs["train"].stdout
+    assert "rope_scaling" not in output, "what the folder says is kept where nothing else is asked for"
+    assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in output and "new rows" not in output
     assert trace(["--run", str(folder), "--step", "1"]) == 0
     samples = [map(int, numbers) for numbers in re.findall(
         r"document (\d+) .* (\d+)\.\.(\d+)$", capsys.readouterr().out, re.MULTILINE)]
@@ -97,12 +97,12 @@ def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
 
 
 def test_everything_that_it_came_with_goes_out_again(further, source):
-    config, told = further
+    config, outputs = further
     out = config.parent / "runs/mini/convert/hf"
     theirs, ours = (read_json(place / "tokenizer_config.json") for place in (source, out))
     assert theirs.pop("auto_map") and ours == {**theirs, "model_max_length": 512}
     assert not (source / "executed").exists()
-    assert "tokenizer_config.json names code (auto_map), which is left out" in told["tokenizer"].stdout
+    assert "tokenizer_config.json names code (auto_map), which is left out" in outputs["tokenizer"].stdout
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     before, after = (read_json(place / "generation_config.json") for place in (source, out))
     for mine in ("transformers_version", "_from_model_config"):

@@ -33,7 +33,7 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     nan = "nan:rank=1,step=3,again=1"
     faults = f"{nan};spike:rank=0,step=11,factor=50;kill:rank=1,step=15;spike:rank=1,step=18,factor=80"
     run_with_faults(fresh, faults, *ROLLBACK, ranks=2, expect=1)
-    said = run_with_faults(fresh, faults, *ROLLBACK, ranks=2).stdout
+    output = run_with_faults(fresh, faults, *ROLLBACK, ranks=2).stdout
     assert proven(fresh)
     counts = manifest_of(fresh).counts
     assert (counts["skipped"], counts["rollbacks"], counts["restarts"], counts["samples"]) == (1, 2, 1, 26 * 16)
@@ -42,7 +42,7 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     assert counts["epochs"]["all sources"] == pytest.approx(24 * 16 * 64 / tokens)
     skip, = events(fresh, "skip")
     assert skip["step"] == 3 and skip["samples"] == [[32, 48]] and skip["documents"][0]["key"]
-    assert "is a spike against a median of" in said and "Documents: code/" in said
+    assert "is a spike against a median of" in output and "Documents: code/" in output
     clean = train_folder(fresh, "clean")
     clean.mkdir(parents=True)
     shutil.copy(train_folder(fresh) / "rollbacks.json", clean)

@@ -57,9 +57,9 @@ def test_a_model_trained_and_measured_as_on_mps_is_the_one_of_the_cpu(fresh, sta
         """Losses and norms of training, bits per byte of the evaluation."""
         for stage in ("train", "convert", "evaluate"):
             assert run_here(stage, fresh, f"name={name}", f"launch.device={device}", "train.precision=fp32") == 0
-        found = read_json(train_folder(fresh, name).parent / "evaluate/results.json")["validation"]["sources"]
+        result = read_json(train_folder(fresh, name).parent / "evaluate/results.json")["validation"]["sources"]
         return [record[key] for record in curve(fresh, name) for key in ("loss", "grad_norm")] + [
-            entry["bits_per_byte"] for entry in found.values()]
+            entry["bits_per_byte"] for entry in result.values()]
 
     measured = chain("apple", "mps")
     assert len(stand_in) == len(curve(fresh, "apple")) - 1

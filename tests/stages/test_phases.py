@@ -42,12 +42,12 @@ KILLS = ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"]))
 def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, kills, capsys):
     """What is damaged of a packing's plan is found later."""
     settings, train = [f"train.packing={packing}"], train_folder(phased)
-    said = run_train(phased, "name=whole", *settings).stdout
+    output = run_train(phased, "name=whole", *settings).stdout
     for ranks, after, layout in kills:
         train_and_kill(phased, *settings, *layout, ranks=ranks, after_step=after, log="events")
     if packing == "best_fit":
-        assert " tokens of code left where the length changes" in said and said.count("  padding: ") == 3
-        assert "they were not planned before" in said and "best-fit packing: " in said
+        assert " tokens of code left where the length changes" in output and output.count("  padding: ") == 3
+        assert "they were not planned before" in output and "best-fit packing: " in output
     run_train(phased, *settings, ranks=2)
     assert proven(phased) and proven(phased, "whole")
     assert_equal_but_for_rounding(phased, 1e-12)
@@ -84,12 +84,12 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert [record["step"] for record in lines(phased)] == list(range(1, 8))
     seen = curve(phased)[:6]
     first, second, third = THREE_PHASES
-    for other, said in (
+    for other, message in (
             ([{**first, "until": "5k"}, second, third], "train.phases[0].until: 4k -> 5k"),
             ([first, {**second, "until": "5k"}, third],
              "train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done")):
         refused = run_train(with_phases(phased, other), expect=2).stderr
-        assert all(text in refused for text in ("plan of finished steps cannot change", "step-0000000", said)), refused
+        assert all(text in refused for text in ("plan of finished steps cannot change", "step-0000000", message))
     longer = run_train(with_phases(phased, [first, {**second, "until": "16k"}, {
         "until": 20480, "sequence_length": 128, "batch_tokens": 1024, "mixture": {"code": 0, "more": 1}, "lr": 0.001,
         "warmup_steps": 1}])).stdout
@@ -103,8 +103,8 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert counts["step_seconds"] == pytest.approx(sum(record["step_s"] for record in logged), abs=0.001)
     [change] = events(phased, "plan_changed")
     assert change["step"] == 6 and change["number"] == 1 and len(change["changes"]) >= 3
-    found = audit(train_folder(phased).parent)
-    assert (found.faults, found.steps, found.repeated, found.replanned) == ([], 14, 0, 1)
+    result = audit(train_folder(phased).parent)
+    assert (result.faults, result.steps, result.repeated, result.replanned) == ([], 14, 0, 1)
     config = yaml.safe_load(phased.read_text())
     more = run_train(with_phases(phased, [*config["train"]["phases"], {
         "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))
@@ -128,9 +128,9 @@ def test_a_run_that_gains_phases_keeps_the_plan_of_the_steps_that_are_done(phase
         changed(phased, phased.parent, {"train": gained}), "--accept-changes").stdout
     assert curve(phased)[:4] == seen and [record["samples"][1] for record in curve(phased)][3:] == [
         128, 160, 192, 224, 256]
-    found = audit(train_folder(phased).parent)
-    assert (found.steps, found.repeated, found.replanned) == (8, 0, 1)
-    [fault] = found.faults  # without a mixture all sources were one pool
+    result = audit(train_folder(phased).parent)
+    assert (result.steps, result.repeated, result.replanned) == (8, 0, 1)
+    [fault] = result.faults  # without a mixture all sources were one pool
     assert "after step 4 samples come in another order" in fault
 
 
@@ -144,9 +144,9 @@ def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
     run_with_faults(with_phases(phased, phases), "spike:rank=0,step=18,factor=60;kill:rank=0,step=19", *settings,
                     expect=-9)
     assert [record["samples"] for record in lines(phased) if record["step"] == 18] == [[544, 608]]
-    said = run_train(with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
+    output = run_train(with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
                      *settings).stdout
-    assert "plan changed: samples [544, 576), left out by the rollback from step 18, were in a phase" in said
+    assert "plan changed: samples [544, 576), left out by the rollback from step 18, were in a phase" in output
     [change], counts = events(phased, "plan_changed"), manifest_of(phased).counts
     assert "no longer left out" in change["changes"][-1]
     assert counts["samples"] == 640 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [0, 0]

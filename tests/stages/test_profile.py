@@ -24,7 +24,7 @@ def plain(tmp_path_factory, encoded):
 
 def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh, plain):
     profile = ["train.profile.start=3", "train.profile.steps=2", STEPS]
-    said = run_train(fresh, *profile, "train.profile.ranks=[0, 1]", ranks=2).stdout
+    output = run_train(fresh, *profile, "train.profile.ranks=[0, 1]", ranks=2).stdout
     folder = train_folder(fresh) / "profile"
     assert len(list(folder.iterdir())) == 4
     for rank in (0, 1):
@@ -34,7 +34,7 @@ def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_noth
         assert any("all_reduce" in name for name in names) and "aten::mm" in names
         assert "aten::mm" in (folder / f"steps-3-4.rank{rank}.operations.txt").read_text()
         assert 0.5 < sum(events(fresh, "profile")[rank]["shares"].values()) < 1.01
-        assert f"profiled 2 steps up to step 4 on rank {rank}; most time: " in said
+        assert f"profiled 2 steps up to step 4 on rank {rank}; most time: " in output
     assert curve(fresh) == plain[1]
     assert verify(["--run", str(fresh.parent / "runs/mini")]) == 0
 
@@ -42,9 +42,9 @@ def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_noth
 def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_a_start(fresh):
     first = run_with_faults(fresh, "memory:rank=0,step=1", "train.steps=4", expect=2)
     assert "Traceback" not in first.stderr
-    for told in ("The memory of rank 0's device did not suffice in step 1 (DROVER_FAULTS asks for it)", "of weights, ",
+    for part in ("The memory of rank 0's device did not suffice in step 1 (DROVER_FAULTS asks for it)", "of weights, ",
                  "of optimizer's states; the rest", "The largest by module: ", "--ranks 1 --memory <GB of a GPU>"):
-        assert told in first.stderr
+        assert part in first.stderr
     _, _, command = first.stderr.partition("drover rehearse ")
     assert rehearse(shlex.split(command.splitlines()[0].replace("<GB of a GPU>", "80"))) == 0
     later = run_with_faults(fresh, "memory:rank=0,step=3", "train.steps=4", expect=1)
@@ -54,15 +54,15 @@ def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_
 @pytest.mark.slow
 def test_norms_are_measured_where_asked_for_and_change_nothing(fresh, plain):
     """In the same run a profile begins later than training ends, which is logged."""
-    said = run_train(fresh, STEPS, "train.norms_every=5", "train.log_every=100", "train.profile.start=7",
+    output = run_train(fresh, STEPS, "train.norms_every=5", "train.log_every=100", "train.profile.start=7",
                      ranks=2).stdout
     assert ("train.profile: training ended after 6 steps of this start, before the 9 that were to be done; no "
-            "profile is written") in said and not (train_folder(fresh) / "profile").exists()
-    found = {record["step"]: record for record in lines(fresh)}
-    assert all(record["loss"] == plain[0][step - 1]["loss"] for step, record in found.items())
-    assert [step for step in found if "weight_norms" in found[step]] == [1, 5, 6]
+            "profile is written") in output and not (train_folder(fresh) / "profile").exists()
+    result = {record["step"]: record for record in lines(fresh)}
+    assert all(record["loss"] == plain[0][step - 1]["loss"] for step, record in result.items())
+    assert [step for step in result if "weight_norms" in result[step]] == [1, 5, 6]
     measured = events(fresh, "norms")
     assert [event["step"] for event in measured] == [1, 5, 6]
     for event in measured:
-        record = found[event["step"]]
+        record = result[event["step"]]
         assert curves(record)["norms/weight/layers.1"] == record["weight_norms"]["layers.1"]

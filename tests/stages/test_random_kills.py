@@ -52,8 +52,8 @@ def with_kills(folder, kills, seed):
                 time.sleep(chance.random() * took[stage] / 4 if left else 0.1)
                 for each, process in [*elements.items()]:
                     if (status := process.poll()) is not None:
-                        said = "".join(elements.pop(each).communicate(HANG_S))
-                        assert status == 0, said
+                        output = "".join(elements.pop(each).communicate(HANG_S))
+                        assert status == 0, output
                 if elements and left:
                     each, left = chance.choice([*elements]), left - 1
                     elements[each].kill()

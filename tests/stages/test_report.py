@@ -20,9 +20,9 @@ def test_both_forms_are_written_committed_and_copied_and_half_a_line_is_left_out
         inner = run.own_folder("report") / record["path"]
         assert inner.read_bytes() == (run.folder / record["path"]).read_bytes()
     assert "<h1>Nights &amp; &lt;Weekends&gt;</h1>" in (run.folder / "report.html").read_text()
-    said = capsys.readouterr().out
-    assert "8% less than gzip -9 after training text, 12% more than xz -9 after training text." in said
-    assert said.endswith(f"open {(run.folder / 'report.html').absolute()}\n")
+    output = capsys.readouterr().out
+    assert "8% less than gzip -9 after training text, 12% more than xz -9 after training text." in output
+    assert output.endswith(f"open {(run.folder / 'report.html').absolute()}\n")
     with open(run.own_folder("train") / "samples.jsonl", "a") as file:
         file.write("{broken}\n")
     assert run_here("report", config, "--force") == 2

@@ -44,21 +44,21 @@ def test_saving_in_the_background_changes_no_bit(fresh):
 
 
 @pytest.mark.slow
-def test_killed_before_any_change_of_files_that_a_save_makes_training_goes_on(begun):
+def test_killed_before_any_change_of_files_that_a_save_makes_training_goes_on(interrupted):
     """The third save, which also removes the first checkpoint."""
     for number in itertools.count(1):
         name = f"k{number}"
-        shutil.copytree(train_folder(begun), train_folder(begun, name))
-        status, said = cut_off_stage("train", number, "--config", str(begun), f"name={name}",
+        shutil.copytree(train_folder(interrupted), train_folder(interrupted, name))
+        status, output = cut_off_stage("train", number, "--config", str(interrupted), f"name={name}",
                                      pattern="step-000000(12|04)")
-        checkpoints = train_folder(begun, name) / "checkpoints"
+        checkpoints = train_folder(interrupted, name) / "checkpoints"
         complete = [path.parent.name for path in checkpoints.glob("step-*/COMPLETE.json") if read_marker(path.parent)]
-        assert {"step-00000008", "step-00000012"} & set(complete), said
+        assert {"step-00000008", "step-00000012"} & set(complete), output
         if status == 0:
             break
-        assert status == -signal.SIGKILL, said
-        run_train(begun, f"name={name}")
-        assert curve(begun, name) == curve(begun, "whole") and proven(begun, name)
+        assert status == -signal.SIGKILL, output
+        run_train(interrupted, f"name={name}")
+        assert curve(interrupted, name) == curve(interrupted, "whole") and proven(interrupted, name)
         assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000012", "step-00000016"]
     assert number > 8
 
@@ -72,15 +72,15 @@ def test_a_save_that_fails_for_a_moment_is_tried_again_and_one_that_keeps_failin
     with started(fresh, *settings, "train.checkpoint.attempts=60", **full) as process:
         wait_for(lambda: events(fresh, "checkpoint_failed"), of=process)
         resource.prlimit(rank_process(process.pid, 1), resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE))
-        said, complaint = process.communicate(HANG_S)
+        output, complaint = process.communicate(HANG_S)
     assert process.returncode == 0, complaint
-    assert "saving after step 8 failed (attempt 1 of 60)" in said and "File too large" in said
+    assert "saving after step 8 failed (attempt 1 of 60)" in output and "File too large" in output
     assert "step-00000008.tmp" in events(fresh, "checkpoint_failed")[0]["error"]
     assert saved_steps(fresh) == [8, 16] and curve(fresh) == curve(fresh, "whole")
 
     with started(fresh, "name=failing", settings[0], "train.steps=100000", "train.checkpoint.attempts=2",
                  **full) as process:
-        said, complaint = process.communicate(timeout=HANG_S)
-    assert process.returncode != 0 and "attempt 2 of 2" in said
+        output, complaint = process.communicate(timeout=HANG_S)
+    assert process.returncode != 0 and "attempt 2 of 2" in output
     assert complaint.count("stops here") == 1 and "full" in complaint
     assert not list((train_folder(fresh, "failing") / "checkpoints").iterdir())

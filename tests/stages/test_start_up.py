@@ -99,13 +99,14 @@ def test_a_rank_of_other_code_is_told_so(monkeypatch):
             others[0].listen, "train", list)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_rank_takes_plugins_from_its_own_command_line_and_none_from_rank_0(monkeypatch, tmp_path, told):
+@pytest.mark.parametrize("with_plugins", [False, True])
+def test_a_rank_takes_plugins_from_its_own_command_line_and_none_from_rank_0(monkeypatch, tmp_path,
+                                                                               with_plugins):
     first, other = channels(monkeypatch, 2)
     (tmp_path / "of_rank_0.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
-    first._send({"config": {"plugins": [str(tmp_path / "of_rank_0.py")]}, "with_plugins": told, "inputs": {},
+    first._send({"config": {"plugins": [str(tmp_path / "of_rank_0.py")]}, "with_plugins": with_plugins, "inputs": {},
                  "files": [], "fingerprint": {}, "accepted": []})
-    assert other.listen("train", lambda: ["our.module"]).config.plugins == ["our.module"] * told
+    assert other.listen("train", lambda: ["our.module"]).config.plugins == ["our.module"] * with_plugins
     assert not (tmp_path / "of_rank_0.ran").exists()
 
 
@@ -135,11 +136,11 @@ def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):
 
     def refuse(folder, *others, world=1):
         refuse_cut_shards(folder, table, SimpleNamespace(
-            rank=0, world=world + len(others), gather=lambda found: [found, *others]))
+            rank=0, world=world + len(others), gather=lambda own: [own, *others]))
     refuse(encode)
     cut = [f"shard {number} is cut" for number in range(12)]
-    for folder, others, world, said in (
+    for folder, others, world, message in (
             (tmp_path, (), len(table), rf"^{tmp_path}.* cannot be read: No such file .* --stage encode again[^\n]*$"),
             (tmp_path, (), 1, f"{len(table):,} of {len(table):,} token shards are damaged"),
             (encode, (cut,), 1, r"^12 of .*\n  - shard 0 is cut\n(.|\n)*\.\.\. and 2 more$")):
-        refused(UserError, said, refuse, folder, *others, world=world)
+        refused(UserError, message, refuse, folder, *others, world=world)

@@ -57,10 +57,11 @@ def test_a_run_trains_and_says_so(fresh):
     assert 0 < start["startup"]["rendezvous"] <= sum(start["startup"].values())
     # The report's time ends with the record of the end: after the last step, before training tells its progress last.
     # That is computed before its file is written, whose time may be a tick of the kernel behind.
-    found, told = goodput(folder.parent), read_json(folder / PROGRESS)["goodput"]
+    result = goodput(folder.parent)
+    recorded = read_json(folder / PROGRESS)["goodput"]
     written = (folder / PROGRESS).stat().st_mtime + 0.02
-    assert found.effective_s / (written - found.begun) - 0.0001 <= told <= found.share + 0.001
-    assert found.share <= metrics[-1]["goodput"] + 0.001
+    assert result.effective_s / (written - result.begun) - 0.0001 <= recorded <= result.share + 0.001
+    assert result.share <= metrics[-1]["goodput"] + 0.001
     counts = manifest_of(fresh).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
     assert run_train(fresh, ranks=2).stdout.count("up to date") == 1
@@ -70,9 +71,9 @@ def test_a_run_trains_and_says_so(fresh):
 
 
 @pytest.mark.parametrize("damage", ["another byte", "marker", *slow("remove", "torn marker")])
-def test_a_damaged_newest_checkpoint_is_named_and_passed_over(begun, damage):
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(interrupted, damage):
     """What was once finished is set aside for the user to look at; only what never was is removed."""
-    newest = checkpoints(begun) / "step-00000008"
+    newest = checkpoints(interrupted) / "step-00000008"
     victim = newest / ("COMPLETE.json" if "marker" in damage else "rank-00000.safetensors")
     if damage == "another byte":
         victim.write_bytes(victim.read_bytes()[:-1] + b"!")
@@ -80,33 +81,33 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(begun, damage):
         os.truncate(victim, 20)
     else:
         victim.unlink()
-    result = run_train(begun)
+    result = run_train(interrupted)
     assert f"checkpoint {newest.name}" in result.stdout and "continuing after step 4 " in result.stdout
     assert newest.with_name(f"{newest.name}.damaged").is_dir() == (damage != "marker")
-    assert curve(begun) == curve(begun, "whole")
+    assert curve(interrupted) == curve(interrupted, "whole")
 
 
-def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_that_outlives_kills(begun):
+def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_that_outlives_kills(interrupted):
     """It must not depend on the attempt that happens to finish; and the arithmetic stays what the run was begun in."""
     changed = ["train.lr=0.02", "seed=5", "train.precision=auto"]  # another order: the plan in the checkpoint differs
-    assert "train.lr: 0.01 -> 0.02" in run_train(begun, *changed, expect=2).stderr
-    run_with_faults(begun, "kill:rank=0,step=12", *changed, "--accept-changes", "train.checkpoint.background=false",
-                    expect=-9)
-    assert "fp64, as the run started" in run_train(begun, *changed, ranks=2).stdout
-    assert curve(begun)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
-    [resumed] = events(begun, "resume")[:1]
+    assert "train.lr: 0.01 -> 0.02" in run_train(interrupted, *changed, expect=2).stderr
+    run_with_faults(interrupted, "kill:rank=0,step=12", *changed, "--accept-changes",
+                    "train.checkpoint.background=false", expect=-9)
+    assert "fp64, as the run started" in run_train(interrupted, *changed, ranks=2).stdout
+    assert curve(interrupted)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
+    [resumed] = events(interrupted, "resume")[:1]
     assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["accepted"])
-    [change] = events(begun, "plan_changed")
+    [change] = events(interrupted, "plan_changed")
     assert change["step"] == 8 and "train.lr: 0.01 -> 0.02" in change["changes"]
-    found = audit(train_folder(begun).parent)
-    assert found.replanned == 2 and found.faults == [
+    result = audit(train_folder(interrupted).parent)
+    assert result.replanned == 2 and result.faults == [
         "after step 8 samples come in another order than before: a sequence may come again, or never"]
-    assert manifest_of(begun).accepted == [
+    assert manifest_of(interrupted).accepted == [
         "seed: 0 -> 5", "train.lr: 0.01 -> 0.02", 'train.precision: "fp64" -> "auto"']
 
 
-def test_what_a_begun_run_cannot_become_is_refused(begun):
-    for settings, told in (
+def test_what_a_begun_run_cannot_become_is_refused(interrupted):
+    for settings, messages in (
             (["model.layers=3", "--accept-changes"],
              ["model.layers: 2 -> 3", "cannot continue as another network"]),
             (["train.steps=6", "--accept-changes"], ["at step 8 already, beyond train.steps 6"]),
@@ -117,60 +118,62 @@ def test_what_a_begun_run_cannot_become_is_refused(begun):
             (["train.log_to=[{kind: 'no_such_module:Sink'}]"],
              ["train.log_to.0.kind names no_such_module:Sink, which cannot be imported"]),
             (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-changes"])):
-        said = run_train(begun, *settings, expect=2).stderr
-        assert all(text in said for text in told) and "Traceback" not in said, said
-    run_train(begun, "--accept-changes")  # the other one was asked for meanwhile
-    assert curve(begun) == curve(begun, "whole")
+        output = run_train(interrupted, *settings, expect=2).stderr
+        assert all(text in output for text in messages) and "Traceback" not in output, output
+    run_train(interrupted, "--accept-changes")  # the other one was asked for meanwhile
+    assert curve(interrupted) == curve(interrupted, "whole")
 
 
-def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
+def test_a_begun_run_extends_its_context_by_name_with_its_moments(interrupted):
     longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128", "--accept-changes"]
-    assert "continuing after step 8 " in run_train(begun, *longer).stdout
-    assert set(manifest_of(begun).accepted) == {
+    assert "continuing after step 8 " in run_train(interrupted, *longer).stdout
+    assert set(manifest_of(interrupted).accepted) == {
         "model.context_length: 128 -> 256", "model.rope_theta: 500000.0 -> 1000000.0",
         "train.sequence_length: 64 -> 128"}
-    longer_loss, short_loss = (curve(begun, name)[8]["loss"] for name in ("mini", "whole"))
+    longer_loss, short_loss = (curve(interrupted, name)[8]["loss"] for name in ("mini", "whole"))
     assert longer_loss != pytest.approx(short_loss, rel=1e-6) and longer_loss == pytest.approx(short_loss, rel=0.2)
 
 
-def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
-    victim, loss = checkpoints(begun, "whole") / "step-00000016/rank-00000.safetensors", curve(begun, "whole")
+def test_a_finished_run_can_be_mended_prolonged_and_forced(interrupted):
+    victim = checkpoints(interrupted, "whole") / "step-00000016/rank-00000.safetensors"
+    loss = curve(interrupted, "whole")
 
-    def said(*settings):
-        return run_train(begun, "name=whole", *settings).stdout
+    def retrain(*settings):
+        return run_train(interrupted, "name=whole", *settings).stdout
     victim.unlink()
-    told = said()
-    assert "making it again" in told and "is damaged" in told and curve(begun, "whole") == loss
-    assert "continuing after step 16" in said("train.steps=20", "--accept-changes")
-    assert [record["step"] for record in curve(begun, "whole")] == list(range(1, 21))
-    manifest = manifest_of(begun, name="whole")
+    output = retrain()
+    assert "making it again" in output and "is damaged" in output and curve(interrupted, "whole") == loss
+    assert "continuing after step 16" in retrain("train.steps=20", "--accept-changes")
+    assert [record["step"] for record in curve(interrupted, "whole")] == list(range(1, 21))
+    manifest = manifest_of(interrupted, name="whole")
     assert manifest.counts["steps"] == 20 and "train.steps: 16 -> 20" in manifest.accepted
-    assert "up to date" in said("train.steps=20")
-    said("train.steps=2", "train.warmup_steps=1", "--force")
-    assert (begun.parent / "runs/whole/train.replaced/checkpoints/step-00000020/COMPLETE.json").is_file()
+    assert "up to date" in retrain("train.steps=20")
+    retrain("train.steps=2", "train.warmup_steps=1", "--force")
+    assert (interrupted.parent / "runs/whole/train.replaced/checkpoints/step-00000020/COMPLETE.json").is_file()
 
 
-def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(begun):
+def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(interrupted):
     """With keep=1 the sound checkpoint must outlive the damaged one that has a higher step number."""
-    before, newest = complete_checkpoints(train_folder(begun))
+    before, newest = complete_checkpoints(train_folder(interrupted))
     os.truncate(next(newest.glob("*.safetensors")), 10)
     settings = ["train.checkpoint.keep=1", "train.checkpoint.background=false"]
     for left in ([before], [newest]):
-        run_with_faults(begun, "kill:rank=0,step=7;kill:rank=0,step=10", *settings, expect=-9)
-        assert complete_checkpoints(train_folder(begun)) == left
+        run_with_faults(interrupted, "kill:rank=0,step=7;kill:rank=0,step=10", *settings, expect=-9)
+        assert complete_checkpoints(train_folder(interrupted)) == left
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
-    run_train(begun, *settings)
-    assert [path.name for path in complete_checkpoints(train_folder(begun))] == ["step-00000016"]
-    assert curve(begun) == curve(begun, "whole")
+    run_train(interrupted, *settings)
+    assert [path.name for path in complete_checkpoints(train_folder(interrupted))] == ["step-00000016"]
+    assert curve(interrupted) == curve(interrupted, "whole")
 
 
-def test_a_kill_between_checkpoint_and_log_loses_no_line(begun):
+def test_a_kill_between_checkpoint_and_log_loses_no_line(interrupted):
     """The checkpoint holds its step's metrics; a log that lacks them gets them, validation loss and samples included.
     A line that the kill has torn is cut off."""
-    path = train_folder(begun) / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines(begun) if line["step"] < 8) + '{"step": 6, "lo')
-    assert "cut 15 bytes" in run_train(begun).stdout
-    assert curve(begun) == curve(begun, "whole")
+    path = train_folder(interrupted) / "metrics.jsonl"
+    kept = [json.dumps(line) + "\n" for line in lines(interrupted) if line["step"] < 8]
+    path.write_text("".join(kept) + '{"step": 6, "lo')
+    assert "cut 15 bytes" in run_train(interrupted).stdout
+    assert curve(interrupted) == curve(interrupted, "whole")
 
 
 def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
@@ -182,13 +185,13 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
     assert "Traceback" not in result.stderr
 
 
-def test_where_every_checkpoint_is_damaged_training_does_not_start_again_in_silence(begun):
-    for file in checkpoints(begun).glob("step-*/*.safetensors"):
+def test_where_every_checkpoint_is_damaged_training_does_not_start_again_in_silence(interrupted):
+    for file in checkpoints(interrupted).glob("step-*/*.safetensors"):
         os.truncate(file, 10)
     for _ in range(2):
-        assert "Every finished checkpoint" in run_train(begun, expect=2).stderr
-    run_train(begun, "--force")
-    assert curve(begun) == curve(begun, "whole")
+        assert "Every finished checkpoint" in run_train(interrupted, expect=2).stderr
+    run_train(interrupted, "--force")
+    assert curve(interrupted) == curve(interrupted, "whole")
 
 
 def test_torn_token_shards_and_ranks_that_do_not_fit_the_batch_are_refused(tmp_path, encoded):
@@ -214,8 +217,8 @@ def first(tmp_path_factory, encoded):
 def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh, first):
     settings = [f"train.init_from={first}", "train.precision=fp64", "model.context_length=256", "model.rope_theta=1e6",
                 "train.sequence_length=128"]
-    told = run_train(fresh, "name=whole", *settings).stdout
-    assert "; context_length 128 -> 256; rope_theta 500000.0 -> 1000000.0" in told
+    output = run_train(fresh, "name=whole", *settings).stdout
+    assert "; context_length 128 -> 256; rope_theta 500000.0 -> 1000000.0" in output
     run_with_faults(fresh, "kill:rank=0,step=7", *settings, "train.checkpoint.background=false", expect=-9)
     run_train(fresh, *settings)
     assert_equal_but_for_rounding(fresh, 0.0)
@@ -237,8 +240,8 @@ def test_text_is_added_to_a_trained_model_as_the_page_says(tmp_path, encoded, co
     page["train"].update(init_from=str(first), mixture={"code": 1, "new": 1}, steps=4, warmup_steps=1)
     (config := tmp_path / "notes2.yaml").write_text(yaml.safe_dump(page))
     for stage in ("shard", "tokenizer", "encode", "train"):
-        told = run_stage(stage, config).stdout
-    assert f"starts from the weights in {first}" in told
+        output = run_stage(stage, config).stdout
+    assert f"starts from the weights in {first}" in output
     runs = (encoded, "mini"), (config, "notes2")
     theirs, ours = ((path.parent / "runs" / name / "tokenizer/hf/tokenizer.json").read_bytes() for path, name in runs)
     assert theirs == ours
@@ -279,19 +282,19 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
         process.wait(HANG_S)
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
-    told = [f"train.steps={step + 2}", *settings[1:], "--accept-changes"]
-    assert f"continuing after step {step}" in run_train(fresh, *told, ranks=3).stdout
+    longer = [f"train.steps={step + 2}", *settings[1:], "--accept-changes"]
+    assert f"continuing after step {step}" in run_train(fresh, *longer, ranks=3).stdout
     assert [record["step"] for record in curve(fresh)] == list(range(1, step + 3))
 
 
 def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
     """In the last step a request changes nothing."""
     limit = "train.stop_after_minutes=0.001"
-    said = run_train(fresh, *LONG, limit, expect=130).stdout
+    output = run_train(fresh, *LONG, limit, expect=130).stdout
     state = read_state(train_folder(fresh))
-    assert stopped(fresh) == 1 and f"stopped after step 1 ({limit}); saved" in said
+    assert stopped(fresh) == 1 and f"stopped after step 1 ({limit}); saved" in output
     [many] = events(fresh, "many_epochs")
-    assert f"warning: all sources: {many['planned_epochs']['all sources']:.1f} epochs. Beyond 4" in said
+    assert f"warning: all sources: {many['planned_epochs']['all sources']:.1f} epochs. Beyond 4" in output
     assert (state.step, state.again) == (1, True)
     run_train(fresh, *LONG, limit, "train.steps=2", "train.warmup_steps=1", "--accept-changes")
     assert len(events(fresh, "finish")) == len(events(fresh, "many_epochs")) == 1

@@ -113,15 +113,15 @@ def weights(config, name="mini"):
 def assert_equal_to_the_bit(config, name="mini", to="whole"):
     """Curves, texts and all tensors of the last checkpoint of two runs."""
     assert curve(config, name) == curve(config, to) and texts(config, name) == texts(config, to)
-    found, expected = stored_tensors(config, name), stored_tensors(config, to)
-    assert found.keys() == expected.keys() and any(tensor.startswith("exp_avg_sq.") for tensor in found)
-    assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
+    result, expected = stored_tensors(config, name), stored_tensors(config, to)
+    assert result.keys() == expected.keys() and any(tensor.startswith("exp_avg_sq.") for tensor in result)
+    assert all(torch.equal(result[tensor], expected[tensor]) for tensor in expected)
 
 
 def proven(config, name="mini"):
     """Whether the run's own records prove that every sample was used exactly once; fails with what they say."""
-    found = audit(config.parent / "runs" / name)
-    assert not found.faults, "\n".join(found.lines())
+    result = audit(config.parent / "runs" / name)
+    assert not result.faults, "\n".join(result.lines())
     return True
 
 

@@ -38,6 +38,6 @@ def test_greedy_tokens_are_equal(both, penalty):
                                 pad_token_id=eos, repetition_penalty=penalty)[0, len(prompt):].tolist()
                 for prompt in PROMPTS]
     sampling = Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos})
-    found = written(ours, PROMPTS, [sampling] * len(PROMPTS))
-    assert [tokens + [eos] * (end == "stop") for tokens, end in found] == expected
+    result = written(ours, PROMPTS, [sampling] * len(PROMPTS))
+    assert [tokens + [eos] * (end == "stop") for tokens, end in result] == expected
     assert len(set(map(tuple, expected))) == len(PROMPTS)

@@ -40,9 +40,9 @@ def test_what_is_drawn_from_is_what_transformers_leaves(temperature):
             scores = torch.randn(200, generator=chance, dtype=torch.float64) * 3
             expected = theirs(None, scores[None].clone())[0].softmax(-1)
             probabilities, ids = kept(scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
-            found = torch.zeros_like(scores).scatter(0, ids, probabilities / probabilities.sum())
-            assert torch.equal(found > 0, expected > 0)
-            assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+            result = torch.zeros_like(scores).scatter(0, ids, probabilities / probabilities.sum())
+            assert torch.equal(result > 0, expected > 0)
+            assert torch.allclose(result, expected, rtol=1e-12, atol=0)
 
 
 def test_draws_have_the_probabilities_of_what_is_left_and_their_seed_decides():

@@ -93,9 +93,9 @@ def test_a_text_is_what_generate_gives_and_touches_nothing_global(model, room, s
     model.train()
     assert generated(PROMPTS[:1])[0] == expected[0] and model.training, "neighbours do not matter"
     model.eval()
-    found = written(model, PROMPTS, [Sampling(max_tokens=20, seed=7 + number, stop_ids={3, 11}, **sampling)
+    result = written(model, PROMPTS, [Sampling(max_tokens=20, seed=7 + number, stop_ids={3, 11}, **sampling)
                                      for number in range(len(PROMPTS))])
-    assert [tokens for tokens, _ in found] == expected and any(len(tokens) < 20 for tokens, _ in found)
+    assert [tokens for tokens, _ in result] == expected and any(len(tokens) < 20 for tokens, _ in result)
     assert torch.equal(torch.get_rng_state(), state)
 
 
