@@ -189,7 +189,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.pipeline.storage -> file:///nope -> required: folder
     benchmarks.train -> --only nope -> invalid choice: 'nope'
     benchmarks.gpu -> --only nope -> invalid choice: 'nope'
-    benchmarks.data -> --vocab 0 -> --vocab must be above 0
+    benchmarks.data -> --vocab x -> invalid int value: 'x'
     drover.tools.audit -> nope -> {NO_RUN}
     drover.tools.chat -> --model nope x -> nope is no folder
     drover.tools.compare -> --models nope --tasks nope -> --tasks names nope
@@ -204,8 +204,9 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.trace -> nope --step 1 -> {NO_RUN}""")}
 """Of each program, wrong arguments and what is said of them."""
 REFUSED |= {f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES}
-NEEDED = {"drover.pipeline.tokenizer": {"numpy"}, "drover.pipeline.encode": {"numpy"}}
-"""What these stages import before they look at their arguments."""
+NEEDED = {"drover.pipeline.tokenizer": {"numpy"}, "drover.pipeline.encode": {"numpy"},
+          **{f"benchmarks.{name}": {"numpy", "torch"} for name in ("data", "gpu", "train")}}
+"""What these programs import before they look at their arguments."""
 
 
 def imported_by(*command, cwd):
