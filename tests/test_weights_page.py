@@ -21,7 +21,7 @@ def home(tmp_path, monkeypatch):
     model = for_tokenizer(TOKENIZER_OF_BYTES, context_length=64)
     write_run(tmp_path / "runs/demo", {3: model}, TOKENIZER_OF_BYTES)
     (tmp_path / "Llama-3.2-1B").mkdir()
-    write_model(tmp_path / "Llama-3.2-1B", model, dtype=torch.bfloat16, bos_id=1, eos_id=2)
+    write_model(tmp_path / "Llama-3.2-1B", model, dtype=torch.bfloat16)
     return tmp_path
 
 

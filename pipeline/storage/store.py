@@ -73,9 +73,6 @@ class Store:
         self._root = f"{scheme}://{bucket}" if scheme != "file" else "file://"
         self._prefix = (unquote(prefix) if scheme == "file" else prefix).strip("/")
 
-    def __repr__(self) -> str:
-        return f"Store({self.url!r})"
-
     def url_of(self, path: str) -> str:
         """The URL of an object."""
         key = self._key(path)

@@ -39,7 +39,7 @@ def sharp(config=CONFIG, output=8.0):
 
 
 def exported(folder, weights, config=CONFIG, dtype=torch.float32):
-    write_state(folder, weights, config, dtype=dtype, bos_id=1, eos_id=2)
+    write_state(folder, weights, config, dtype=dtype)
     return folder
 
 

@@ -36,7 +36,7 @@ def model(request):
 
 def as_huggingface(folder, model, **options):
     folder.mkdir(parents=True)
-    write_model(folder, model, dtype=torch.float32, bos_id=1, eos_id=2, **options)
+    write_model(folder, model, **options)
     return folder
 
 

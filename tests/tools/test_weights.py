@@ -299,7 +299,7 @@ def test_memory_is_needed_for_some_tensors_not_for_the_model(model, tmp_path):
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Llama(LARGE).named_parameters()}
     (tmp_path / "small").mkdir()
-    write_model(tmp_path / "small", model, dtype=torch.float32, bos_id=1, eos_id=2)
+    write_model(tmp_path / "small", model)
     write_checkpoint(tmp_path / "large", {f"model.{name}": torch.ones(shape) for name, shape in shapes.items()}, 2, 2)
     write_json(tmp_path / "large/COMPLETE.json", {
         "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}})

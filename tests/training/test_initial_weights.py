@@ -42,7 +42,7 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     model = Llama(SHAPE)
     initialise(model, SHAPE, seed=5)
-    write_model(folder, model, dtype=torch.float32, bos_id=1, eos_id=2)
+    write_model(folder, model)
     return folder, model
 
 
@@ -67,7 +67,7 @@ def test_every_rectangle_is_taken_and_only_new_rows_are_drawn(exported):
 def test_values_that_are_no_numbers_are_refused_by_the_tensors_name(exported, tmp_path):
     model = copy.deepcopy(exported[1])
     model.layers[1].feed_forward.w2.weight.data[3, 4] = float("nan")
-    write_model(tmp_path, model, dtype=torch.float32, bos_id=1, eos_id=2)
+    write_model(tmp_path, model)
     with open_weights(tmp_path) as weights:
         values = taken(weights, drawn(SHAPE, 8))
         values("layers.1.feed_forward.w2.weight", (32, 48), (4, 0), (28, 48))
