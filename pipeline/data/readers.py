@@ -107,11 +107,17 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         yield from FORMATS[kind](file, source, limit)
 
 
-def column_names(path: Path, kind: str, source: FilesSource) -> list[str] | None:
-    """The columns that a file of one of the COLUMNAR formats says it has, without reading what is in them; None where
-    that cannot be seen so: it is damaged, packed or something else than its name says."""
+def column_names(path: str, source: FilesSource) -> list[str] | None:
+    """The columns that a file of one of the COLUMNAR formats says it has, without reading what is in them; none if it
+    is empty. None where that cannot be seen so: it is an object, damaged, packed or something else than its name says.
+    """
+    kind = file_format(PurePath(path), source.format)
+    if is_url(path) or kind not in COLUMNAR:
+        return None
     with suppress(*damage()):
-        file = Input(Piece.of(path), source.encoding)
+        file = Input(Piece.of(Path(path)), source.encoding)
+        if not file.piece.bytes:
+            return []
         instead, head = mistaken(file, kind)
         if instead is not None:
             return None
@@ -119,7 +125,7 @@ def column_names(path: Path, kind: str, source: FilesSource) -> list[str] | None
             file.head = head or b""
             with _text(file) as stream:
                 return _csv_header(_csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0])), file)
-        if path.suffix.lower() not in COMPRESSIONS:
+        if not file.compression:
             with map_file(path) as data:
                 return stored_columns(data, kind)
     return None
@@ -135,15 +141,15 @@ def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> lis
     for source in config.sources:
         if not isinstance(source, FilesSource):
             continue
-        absent, present = wanted_columns(source), list[str]()
+        absent = wanted_columns(source)
+        present = list[str]()
         own = [path for name, path in files if name.startswith(f"{source.name}/")]
         for path in own:
-            if not is_url(path) and not Path(path).stat().st_size:
+            names = column_names(path, source)
+            if names == []:
                 continue
-            kind = file_format(PurePath(path), source.format)
-            names = column_names(Path(path), kind, source) if kind in COLUMNAR and not is_url(path) else None
-            absent = [name for name in absent if not has_column(names, name)] if names is not None else []
             present = names or []
+            absent = [] if names is None else [name for name in absent if not has_column(names, name)]
             if not absent:
                 break
         if own and absent:
@@ -537,19 +543,19 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                     if isinstance(row, csv.Error):
                         yield file.reject(number, f"the row is not CSV: {row} (where quotation marks are text, set the "
                                                  f"source's `quote: \"\"`)", lost="unexpected end" in str(row),
-                                         lost_bytes=file.current()[0])
+                                         lost_bytes=size[0])
                     elif len(row) == len(header):
                         if rows.line_num > line + 1 and any(_holds_rows(own, delimiter, len(row)) for own in row):
                             file.about.joined_rows += 1
                         yield number, dict(zip(header, row, strict=True))
                     else:
                         yield file.reject(number, f"the row has {len(row)} values, the header {len(header)}",
-                                         lost_bytes=file.current()[0])
+                                         lost_bytes=size[0])
                 line = rows.line_num
                 size[0] = 0
         except TooLongError:
             yield file.reject(number + 1, limit.reason, lost=True,
-                              lost_bytes=file.give_up(max(0, file.content - file.current()[0])))
+                              lost_bytes=file.give_up(max(0, file.content - size[0])))
 
 
 def _holds_rows(value: str, delimiter: str, columns: int) -> bool:

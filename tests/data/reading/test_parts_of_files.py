@@ -106,12 +106,19 @@ def test_what_is_wrong_with_the_file_as_a_whole_is_said_once(tmp_path, ending):
     assert [own.lost for own in rejections] == [True] and len(seen) == 3
 
 
-def test_the_first_part_has_the_hash_of_the_file(tmp_path, monkeypatch):
+def bytes_read():
+    """By this process since it began."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_the_first_part_has_the_hash_of_the_file_which_it_reads_once(tmp_path, monkeypatch):
+    """Any other part reads its own bytes, and what the last record needs beyond them. Of whole files,
+    tests/storage/test_object_sources.py has it."""
     path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"text": f"{number} " * (number % 50)} for number in range(3000)))
     size = path.stat().st_size
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr(streams, "BUFFER", 4096)
+    monkeypatch.setattr(streams, "BUFFER", 1000)
     about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
     of_source = {"source": "s", "file": "f.jsonl"}
     assert read(payload_of(path))[3] == [{**about, **of_source, "sha256": sha256, "documents": 3000}]
@@ -120,19 +127,6 @@ def test_the_first_part_has_the_hash_of_the_file(tmp_path, monkeypatch):
     assert sum(part.pop("documents", 0) for part in seen) == 3000
     assert seen == [{**about, **of_source, "sha256": None if start else sha256} for start in borders[:-1]]
     assert content_hash(str(path)) == sha256 and gathered(seen[::-1]) == [{**about, "sha256": sha256}]
-
-
-def bytes_read():
-    """By this process since it began."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_a_part_reads_its_own_bytes_and_the_first_one_the_file_once(tmp_path, monkeypatch):
-    """And what the last record needs beyond them. Of whole files, tests/storage/test_object_sources.py has it."""
-    path = tmp_path / "f.jsonl"
-    path.write_bytes(lines({"text": f"{number} " * 20} for number in range(5000)))
-    size = path.stat().st_size
-    monkeypatch.setattr(streams, "BUFFER", 1000)
     for start, stop, least in ((10**5, 2 * 10**5, 10**5), (0, 10**5, size)):
         before = bytes_read()
         read(payload_of(path, start, stop))
