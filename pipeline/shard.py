@@ -225,13 +225,11 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
         problems.append("the corpus is a single document, which cannot be used for both training and validation. Cut "
                         "it into documents with the source's `separator`, use its end for validation "
                         "(shard.validation_rule: tail), or give more files.")
-    elif documents and not counts["validation"]:
-        raised = f"Raise it (for example to {min(0.5, 5 / documents):.2g})"
-        problems.append(f"none of the {documents:,} documents is in the validation split. shard.validation_share is "
-                        f"{config.validation_share:g}. {tail or raised}, {more}")
-    elif documents and not counts["train"]:
-        problems.append(f"all of the {documents:,} documents are in the validation split. shard.validation_share is "
-                        f"{config.validation_share:g}. {tail or 'Lower it'}, {more}")
+    elif documents and not (counts["validation"] and counts["train"]):
+        split, cure = ("train", "Lower it") if counts["validation"] else (
+            "validation", f"Raise it (for example to {min(0.5, 5 / documents):.2g})")
+        problems.append(f"none of the {documents:,} documents is in the {split} split. shard.validation_share is "
+                        f"{config.validation_share:g}. {tail or cure}, {more}")
     if problems:
         raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 

@@ -47,7 +47,7 @@ def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, ki
         train_and_kill(phased, *settings, *layout, ranks=ranks, after_step=after, log="events")
     if packing == "best_fit":
         assert " tokens of code left where the length changes" in output and output.count("  padding: ") == 3
-        assert "they were not planned before" in output and "best-fit packing: " in output
+        assert "of which there was no valid plan" in output and "best-fit packing: " in output
     run_train(phased, *settings, ranks=2)
     assert proven(phased) and proven(phased, "whole")
     assert_equal_but_for_rounding(phased, 1e-12)

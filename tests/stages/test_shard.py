@@ -151,7 +151,7 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, run):
     assert "source same yields no documents: 1 read, of which 1 duplicate, 0 empty" in error
     assert "the corpus is a single document" in error and "separator" in error and "validation_rule: tail" in error
     (tmp_path / "x.txt").write_text("x")
-    assert "all of the 1 documents are in the validation split" in run("shard", config, "shard.validation_rule=tail", (
+    assert "none of the 1 documents is in the train split" in run("shard", config, "shard.validation_rule=tail", (
         f"shard.sources=[{{kind: files, name: x, paths: [{tmp_path}/x.txt]}}]"), expect=2).err
     for name in ("empty", "same"):
         (tmp_path / f"{name}.txt").write_text(f"{name} no more")

@@ -1,6 +1,5 @@
 """The fast encoder gives the reference's ids, or the gate says that it does not."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,21 +12,10 @@ from drover.pipeline.tokenization.files import write_record
 from drover.pipeline.tokenization.odd_strings import odd_strings
 from drover.pipeline.tokenization.ready import open_tokenizer
 from drover.pipeline.tokenization.tokenizer import MAX_PART, byte_of_character, joined
-from tests.tokenization.conftest import KINDS, ODD_TEXTS, with_special
+from tests.tokenization.conftest import ODD_TEXTS, with_special
 
 pytest.importorskip("fastokens")
 FAST = ("bpe", "tiktoken", "huggingface", "byte", "char")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_flat_ids_are_those_of_one_text_after_another(vocabularies, kind):
-    texts = [*ODD_TEXTS, "word " * 9000]
-    ids, offsets = vocabularies[kind].encode_flat(texts)
-    assert ids.dtype == np.uint32 and offsets.dtype == np.int64
-    found = [ids[start:stop].tolist() for start, stop in pairwise(offsets)]
-    assert found == [vocabularies[kind].encode(text) for text in texts]
-    empty, none = vocabularies[kind].encode_flat([])
-    assert len(empty) == 0 and none.tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", FAST)

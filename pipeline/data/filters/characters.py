@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
@@ -31,15 +31,6 @@ class Characters(Filter):
     """The least share of each class that is named: {letters: 0.5}."""
     max_share: dict[CharacterClass, Share] = {}
     """The largest share of each class that is named: {digits: 0.3, control: 0}."""
-
-    @model_validator(mode="after")
-    def _has_bounds(self) -> Self:
-        if not self.min_share and not self.max_share:
-            raise ValueError("a characters filter needs a share in `min_share` or `max_share`, as in "
-                             "{max_share: {digits: 0.3}}")
-        if twisted := [name for name, share in self.min_share.items() if share > self.max_share.get(name, 1.0)]:
-            raise ValueError(f"no document has that many {', '.join(twisted)}: the least share is above the most")
-        return self
 
     def __call__(self, document: Document) -> Document | str:
         counts, total = Counter[str](), 0

@@ -57,9 +57,7 @@ class Decontamination(Filter):
 
     @cached_property
     def _sets(self) -> Sets:
-        facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.reads() if path.is_file()]
-        given = tuple(own.model_dump_json() for own in self.files)
-        return _read(given, self.n, self.min_words, tuple(facts))
+        return _read(tuple(own.model_dump_json() for own in self.files), self.n, self.min_words)
 
     @cached_property
     def _found(self) -> dict[str, Counter[str]]:
@@ -143,8 +141,7 @@ Sets = tuple[Sequence[Item], ItemIndex]
 
 
 @lru_cache(maxsize=2)
-def _read(given: tuple[str, ...], n: int, min_words: int, facts: tuple[tuple[str, int, int], ...]) -> Sets:
-    """facts: the files' paths, sizes and times, so that others are read again."""
+def _read(given: tuple[str, ...], n: int, min_words: int) -> Sets:
     items = [item for own in given for item in items_of(EvaluationSet.model_validate_json(own))]
     names = Counter((item.task, item.name) for item in items)
     if twice := next((pair for pair, count in names.items() if count > 1), None):

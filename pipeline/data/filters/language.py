@@ -58,7 +58,7 @@ class Language(Filter):
         path = Path(self.path)
         if not path.is_file():
             raise UserError(f"The model {path} of the filter {self.name or self.kind} is not there. Correct `path`.")
-        return _loaded(str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        return _loaded(str(path))
 
     @cached_property
     def _seen(self) -> Counter[str]:
@@ -81,9 +81,8 @@ class Language(Filter):
 
 
 @lru_cache(maxsize=2)
-def _loaded(path: str, size: int, mtime_ns: int) -> tuple[Any, set[str]]:
-    """A fastText model that names languages, and the names of all that it knows. size, mtime_ns: of the file, so that
-    another is read again."""
+def _loaded(path: str) -> tuple[Any, set[str]]:
+    """A fastText model that names languages, and the names of all that it knows."""
     import fasttext
     try:
         model = fasttext.load_model(path)

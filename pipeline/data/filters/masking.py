@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import Self
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from drover.pipeline.config.section import Section
 from drover.pipeline.data.documents import Document
@@ -58,12 +57,6 @@ class Masking(Filter):
     examples (192.168.0.1, 127.0.0.1, 2001:db8::1) identify nobody and always stay."""
     patterns: list[Pattern] = []
     """More to replace, in this order, after these: [{find: "[0-9]{3}-[0-9]{2}-[0-9]{4}", mask: "<number>"}]."""
-
-    @model_validator(mode="after")
-    def _masks_something(self) -> Self:
-        if self.email is None and self.ip is None and not self.patterns:
-            raise ValueError("a masking filter needs one of email, ip, patterns")
-        return self
 
     @cached_property
     def _compiled(self) -> list[tuple[re.Pattern[str], str]]:

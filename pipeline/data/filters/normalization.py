@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from functools import cached_property
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
@@ -35,14 +35,6 @@ class Normalization(Filter):
     """Take out white space before line ends and at the text's end, and line ends there."""
     max_blank_lines: int | None = Field(None, ge=0)
     """Leave so many of the blank lines that follow each other; null: all."""
-
-    @model_validator(mode="after")
-    def _changes_something(self) -> Self:
-        if not any((self.form, self.line_ends, self.control_characters, self.zero_width, self.trailing_space,
-                    self.max_blank_lines is not None)):
-            raise ValueError("a normalization filter needs one of form, line_ends, control_characters, zero_width, "
-                             "trailing_space, max_blank_lines")
-        return self
 
     @cached_property
     def _blank(self) -> re.Pattern[str]:

@@ -85,9 +85,8 @@ class TrainingData:
         starts, used = zip(*(stream.fill(sequence, row) for (stream, sequence), row in zip(result, rows, strict=True)),
                            strict=True)
         if self.vocabulary is not None and rows.max() >= self.vocabulary:
-            row, place = np.argwhere(rows >= self.vocabulary)[0].tolist()
-            sequences, sequence = result[row]
-            raise UserError(self._foreign(sequences, sequence, place))
+            for sequences, sequence in result:
+                self._refuse_foreign(sequences, sequence)
         return assemble(rows, starts, used)
 
     def located(self, samples: np.ndarray) -> list[tuple[Sequences, int]]:
@@ -113,18 +112,16 @@ class TrainingData:
             for pool, own in groups(pools[here]):
                 yield self.spaces[space][pool].rows(sequences[here][own])
 
-    def _foreign(self, sequences: Sequences, number: int, place: int) -> str:
-        """The error for a token of a sequence whose id is outside the vocabulary."""
+    def _refuse_foreign(self, sequences: Sequences, number: int) -> None:
+        """UserError naming the shard of a sequence that holds an id outside the vocabulary."""
+        assert self.vocabulary is not None
         for span in sequences.spans(number, label=1):
-            shard, at = span.shard, span.start + place
-            if at < span.stop:
-                break
-            place = at - span.stop
-        document = shard.document_at(at)
-        return (f"{shard.path} holds the id {shard.tokens(at, at + 1)[0]} at its token {at} (document {document}, key "
-                f"{shard.document_key(document)}), but the vocabulary has {self.vocabulary} ids: its content was "
-                f"changed. Delete the file, run --stage encode again, which makes it again, and then repeat this "
-                f"command.")
+            largest = span.shard.tokens(span.start, span.stop).max(initial=0)
+            if largest >= self.vocabulary:
+                raise UserError(
+                    f"{span.shard.path} holds the id {largest} in its tokens {span.start} to {span.stop}, but the "
+                    f"vocabulary has {self.vocabulary} ids: its content was changed. Delete the file, run --stage "
+                    f"encode again, which makes it again, and then repeat this command.")
 
     def leave_out(self, excluded: Excluded) -> None:
         """Leave samples out for good: the phases after them move. Call it on all ranks alike: what epochs have left may

@@ -189,30 +189,27 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
     """A plan, with what is missing or damaged of it made. Called on all ranks alike.
 
     Args:
-        say: logs, on rank 0, what was made and why.
+        say: logs, on rank 0, what was made.
 
     Raises:
         UserError: a shard cannot be read; the same on every rank.
     """
     rows, packing = planning.shards.rows, Packing(planning)
-    mine, made, damaged, problems = rows[group.rank::group.world], 0, False, list[str]()
-    for row in mine.tolist():
-        if not packing.has(row, checked=True):
-            made, damaged = made + 1, damaged or packing.path(row).exists()
-            try:
-                packing.plan(row)
-            except UserError as error:
-                problems.append(str(error))
-    parts = group.gather((mine, packing.numbers[mine], packing.sha256[mine], made, damaged, problems))
-    if result := [problem for *_, own in parts for problem in own]:
-        raise UserError(all_problems(result, f"{len(result):,} token shards cannot be packed"))
+    mine, problems = rows[group.rank::group.world], list[str]()
+    missing = [row for row in mine.tolist() if not packing.has(row, checked=True)]
+    for row in missing:
+        try:
+            packing.plan(row)
+        except UserError as error:
+            problems.append(str(error))
+    parts = group.gather((mine, packing.numbers[mine], packing.sha256[mine], len(missing), problems))
+    if problems := [problem for *_, own in parts for problem in own]:
+        raise UserError(all_problems(problems, f"{len(problems):,} token shards cannot be packed"))
     for own, numbers, digests, *_ in parts:
         packing.numbers[own], packing.sha256[own] = numbers, digests
     made = sum(part[3] for part in parts)
     if group.rank == 0 and made:
-        first = made == len(rows) and not any(part[4] for part in parts)
-        say(f"planned {planning} of {made:,} of {len(rows):,} token shards: "
-            f"{'they were not planned before' if first else 'their files were missing, damaged or of other shards'}")
+        say(f"planned {planning} of {made:,} of {len(rows):,} token shards, of which there was no valid plan")
     return packing
 
 

@@ -140,12 +140,6 @@ def test_signatures_are_a_function_of_the_text_alone():
     assert signatures([], FINEWEB).shape == (0, 14)
 
 
-def test_presets_and_what_replaces_them():
-    assert FINEWEB | {"library": ""} == {"ngram": 5, "bands": 14, "rows": 8, "words": "runs", "library": ""}
-    assert signature_settings(NearDuplicates(preset="olmo3", rows=4, words="characters")) == FINEWEB | {
-        "bands": 26, "rows": 4, "words": "characters"}
-
-
 def test_of_one_component_only_so_many_that_stay_are_compared(tmp_path, monkeypatch):
     """Versions of a page by twos, none like the first: those that came too late to be compared with all stay."""
     rng = random.Random(8)

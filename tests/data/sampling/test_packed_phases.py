@@ -57,7 +57,7 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
     data.leave_out(Excluded())
     assert len(said) == 6 and said[0].startswith("planned the best-fit packing of 4 of 4 token shards")
     assert said[2] == ("planned the best-fit packing in sequences of 40, of what an epoch has left where the length "
-                       "changes, of 2 of 2 token shards: they were not planned before")
+                       "changes, of 2 of 2 token shards, of which there was no valid plan")
     files, rest = contents(tmp_path / "packing"), data.packings[2]
     path = next(rest.path(row) for row in range(4) if rest.path(row).exists())
     path.write_bytes(path.read_bytes()[:-9])

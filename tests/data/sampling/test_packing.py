@@ -44,8 +44,7 @@ def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm):
     if harm == "cut":
         refused(UserError, "is damaged: it has", first.batch_of, np.arange(8))
     again = packed(tmp_path, table, said=said)
-    assert said == ["planned the best-fit packing of 1 of 3 token shards: their files were missing, damaged or of "
-                    "other shards"]
+    assert len(said) == 1 and "packing of 1 of 3 token shards, of which there was no" in said[0]
     assert again.order.plan_sha256 == first.order.plan_sha256 and contents(tmp_path) == before
     packed(tmp_path, table, planner=lambda planning: make(planning, Alone(), pytest.fail))
 
@@ -69,11 +68,11 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [False, True])
-def test_an_id_outside_the_vocabulary_is_found_in_its_document(tmp_path, kind):
+def test_an_id_outside_the_vocabulary_is_found_in_its_shard(tmp_path, kind):
     data = training_data(tmp_path, write_numbered(tmp_path, [[30, 4], [7, 40]]), packed=kind)
     every = np.arange(sum(sequences.count for sequences in data.spaces[0]))
     data.vocabulary = 48
     data.batch_of(every)
-    data.vocabulary, key = 47, f"{1:016x}{1:016x}"
-    refused(UserError, rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), but the "
-                       "vocabulary has 47 ids", data.batch_of, every)
+    data.vocabulary = 47
+    refused(UserError, r"code-00001.arrow holds the id 47 in its tokens \d+ to 47, but the vocabulary has 47 ids",
+            data.batch_of, every)
