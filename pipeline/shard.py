@@ -98,13 +98,14 @@ def shard(work: Work) -> None:
                                       for payload in decided.payloads], write_shard, "shards")
     shards = [output for record in written for output in record["outputs"]]
     _reconcile(counts, shards, files)
-    contamination, told = gather_contamination(folder, config.filters, [record["findings"] for record in read])
+    contamination, contamination_record = gather_contamination(
+        folder, config.filters, [record["findings"] for record in read])
     counts |= contamination
-    _tell(work, counts, shards, inputs)
+    _print_counts(work, counts, shards, inputs)
 
     outputs = [*shards, *(record["outputs"][-1] for record in read if filters.get("keep_dropped")), *decided.kept,
                output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
-                             text_bytes=0), *told]
+                             text_bytes=0), *contamination_record]
     _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
                 scratch=[folder / STAGING])
@@ -258,7 +259,7 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: lis
                                  f"{own}")
 
 
-def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inputs: list[FileRead]) -> None:
+def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inputs: list[FileRead]) -> None:
     for remark in chain.from_iterable(counts["remarks"].values()):
         work.say(remark)
     if little := [file for file in incomplete(inputs) if file.is_little]:

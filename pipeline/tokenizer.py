@@ -50,8 +50,8 @@ def make_tokenizer(work: Work) -> None:
                                                          "sha256": tokenizer.sha256, "limit": limit})
              for record, limit in (*checked, *beginnings(train, LOOK_BYTES))]
     checks = work.run_pass("check", units, check_shard, "shards")
-    whole = summed(check["tally"] for check in checks)
-    refuse_failures(whole, [failure for check in checks for failure in check["failures"]], tokenizer)
+    tally = summed(check["tally"] for check in checks)
+    refuse_failures(tally, [failure for check in checks for failure in check["failures"]], tokenizer)
 
     tallies = {source: summed(check["tally"] for check, (record, _) in zip(checks, checked, strict=False)
                               if record["source"] == source) for source in {record["source"] for record in validation}}
@@ -61,13 +61,13 @@ def make_tokenizer(work: Work) -> None:
                        sum(record["docs"] for record in validation))
     write_json(work.folder / "report.json", report)
     outputs = [*made["outputs"], output_record(work.folder, work.folder / "report.json")]
-    speed = whole["text_bytes"] / 1e6 / max(1e-9, sum(check["encode_s"] for check in checks))
+    speed = tally["text_bytes"] / 1e6 / max(1e-9, sum(check["encode_s"] for check in checks))
     if marks:
         of = manifest.counts["train"] + manifest.counts["validation"]
         work.say(f"{marks:,} of {of:,} documents have the character U+2581 (\u2581), sentencepiece's own sign "
                  f"for a space: it is decoded as a space. If this matters, use tokenizer.kind tiktoken, huggingface or "
                  f"byte")
-    counts = _told(work, tokenizer, report, made["sample"], speed)
+    counts = _print_results(work, tokenizer, report, made["sample"], speed)
     if work.config.encode.encoder != "reference":
         counts[COUNT] = compared(tokenizer, work.folder, shards, validation)
     work.commit(outputs, counts)
@@ -77,13 +77,13 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
     settings = work.config.tokenizer
     records, shares = (train, {}) if settings.kind == "char" else training_shards(
         train, settings.train_mb * 1e6)
-    size, whole = (sum(record["text_bytes"] for record in some) / 1e6 for some in (records, train))
+    size, corpus_size = (sum(record["text_bytes"] for record in some) / 1e6 for some in (records, train))
     if settings.path is not None:
         work.say(f"taking {settings.path}")
         records = []
     else:
         work.say(f"making a {settings.kind} vocabulary from {size:.1f} MB of training text in {len(records)} shards"
-                 + (f", chosen from {whole:.1f} MB in {len(train)}" if len(records) < len(train) else "")
+                 + (f", chosen from {corpus_size:.1f} MB in {len(train)}" if len(records) < len(train) else "")
                  + (": char needs every character, so it reads all text" if settings.kind == "char" else ""))
     payload = {"settings": settings.model_dump(mode="json"), "shards": place(shards, work.folder),
                "records": records, "shares": shares, "of_shards": len(train)}
@@ -143,7 +143,7 @@ def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]
         train_sentencepiece(chunks, settings, path, path.with_name("train.log"))
 
 
-def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict[str, Any],
+def _print_results(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict[str, Any],
           speed: float) -> dict[str, Any]:
     """Print the most important results, and return the stage's counts. Speeds are only in the counts: a file with a
     speed would have another hash after each run."""

@@ -184,8 +184,8 @@ def check_ledger(path: Path) -> str:
 
 def check_plan(path: Path) -> str:
     """Check the packing plan of a shard."""
-    from drover.pipeline.data.sampling.packing import is_sound
-    return "" if is_sound(path) else "it is truncated or changed"
+    from drover.pipeline.data.sampling.packing import is_intact
+    return "" if is_intact(path) else "it is truncated or changed"
 
 
 def check_documents(path: Path, record: Record, texts: Path, text_record: Record, tokenizer: Path) -> str:

@@ -54,8 +54,8 @@ def open_sized(path: Path, size: int, fix: str) -> Descriptor:
     return file
 
 
-def _damaged(path: Path, found: int, size: int, fix: str) -> str:
-    return f"{path} is damaged: it has {found} bytes instead of {size}. {fix}"
+def _damaged(path: Path, actual: int, size: int, fix: str) -> str:
+    return f"{path} is damaged: it has {actual} bytes instead of {size}. {fix}"
 
 
 class TokenShard:
@@ -136,7 +136,7 @@ class TokenShard:
 
     def read_offsets(self) -> NDArray[np.int64]:
         """Where each document begins, and the end of the last: documents + 1 token positions; read and checked."""
-        return self._sound(self._read_offsets(0, self.documents + 1), 0, self.token_count, ends=True)
+        return self._valid(self._read_offsets(0, self.documents + 1), 0, self.token_count, ends=True)
 
     @cached_property
     def _kept(self) -> NDArray[np.int64] | None:
@@ -154,14 +154,14 @@ class TokenShard:
     def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
         if self._kept is not None:
             return self._kept[start:stop]
-        return self._sound(self._read_offsets(start, stop), 0, self.token_count)
+        return self._valid(self._read_offsets(start, stop), 0, self.token_count)
 
     def _read_offsets(self, start: int, stop: int) -> NDArray[np.int64]:
         if not self.documents:
             return np.zeros(1, np.int64)[start:stop]
         return self._read(self.record["offsets_offset"], np.dtype("<i8"), start, stop)
 
-    def _sound(self, offsets: NDArray[np.int64], least: int, most: int, *, ends: bool = False) -> NDArray[np.int64]:
+    def _valid(self, offsets: NDArray[np.int64], least: int, most: int, *, ends: bool = False) -> NDArray[np.int64]:
         """The offsets, if they ascend between `least` and `most`, and with `ends` from the one to the other."""
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
@@ -173,7 +173,7 @@ class TokenShard:
         """The offsets in [start, stop), the end of the last document left out."""
         at, result = self._first_from(start), []
         while at < self.documents:
-            block = self._sound(self._read_offsets(at, min(at + BLOCK, self.documents)), start, self.token_count)
+            block = self._valid(self._read_offsets(at, min(at + BLOCK, self.documents)), start, self.token_count)
             count = int(np.searchsorted(block, stop))
             result.append(block[:count])
             if count < len(block):
@@ -195,7 +195,7 @@ class TokenShard:
                 break
             share = (position - below) / max(1, above - below) if turn % 2 == 0 else 0.5
             at = max(low, min(low + int(share * (high - low)) - BLOCK // 2, high - BLOCK))
-            block = self._sound(self._read_offsets(at, min(at + BLOCK, high)), below, above)
+            block = self._valid(self._read_offsets(at, min(at + BLOCK, high)), below, above)
             if block[0] >= position:
                 high, above = at, int(block[0])
             elif block[-1] < position:
@@ -208,7 +208,7 @@ class TokenShard:
     def _ends(self) -> NDArray[np.int64]:
         """The first offset and the last; read once, and checked to be 0 and the end of all tokens."""
         ends = np.concatenate([self._read_offsets(0, 1), self._read_offsets(self.documents, self.documents + 1)])
-        return self._sound(ends, 0, self.token_count, ends=True)
+        return self._valid(ends, 0, self.token_count, ends=True)
 
     @cached_property
     def _file(self) -> Descriptor:

@@ -139,10 +139,10 @@ def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
     adds an id that the model will not have. The files next to a ready tokenizer.json decide that."""
     (bos, eos), ids = tokenizer.bounds, exported("a", verbose=False)["input_ids"]
     plain = exported("a", add_special_tokens=False, verbose=False)["input_ids"]
-    result = [f"its {role} is {there} ({exported.convert_ids_to_tokens(there)}), not {here} ({name})"
-             for role, there, here, name in (("BOS", exported.bos_token_id, tokenizer.bos_id, bos),
+    result = [f"its {role} is {exported_id} ({exported.convert_ids_to_tokens(exported_id)}), not {ours} ({name})"
+             for role, exported_id, ours, name in (("BOS", exported.bos_token_id, tokenizer.bos_id, bos),
                                              ("EOS", exported.eos_token_id, tokenizer.eos_id, eos))
-             if there not in (None, here)]
+             if exported_id not in (None, ours)]
     if ids not in [[*first, *plain, *last] for first in ([], [tokenizer.bos_id]) for last in ([], [tokenizer.eos_id])]:
         result.append(f"it encodes 'a' as {ids}, not as {plain} between BOS {tokenizer.bos_id} and EOS "
                      f"{tokenizer.eos_id}")

@@ -18,7 +18,7 @@ TIMES = 3.0
 """An outlier has more than this many times the share in the report ..."""
 BEYOND = 0.01
 """... and exceeds it by more than this share of all ids. Rare ids are few, so their share varies in small shards."""
-SAID = 5
+MOST_PRINTED = 5
 """Outliers that are listed on the console."""
 
 
@@ -58,7 +58,8 @@ def rare_ids(records: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) ->
 
 def warnings(outliers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Warnings about outliers, one line for each of the first."""
-    told = [f"warning: {one['path']}: {one['share']:.2%} {KINDS[one['kind']]}, {one['reported']:.2%} in the "
-            f"tokenizer's report: text of another kind than the training text, or broken" for one in outliers[:SAID]]
-    more = len(outliers) - SAID
-    return [*told, f"warning: {more:,} more shards like these are named in encode's manifest"] if more > 0 else told
+    lines = [f"warning: {one['path']}: {one['share']:.2%} {KINDS[one['kind']]}, {one['reported']:.2%} in the "
+            f"tokenizer's report: text of another kind than the training text, or broken"
+             for one in outliers[:MOST_PRINTED]]
+    more = len(outliers) - MOST_PRINTED
+    return [*lines, f"warning: {more:,} more shards like these are named in encode's manifest"] if more > 0 else lines

@@ -40,8 +40,8 @@ def described(tokenizer: Tokenizer, tallies: Mapping[str, Mapping[str, int]], sa
 
 
 def _measured(tally: Mapping[str, int]) -> dict[str, Any]:
-    return {**tally, **{name: round(tally[part] / tally[whole], 6) if tally[whole] else None
-                        for name, part, whole in _SHARES}}
+    return {**tally, **{name: round(tally[part] / tally[divisor], 6) if tally[divisor] else None
+                        for name, part, divisor in _SHARES}}
 
 
 def _shown(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -115,15 +115,3 @@ def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_
     assert f"{report['total']['documents']} of {count} validation" in said
     run_stage("tokenizer", many, "--force", *settings)
     assert manifest_of(many, "tokenizer").digest == made.digest
-
-
-def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):
-    settings = ["tokenizer.kind=bpe", "tokenizer.vocab_size=1024"]
-    run("tokenizer", copy, *settings)
-    folder = stage_folder(copy)
-    vocabulary = load_tokenizer(folder)
-    assert (vocabulary.kind, vocabulary.size) == ("tiktoken", 1024)
-    assert manifest_of(copy, "tokenizer").counts["kind"] == "tiktoken"
-    run("encode", copy, *settings)
-    encoded = manifest_of(copy, "encode").counts["total"]
-    assert encoded["text_bytes"] > 2 * encoded["tokens"]

@@ -1,7 +1,5 @@
 """Byte-level BPE: the same file every time, read as Llama 3's is, with errors that say what to change."""
 
-import base64
-
 import pytest
 
 from drover.pipeline.config.data import TokenizerConfig
@@ -28,15 +26,6 @@ def test_it_is_a_file_of_ranks_with_the_256_special_ids_behind(trained):
     ranks = read_ranks(trained)
     assert len(ranks) == 1152 - len(SPECIAL_TOKENS) and vocabulary.bos_id == 1152 - 256
     assert {bytes([value]) for value in range(256)} == {token for token, rank in ranks.items() if rank < 256}
-
-
-def test_each_token_is_made_of_two_earlier_ones_and_the_first_is_the_most_frequent_pair(trained):
-    ranks = [base64.b64decode(line.split()[0]) for line in trained.read_bytes().splitlines()]
-    earlier = set(ranks[:256])
-    for token in ranks[256:]:
-        assert any(token[:cut] in earlier and token[cut:] in earlier for cut in range(1, len(token)))
-        earlier.add(token)
-    assert ranks[256] == b"  "  # of source code
 
 
 def test_the_file_does_not_depend_on_threads_or_hash_seeds(trained, chunks, tmp_path):

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.manifest import Manifest, read_manifest
-from drover.pipeline.core.files import read_json
-from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.reporting.chapters.data import data
 from drover.pipeline.reporting.facts import Facts
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
-from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
 
 def record(path, unknown, fallback, source="a"):
@@ -51,14 +48,3 @@ def test_they_are_said_and_in_the_report():
     assert [block for block in data(Facts(Config(), {"shard": Manifest("shard", {}, [], {}, ""), "encode": encode}))
             if block] == told
     assert warnings([]) == []
-
-
-def test_encode_counts_them(encoded):
-    run = encoded.parent / "runs/mini"
-    manifest, tokenizer = read_manifest(run / "encode"), load_tokenizer(run / "tokenizer")
-    for record in manifest.outputs:
-        shard = TokenShard(run / "encode" / record["path"], record)
-        counts = rare_counts(shard.tokens(0, shard.token_count), tokenizer)
-        assert counts == {name: record[name] for name in counts}
-    report = read_json(run / "tokenizer/report.json")
-    assert manifest.counts["rare_ids"] == rare_ids(manifest.outputs, report)

@@ -44,8 +44,8 @@ class C4(Filter):
 
     def __call__(self, document: Document) -> Document | str:
         number, kept = 0, []
-        for whole in document.text.splitlines():
-            if (line := self._in_form(whole.strip())) is None:
+        for raw in document.text.splitlines():
+            if (line := self._in_form(raw.strip())) is None:
                 continue
             lowered = line.lower()
             if self.filter_lorem_ipsum and "lorem ipsum" in lowered:

@@ -60,23 +60,23 @@ class Decontamination(Filter):
         return _read(tuple(own.model_dump_json() for own in self.files), self.n, self.min_words)
 
     @cached_property
-    def _found(self) -> dict[str, Counter[str]]:
+    def _counts(self) -> dict[str, Counter[str]]:
         return {}
 
     def findings(self) -> dict[str, dict[str, int]]:
         """For each task in how many documents each item was found; under "" in how many any was."""
-        return {task: dict(sorted(counts.items())) for task, counts in sorted(self._found.items())}
+        return {task: dict(sorted(counts.items())) for task, counts in sorted(self._counts.items())}
 
     def __call__(self, document: Document) -> Document | str:
         items, index = self._sets
-        hits = [items[number] for number in index.found_in(document.text)]
+        hits = [items[number] for number in index.items_in(document.text)]
         if not hits:
             return document
         of_task: dict[str, list[str]] = {}  # in the order of the sets
         for item in hits:
             of_task.setdefault(item.task, []).append(item.name)
         for task, names in of_task.items():
-            self._found.setdefault(task, Counter()).update(["", *names])
+            self._counts.setdefault(task, Counter()).update(["", *names])
         if self.action == "drop":
             return f"contains items of {next(iter(of_task))}"
         named = {task: names[:MOST_IN_META] for task, names in of_task.items()}

@@ -53,12 +53,12 @@ class GopherRepetition(Filter):
     def __call__(self, document: Document) -> Document | str:
         text = document.text
         paragraphs = _BETWEEN_PARAGRAPHS.split(text.strip())
-        if said := too_repetitive(paragraphs, len(text), self.dup_para_frac, self.dup_para_char_frac, "paragraphs"):
-            return said
+        if reason := too_repetitive(paragraphs, len(text), self.dup_para_frac, self.dup_para_char_frac, "paragraphs"):
+            return reason
         # A text that begins or ends with a line end has an empty line there.
         lines = [*filter(None, text.split("\n")), *([""] * (text[0] == "\n")), *([""] * (text[-1] == "\n"))]
-        if said := too_repetitive(lines, len(text), self.dup_line_frac, self.dup_line_char_frac, "lines"):
-            return said
+        if reason := too_repetitive(lines, len(text), self.dup_line_frac, self.dup_line_char_frac, "lines"):
+            return reason
         runs = WordRuns(words(text))
         for n, most in self._limits("top", 2, 4):
             if runs.top_is_above(n, most, len(text)):

@@ -51,7 +51,7 @@ class ItemIndex:
             self._grams[size] = hashes[places], places
         self._windows = np.where(self.too_short, 0, lengths - sizes + 1)
 
-    def found_in(self, text: str) -> list[int]:
+    def items_in(self, text: str) -> list[int]:
         """Numbers of the texts that share an n-gram with a document, ascending."""
         places = sorted(set(self.places_in(text)))
         result: list[int] = np.unique(np.searchsorted(self._starts, places, side="right") - 1).tolist()
@@ -70,12 +70,12 @@ class ItemIndex:
         result: list[int] = []
         for size, hashes in _hashes(codes, set(self._grams)):
             there, places = self._grams[size]
-            whole = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows whose words are all known from items
-            low, high = (np.searchsorted(there, hashes[whole], side=side) for side in ("left", "right"))
+            all_known = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows whose words all occur in items
+            low, high = (np.searchsorted(there, hashes[all_known], side=side) for side in ("left", "right"))
             for at in np.flatnonzero(high > low):
-                here = known[whole[at]:whole[at] + size]
+                window = known[all_known[at]:all_known[at] + size]
                 result += [int(place) for place in places[low[at]:high[at]]
-                          if np.array_equal(here, self._words[place:place + size])]
+                          if np.array_equal(window, self._words[place:place + size])]
         return result
 
 

@@ -65,17 +65,17 @@ class Masking(Filter):
     def __call__(self, document: Document) -> Document | str:
         text = document.text
         if (mask := self.email) is not None and "@" in text:
-            text = _EMAIL.sub(lambda found: mask, text)
+            text = _EMAIL.sub(lambda matched: mask, text)
         if self.ip is not None:
             text = _IPV4.sub(self._ip_or_itself, text)
             text = _IPV6.sub(self._ip_or_itself, text)
         for pattern, own_mask in self._compiled:
-            text = pattern.sub(lambda found, put=own_mask: put, text)  # type: ignore[misc]
+            text = pattern.sub(lambda matched, put=own_mask: put, text)  # type: ignore[misc]
         return document.with_text(text)
 
-    def _ip_or_itself(self, found: re.Match[str]) -> str:
+    def _ip_or_itself(self, matched: re.Match[str]) -> str:
         try:
-            address: IPv4Address | IPv6Address = ip_address(found[0])
+            address: IPv4Address | IPv6Address = ip_address(matched[0])
         except ValueError:
-            return found[0]
-        return found[0] if self.ip is None or any(address in network for network in _NOBODYS) else self.ip
+            return matched[0]
+        return matched[0] if self.ip is None or any(address in network for network in _NOBODYS) else self.ip

@@ -23,7 +23,7 @@ _AFTER = re.compile(rf"(?:{_FACE}|{_MARK}|['’][sS]|\.\.+|(?<=\d)\+|(?<=\d)(?:[
 _BETWEEN = re.compile(r"(\.\.+|…|[\u2190-\u2bff©®°]|(?<=\d)[+\-*^](?=[\d-])|(?<=[a-z'\"”’`])\.(?=[A-Z'\"“‘`])"
                       r"|(?<=[^\W\d_]),(?=[^\W\d_])|(?<=[^\W_])(?:--+|[-–—~])(?=[^\W\d_])"
                       r"|(?<=[^\W_])[:<>=/](?=[^\W\d_]))")
-_WHOLE = re.compile(r"(?:[A-Za-z]\.)+\Z|(?:Mr|Mrs|Ms|Dr|St|Prof|Jr|Sr|vs|Inc|Ltd|Co|Corp|Jan|Feb|Aug|Sept?|Oct|Nov|Dec"
+_UNCUT = re.compile(r"(?:[A-Za-z]\.)+\Z|(?:Mr|Mrs|Ms|Dr|St|Prof|Jr|Sr|vs|Inc|Ltd|Co|Corp|Jan|Feb|Aug|Sept?|Oct|Nov|Dec"
                     r"|Gen|Gov|Rep|Rev|Sen|Bros)\.\Z|\\[nt]\Z|C\+\+\Z|and/or\Z|''\Z|['’](?:s|S|d|ll|re|ve|em|cause|til)\Z"
                     rf"|(?:{_FACE})\Z")
 _URL = re.compile(r"(?:[\w+.-]{2,}://)?(?:[^\s/]+@)?(?:[A-Za-z0-9][\w-]*\.)+[a-z]{2,24}(?::\d{2,5})?(?:[/?#]\S*)?\Z")
@@ -71,7 +71,7 @@ def _cut(part: str) -> tuple[str, ...]:
     if part.isalpha() and part[-1] not in "Tt":  # no contraction such as dont
         return (part,)
     before, after, start, end = list[str](), list[str](), 0, len(part)
-    while not (_WHOLE.match(part, start, end) or _CONTRACTED.match(part, start, end)):
+    while not (_UNCUT.match(part, start, end) or _CONTRACTED.match(part, start, end)):
         if match := _BEFORE.match(part, start, end):
             before.append(match[0])
             start = match.end()
@@ -83,7 +83,7 @@ def _cut(part: str) -> tuple[str, ...]:
     inside = [part[start:end]]
     if match := _CONTRACTED.match(inside[0]):
         inside = [*match.groups()]
-    elif not (_WHOLE.match(inside[0]) or _URL.match(inside[0])):
+    elif not (_UNCUT.match(inside[0]) or _URL.match(inside[0])):
         inside = _BETWEEN.split(inside[0])
     return (*before, *filter(None, inside), *reversed(after))
 

@@ -23,8 +23,8 @@ from drover.pipeline.data.planning.near_duplicates import join_components, near_
 from drover.pipeline.data.planning.runs import (
     DIGEST,
     DUPLICATE,
-    FATES,
     NEAR_DUPLICATE,
+    OUTCOMES,
     SUMS,
     TRAIN,
     VALIDATION,
@@ -134,50 +134,51 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """
     plan, group = Layout.read(folder), payload["group"]
     documents = StagedDocuments(folder, plan)
-    fates, kept, splits_by = _decided(folder, plan, documents, group, payload["drop"])
+    outcomes, kept, splits_by = _decided(folder, plan, documents, group, payload["drop"])
     begin, _ = plan.bounds(group)
     record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
     for unit in plan.units(group):
         index, first = np.load(staged(folder, plan.names[unit], ".npy")), plan.starts[unit] - begin
-        own = fates[first:first + len(index)]
+        own = outcomes[first:first + len(index)]
         if payload["validation"] is not None:
             high = index["high"]
             for place in splits_by.keys() & range(first, first + len(index)):
                 high[place - first] = splits_by[place]
             own[(own == TRAIN) & (high < np.uint64(payload["validation"]))] = VALIDATION
-        record["sums"].append([sums_of(index[own == fate]) for fate in (TRAIN, VALIDATION)])
-        record["dropped"].append([int((own == fate).sum()) for fate in (DUPLICATE, NEAR_DUPLICATE)])
+        record["sums"].append([sums_of(index[own == outcome]) for outcome in (TRAIN, VALIDATION)])
+        record["dropped"].append([int((own == outcome).sum()) for outcome in (DUPLICATE, NEAR_DUPLICATE)])
         with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:
             np.save(file, own)
         record["outputs"].append(output_record(folder, path))
     if payload["name_kept"]:
-        dropped = np.flatnonzero(fates >= DUPLICATE)
+        dropped = np.flatnonzero(outcomes >= DUPLICATE)
         record["outputs"].append(_write_kept(documents, plan.group_names[group], dropped + begin, kept[dropped],
-                                             [FATES[fate] for fate in fates[dropped]]))
+                                             [OUTCOMES[outcome] for outcome in outcomes[dropped]]))
     return record
 
 
 def _decided(folder: Path, plan: Layout, documents: StagedDocuments, group: int,
              drop: bool) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
-    """The fate of each document of a group; the number of the document that is kept in its place; and, for those that
-    stay although a component has them, the digest that decides their split, so that the component is in one split."""
+    """The outcome of each document of a group; the number of the document that is kept in its place; and, for those
+    that stay although a component has them, the digest that decides their split, so that the component is in one split.
+    """
     begin, end = plan.bounds(group)
-    fates = np.zeros(end - begin, np.uint8)
+    outcomes = np.zeros(end - begin, np.uint8)
     kept = np.arange(begin, end)
     between = read_links(folder, plan, DIGEST, plan.partition_names, group)
     inside = read_links(folder, plan, DIGEST, [plan.group_names[group]], group)
     kept[between["other"] - begin] = between["kept"]
     kept[inside["other"] - begin] = kept[inside["kept"] - begin]
     if drop:
-        fates[kept != np.arange(begin, end)] = DUPLICATE
+        outcomes[kept != np.arange(begin, end)] = DUPLICATE
     if not plan.bands:
-        return fates, kept, {}
+        return outcomes, kept, {}
     links, staying = (read_links(folder, plan, column, plan.partition_names, group) for column in near_columns(plan))
     near = (links["other"] - begin).astype(np.int64)
-    fates[near[fates[near] == TRAIN]] = NEAR_DUPLICATE
+    outcomes[near[outcomes[near] == TRAIN]] = NEAR_DUPLICATE
     kept[near] = links["kept"]
     kept[inside["other"] - begin] = kept[inside["kept"] - begin]
-    return fates, kept, {other - begin: documents.row(first)[1]["high"] for other, first in staying.tolist()}
+    return outcomes, kept, {other - begin: documents.row(first)[1]["high"] for other, first in staying.tolist()}
 
 
 def _write_kept(documents: StagedDocuments, name: str, numbers: np.ndarray, kept: np.ndarray,

@@ -30,7 +30,7 @@ from drover.pipeline.data.reading import HAS_NUL, HAS_U2581, STAGING, staged
 from drover.pipeline.data.text_shards import SPLITS
 
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
-FATES = (*SPLITS, "duplicate", "near_duplicate")
+OUTCOMES = (*SPLITS, "duplicate", "near_duplicate")
 """What becomes of a document: a byte each in the staged file `.fates` of its unit, a .npy."""
 SUMS = ("documents", "text_bytes", "characters", "nul", "u2581")
 """What is added up over documents: how many, UTF-8 bytes, characters, how many hold a NUL and a U+2581."""
@@ -101,19 +101,9 @@ class Layout:
         return self.starts[unit + 1] - self.starts[unit]
 
     def column(self, folder: Path, group: int, ending: str, field: Any) -> np.ndarray:
-        """A field of the staged .npy tables of a group's units, a row a document.
-
-        Raises:
-            UserError: a table has another number of documents than the reading counted.
-        """
-        parts = []
-        for unit in self.units(group):
-            path, count = staged(folder, self.names[unit], ending), self.documents(unit)
-            parts.append(np.array(np.load(path, mmap_mode="r")[field]))
-            if len(parts[-1]) != count:
-                raise UserError(f"{path} has {len(parts[-1])} documents instead of {count}. Delete it and run the "
-                                f"stage again: it reads that unit again.")
-        return np.concatenate(parts)
+        """A field of the staged .npy tables of a group's units, a row a document."""
+        paths = [staged(folder, self.names[unit], ending) for unit in self.units(group)]
+        return np.concatenate([np.load(path, mmap_mode="r")[field] for path in paths])
 
 
 def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], *, last: bool = False,

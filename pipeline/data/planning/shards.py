@@ -30,12 +30,12 @@ _BYTES, _CHARACTERS = SUMS.index("text_bytes"), SUMS.index("characters")
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a unit's documents, of which those with one fate belong to one split.
+    """A range of a unit's documents, of which those with one outcome belong to one split.
 
     Attributes:
         unit: its name.
         first, end: the first row and the one after the last.
-        fate: of the documents that belong to the split.
+        outcome: of the documents that belong to the split.
         sums: SUMS over them.
         cut: [row, first character, the one after the last or None] of a document of which only a part belongs here.
     """
@@ -43,20 +43,23 @@ class Piece:
     unit: str
     first: int
     end: int
-    fate: int
+    outcome: int
     sums: Sequence[int]
     cut: Sequence[int | None] | None = None
 
 
 def pieces_by_hash(plan: Layout, sums: np.ndarray, sources: int) -> list[list[list[Piece]]]:
-    """The pieces of each split and source, by the fates of documents. sums: (units, 2 splits, SUMS) of what is kept."""
-    return [[[whole_unit(plan, sums, unit, split) for unit, owner in enumerate(plan.sources) if owner == source]
+    """The pieces of each split and source, by the outcomes of documents.
+
+    sums: (units, 2 splits, SUMS) of what is kept.
+    """
+    return [[[all_of_unit(plan, sums, unit, split) for unit, owner in enumerate(plan.sources) if owner == source]
              for source in range(sources)] for split in range(len(SPLITS))]
 
 
-def whole_unit(plan: Layout, sums: np.ndarray, unit: int, fate: int) -> Piece:
-    """All documents of a unit with a fate."""
-    return Piece(plan.names[unit], 0, plan.documents(unit), fate, sums[unit, fate].tolist())
+def all_of_unit(plan: Layout, sums: np.ndarray, unit: int, outcome: int) -> Piece:
+    """All documents of a unit with an outcome."""
+    return Piece(plan.names[unit], 0, plan.documents(unit), outcome, sums[unit, outcome].tolist())
 
 
 def plan_shards(pieces: list[list[list[Piece]]], target: float, sources: list[str]) -> list[dict[str, Any]]:
@@ -73,23 +76,23 @@ def plan_shards(pieces: list[list[list[Piece]]], target: float, sources: list[st
 
 
 def _cut(pieces: list[Piece], target: float) -> Iterator[list[list[Any]]]:
-    """For each shard its pieces: unit, first row, the one after the last, the fate, the part of a document, and which
-    bytes of the piece begin the shard's documents."""
+    """For each shard its pieces: unit, first row, the one after the last, the outcome, the part of a document, and
+    which bytes of the piece begin the shard's documents."""
     own = [piece for piece in pieces if piece.sums[_BYTES]]
     starts = np.cumsum([0, *(piece.sums[_BYTES] for piece in own)]).tolist()
     total, count = starts[-1], ceil(starts[-1] / target)
     for low, high in pairwise(-(-number * total // max(1, count)) for number in range(count + 1)):
         first, end = bisect_right(starts, low) - 1, bisect_left(starts, high)  # of the pieces that reach into the shard
-        yield [[piece.unit, piece.first, piece.end, piece.fate, piece.cut,
+        yield [[piece.unit, piece.first, piece.end, piece.outcome, piece.cut,
                 [max(0, low - start), min(after, high) - start]]
                for piece, (start, after) in zip(own[first:end], pairwise(starts[first:end + 1]), strict=True)]
 
 
-def picked(folder: Path, unit: str, first: int, end: int, fate: int,
+def picked(folder: Path, unit: str, first: int, end: int, outcome: int,
            cut: Sequence[int | None] | None) -> tuple[np.ndarray, np.ndarray]:
-    """The documents with a fate among some rows of a unit: their rows, and what its index has there; for the one that
-    is cut, digest and size are those of the part."""
-    rows = first + np.flatnonzero(np.load(staged(folder, unit, ".fates"), mmap_mode="r")[first:end] == fate)
+    """The documents with an outcome among some rows of a unit: their rows, and what its index has there; for the one
+    that is cut, digest and size are those of the part."""
+    rows = first + np.flatnonzero(np.load(staged(folder, unit, ".fates"), mmap_mode="r")[first:end] == outcome)
     index = np.array(np.load(staged(folder, unit, ".npy"), mmap_mode="r")[rows])
     if cut is not None:
         [place] = np.flatnonzero(rows == cut[0])
@@ -106,8 +109,8 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         UserError: a document is not what was staged, or the shard reads back as other bytes than were written.
     """
     pieces = []
-    for unit, first, end, fate, cut, (low, high) in payload["pieces"]:
-        rows, index = picked(folder, unit, first, end, fate, cut)
+    for unit, first, end, outcome, cut, (low, high) in payload["pieces"]:
+        rows, index = picked(folder, unit, first, end, outcome, cut)
         before = np.cumsum(index["text_bytes"], dtype=np.int64) - index["text_bytes"].astype(np.int64)
         own = (before >= low) & (before < high)
         pieces.append((unit, cut, rows[own], index[own]))
@@ -149,9 +152,9 @@ def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]
                 file.seek(offset)
                 member = file.read(length)
                 if cut is not None and cut[0] == row:
-                    whole, part = from_json(member, ""), f"[{cut[1] or ''}:{cut[2] or ''}]"
-                    member = to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + part,
-                                             place=whole.place and whole.place + part))
+                    complete, part = from_json(member, ""), f"[{cut[1] or ''}:{cut[2] or ''}]"
+                    member = to_json(replace(complete, text=complete.text[cut[1]:cut[2]], id=complete.id + part,
+                                             place=complete.place and complete.place + part))
                 yield member
 
 
@@ -176,10 +179,10 @@ def pieces_by_tail(folder: Path, plan: Layout, sums: np.ndarray, validation_shar
         row = int(rows[first])
         characters = border - (int(inside[first - 1]) if first else before)  # of this document; 0: it is whole
         begin_cut, end_cut = ([row, 0, characters], [row, characters, None]) if characters else (None, None)
-        train[source] = [*(whole_unit(plan, sums, one, TRAIN) for one in units[:at]),
+        train[source] = [*(all_of_unit(plan, sums, one, TRAIN) for one in units[:at]),
                          _piece(folder, name, 0, row + bool(characters), begin_cut)]
         validation[source] = [_piece(folder, name, row, end, end_cut),
-                              *(whole_unit(plan, sums, one, TRAIN) for one in units[at + 1:])]
+                              *(all_of_unit(plan, sums, one, TRAIN) for one in units[at + 1:])]
     return [train, validation]
 
 

@@ -59,7 +59,7 @@ class Signer:
     """Signatures of texts that come one by one, some of them in memory at a time."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.settings, self.found = settings, [np.zeros((0, settings["bands"]), np.uint64)]
+        self.settings, self.signed = settings, [np.zeros((0, settings["bands"]), np.uint64)]
         self.texts: list[str] = []
         self.characters, self.most = 0, _CHARACTERS_AT_ONCE[settings["words"]]
 
@@ -71,7 +71,7 @@ class Signer:
             self._sign()
 
     def _sign(self) -> None:
-        self.found.append(signatures(self.texts, self.settings))
+        self.signed.append(signatures(self.texts, self.settings))
         self.texts, self.characters = [], 0
 
     def write(self, path: Path) -> Path:
@@ -79,7 +79,7 @@ class Signer:
         if self.texts:
             self._sign()
         with atomic_file(path) as file:
-            np.save(file, np.concatenate(self.found))
+            np.save(file, np.concatenate(self.signed))
         return path
 
 

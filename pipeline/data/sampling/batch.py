@@ -45,9 +45,9 @@ class Batch:
         for number, parts in enumerate(zip(*(tensor.split(sequences) for tensor in (
                 self.tokens, self.labels, self.documents, self.positions)), strict=True)):
             tokens, labels, documents, positions = parts
-            here = slice(number * sequences, (number + 1) * sequences)
-            yield Batch(tokens, labels, documents, positions, int((labels != IGNORED).sum()), self.lengths[here],
-                        self.padding[here])
+            own = slice(number * sequences, (number + 1) * sequences)
+            yield Batch(tokens, labels, documents, positions, int((labels != IGNORED).sum()), self.lengths[own],
+                        self.padding[own])
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""

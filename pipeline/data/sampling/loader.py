@@ -108,9 +108,9 @@ class TrainingData:
 
     def _rows(self, samples: np.ndarray) -> Iterator[np.ndarray]:
         pools, _, spaces, sequences = self.order.locate(samples)
-        for space, here in groups(spaces):
-            for pool, own in groups(pools[here]):
-                yield self.spaces[space][pool].rows(sequences[here][own])
+        for space, mask in groups(spaces):
+            for pool, own in groups(pools[mask]):
+                yield self.spaces[space][pool].rows(sequences[mask][own])
 
     def _refuse_foreign(self, sequences: Sequences, number: int) -> None:
         """UserError naming the shard of a sequence that holds an id outside the vocabulary."""

@@ -103,7 +103,7 @@ class SequenceSpace(Protocol):
 
     padded: bool
 
-    def whole(self, length: int) -> list[Segment]:
+    def segments(self, length: int) -> list[Segment]:
         """An epoch of each pool at sequences of a length."""
 
     def continued(self, fresh: Cursor, before: Cursor) -> Cursor:
@@ -119,7 +119,7 @@ class RunningText:
     def __init__(self, pools: Sequence[Pool], plan: PhasePlan) -> None:
         self.pools, self.plan = pools, plan
 
-    def whole(self, length: int) -> list[Segment]:
+    def segments(self, length: int) -> list[Segment]:
         """See SequenceSpace."""
         fits, space = self.plan.grain % length == 0, lengths_of(self.plan).index(length)
         grain = self.plan.grain if fits else length
@@ -128,7 +128,7 @@ class RunningText:
 
     def continued(self, fresh: Cursor, before: Cursor) -> Cursor:
         """See SequenceSpace: the rest of the window that was begun is left to the next epoch."""
-        return replace(fresh, first=before.first + before.begun, left=before.passed_over)
+        return replace(fresh, first=before.first + before.started, left=before.passed_over)
 
 
 class Mix:
@@ -177,7 +177,7 @@ class Cursor:
 
     Attributes:
         key: seed and pool, of the shuffles.
-        length: of the sequences. whole: an epoch.
+        length: of the sequences. full: an epoch.
         first: pieces of whole epochs that were taken before. first_epoch: added to the numbers of its epochs.
         rest: what the epoch before `first` had left; it comes first. left: tokens of that; for running text, tokens of
             the rest of a window, which the next epoch has. phase: the phase that the cursor began in.
@@ -186,7 +186,7 @@ class Cursor:
 
     key: tuple[int, int]
     length: int
-    whole: Segment
+    full: Segment
     first: int = 0
     first_epoch: int = 0
     rest: Segment | None = None
@@ -197,53 +197,53 @@ class Cursor:
     @property
     def each(self) -> int:
         """Sequences of a piece."""
-        return self.whole.each
+        return self.full.each
 
     @property
     def window(self) -> int:
         """Pieces whose sequences are shuffled together."""
-        return 1 if self.each == 1 else max(1, min(WINDOW, self.whole.pieces // PART))
+        return 1 if self.each == 1 else max(1, min(WINDOW, self.full.pieces // PART))
 
     @property
-    def begun(self) -> int:
+    def started(self) -> int:
         """Pieces of the windows that were begun."""
         return -(-self.draws // (self.window * self.each)) * self.window
 
     @property
     def passed_over(self) -> int:
         """Tokens of the window that was begun and not finished."""
-        return (self.begun * self.each - self.draws) * self.length
+        return (self.started * self.each - self.draws) * self.length
 
     def epoch_of(self, pieces: np.ndarray | int) -> np.ndarray:
         """The epochs of pieces, by their number since the cursor began."""
         later = pieces - (self.rest.pieces if self.rest else 0)
         epochs: np.ndarray = self.first_epoch + np.where(
-            later < 0, self.first // self.whole.pieces - 1, (self.first + later) // self.whole.pieces)
+            later < 0, self.first // self.full.pieces - 1, (self.first + later) // self.full.pieces)
         return epochs
 
     def segment(self, epoch: int) -> tuple[Segment, int, tuple[int, ...]]:
         """The pieces of an epoch, how many pieces came before them since the cursor began, and the key of their
         shuffle."""
-        if self.rest is not None and epoch == self.first // self.whole.pieces - 1:
+        if self.rest is not None and epoch == self.first // self.full.pieces - 1:
             return self.rest, 0, (*self.key, epoch, self.length, self.phase)
-        before = (epoch - self.first_epoch) * self.whole.pieces - self.first + (self.rest.pieces if self.rest else 0)
-        return self.whole, before, (*self.key, epoch)
+        before = (epoch - self.first_epoch) * self.full.pieces - self.first + (self.rest.pieces if self.rest else 0)
+        return self.full, before, (*self.key, epoch)
 
     def places(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Epoch, space and number in it of sequences by their number since the cursor began, int64."""
         pieces, part = np.divmod(self._shuffled(draws), self.each) if self.each > 1 else (draws, 0)
         epochs = self.epoch_of(pieces)
         spaces, result = np.empty_like(draws), np.empty_like(draws)
-        for epoch, here in groups(epochs):
+        for epoch, mask in groups(epochs):
             segment, before, key = self.segment(epoch)
-            spaces[here], result[here] = segment.space, permute(pieces[here] - before, segment.pieces, key)
+            spaces[mask], result[mask] = segment.space, permute(pieces[mask] - before, segment.pieces, key)
         return epochs, spaces, result * self.each + part
 
     def _shuffled(self, draws: np.ndarray) -> np.ndarray:
         """The sequences of each window shuffled."""
         size, result = self.window * self.each, np.empty_like(draws)
-        for number, here in groups(draws // size):
-            result[here] = number * size + permute(draws[here] - number * size, size,
+        for number, mask in groups(draws // size):
+            result[mask] = number * size + permute(draws[mask] - number * size, size,
                                                   (*self.key, self.length, self.first, number))
         return result
 
@@ -252,7 +252,7 @@ class Cursor:
         average, without padding."""
         early = min(draws, self.rest.pieces) if self.rest else 0
         return round(early * self.mean(self.rest) if self.rest else 0) + (
-            (draws - early) * self.whole.tokens // (self.whole.pieces * self.each))
+            (draws - early) * self.full.tokens // (self.full.pieces * self.each))
 
     def mean(self, segment: Segment) -> float:
         """Tokens that a sequence of a segment has on average."""
@@ -299,18 +299,18 @@ class Order:
                             "pools": [list(pool) for pool in pools]}, streamed="content")
         for phase in plan.phases:
             length, shares = phase.train.sequence_length, self.shares(phase)
-            whole = self.space.whole(length)
+            segments = self.space.segments(length)
             if short := [f"{pool.name} ({pool.tokens:,})" for pool, share, segment in
-                         zip(self.pools, shares, whole, strict=True) if share > 0 and not segment.pieces]:
+                         zip(self.pools, shares, segments, strict=True) if share > 0 and not segment.pieces]:
                 least = min(pool.tokens for pool, share in zip(self.pools, shares, strict=True) if share > 0)
                 raise UserError(f"{phase.name} takes sequences from {', '.join(short)}: so few training tokens do not "
-                                f"fill one of {whole[0].each * length:,} and a label. Give more text"
+                                f"fill one of {segments[0].each * length:,} and a label. Give more text"
                                 f"{', leave the source out of the mixture (0)' * (phase.train.mixture is not None)}, "
                                 f"or {_shorter(plan, length, least)}.")
             self._mixes.append(self._mix(phase, shares))
             steps = [phase.first_step, phase.sequences] if plan.declared else []
             link = sha256_json({"before": link, "steps": steps, "length": length, "shares": shares,
-                                "segments": [segment[1:4] for segment in whole]})
+                                "segments": [segment[1:4] for segment in segments]})
             self.links.append(link)
         self.plan_sha256 = self.links[0]
         self._laid: tuple[list[Part], np.ndarray, int] | None = None
@@ -340,13 +340,14 @@ class Order:
             length, shares = phase.train.sequence_length, self.shares(phase)
             end = excluded.take(first, phase.steps * phase.sequences).end
             cursors = []
-            for number, (whole, count) in enumerate(zip(self.space.whole(length), mix.draws(end - first), strict=True)):
-                cursor = Cursor((self.seed, number), length, whole, phase=phase.number,
-                                first_epoch=whole.alone and (phase.number + 1) * PHASE_EPOCHS)
+            counts = mix.draws(end - first).tolist()
+            for number, (full, count) in enumerate(zip(self.space.segments(length), counts, strict=True)):
+                cursor = Cursor((self.seed, number), length, full, phase=phase.number,
+                                first_epoch=full.alone and (phase.number + 1) * PHASE_EPOCHS)
                 if shares[number] > 0:
-                    if (before := states[number].get(whole.alone)) is not None:
+                    if (before := states[number].get(full.alone)) is not None:
                         cursor = before if before.length == length else self.space.continued(cursor, before)
-                    states[number][whole.alone] = replace(cursor, draws=cursor.draws + int(count))
+                    states[number][full.alone] = replace(cursor, draws=cursor.draws + count)
                 cursors.append(cursor)
             parts.append(Part(phase, mix, first, tuple(cursors)))
             first = end
@@ -376,10 +377,10 @@ class Order:
             part = parts[number]
             pools, draws = part.mix.turns(samples[within] - part.first)
             for pool, own in groups(pools):
-                here, cursor = within.copy(), part.cursors[pool]
-                here[within] = own
-                result.pool[here] = pool
-                result.epoch[here], result.space[here], result.sequence[here] = cursor.places(cursor.draws + draws[own])
+                mask, cursor = within.copy(), part.cursors[pool]
+                mask[within] = own
+                result.pool[mask] = pool
+                result.epoch[mask], result.space[mask], result.sequence[mask] = cursor.places(cursor.draws + draws[own])
         return result
 
     def plan_at(self, samples: int) -> str:
@@ -398,7 +399,7 @@ class Order:
             for number, (name, _) in enumerate(self.pools):
                 cursor, out = part.cursors[number], places.space[places.pool == number]
                 left_out[name] = round(sum(np.count_nonzero(out == segment.space) * cursor.mean(segment)
-                                           for segment in (cursor.whole, cursor.rest) if segment and len(out)))
+                                           for segment in (cursor.full, cursor.rest) if segment and len(out)))
                 consumed[name] = draws[number] and (
                     cursor.tokens(cursor.draws + draws[number]) - cursor.tokens(cursor.draws) - left_out[name])
             trained = (until - part.first - len(numbers)) * part.phase.train.sequence_length
@@ -442,13 +443,13 @@ def permute(numbers: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     mask = np.uint64((1 << half) - 1)
     keys = _round_keys(key)
     result = np.asarray(numbers, dtype=np.uint64).copy()
-    outside = np.ones(result.shape, dtype=bool)
-    while outside.any():
-        left, right = result[outside] >> np.uint64(half), result[outside] & mask
+    walking = np.ones(result.shape, dtype=bool)
+    while walking.any():
+        left, right = result[walking] >> np.uint64(half), result[walking] & mask
         for round_key in keys:
             left, right = right, left ^ (mixed(GOLDEN + (right ^ round_key)) & mask)
-        result[outside] = (left << np.uint64(half)) | right
-        outside[outside] = result[outside] >= np.uint64(size)
+        result[walking] = (left << np.uint64(half)) | right
+        walking[walking] = result[walking] >= np.uint64(size)
     return result.astype(np.int64)
 
 

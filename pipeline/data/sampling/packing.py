@@ -162,7 +162,7 @@ class Packing:
         first, stop = self._read(row, place, 2).tolist()
         return self._pieces(row, first, stop)
 
-    def whole(self, row: int) -> tuple[NDArray[np.int64], Pieces]:
+    def contents(self, row: int) -> tuple[NDArray[np.int64], Pieces]:
         """All pieces of the shard in that row of the table, and where each sequence begins among them, with the end of
         the last."""
         bins, pieces = self.numbers[row, :2].tolist()
@@ -237,7 +237,7 @@ def forget(packing: Packing) -> None:
     shutil.rmtree(packing.planning.folder, ignore_errors=True)
 
 
-def is_sound(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     """Whether the file of a shard's plan is as it was written. FileNotFoundError where there is none."""
     with opened(path) as file:
         return file.read(32) == hashlib.file_digest(file, "sha256").digest()
@@ -286,14 +286,14 @@ class Bins:
     def parts(self, index: int) -> Parts:
         """See Windows; in the order of the sequences. The shard's whole plan is read for it. Where that is of what is
         left of documents, a sequence may have several parts of one."""
-        ends, pieces = self.packing.whole(int(self.shards.rows[index]))
+        ends, pieces = self.packing.contents(int(self.shards.rows[index]))
         sequences = self._first(index) + np.arange(len(ends) - 1, dtype=np.int64).repeat(np.diff(ends))
         return Parts(sequences, pieces.starts, pieces.starts + pieces.lengths)
 
     def left(self, row: int, drawn: NDArray[np.bool_]) -> Pieces:
         """What is left of the shard in that row of the table without the sequences that are drawn, (count,)."""
         [index] = np.flatnonzero(self.shards.rows == row).tolist()
-        ends, pieces = self.packing.whole(row)
+        ends, pieces = self.packing.contents(row)
         left = ~drawn[self._first(index):int(self._ends[index])].repeat(np.diff(ends))
         return Pieces(pieces.starts[left], pieces.lengths[left], pieces.continues[left]).joined()
 
@@ -342,7 +342,7 @@ class PhasePackings:
             self._add(Planning(folder / str(length), every, length, lambda row: documents_at(
                 self._opened.shard(row).read_offsets())))
 
-    def whole(self, length: int) -> list[Segment]:
+    def segments(self, length: int) -> list[Segment]:
         """See SequenceSpace."""
         space = self.lengths.index(length)
         return [bins.segment(space) for bins in self.spaces[space]]
@@ -352,10 +352,10 @@ class PhasePackings:
         epoch = int(before.epoch_of(before.draws))
         segment, drawn, key = before.segment(epoch)
         drawn = before.draws - drawn
-        if segment is before.whole and not drawn:
-            return replace(fresh, first=epoch * fresh.whole.pieces)
+        if segment is before.full and not drawn:
+            return replace(fresh, first=epoch * fresh.full.pieces)
         rest = self._rest(fresh.key[1], fresh.length, segment, drawn, key)
-        return replace(fresh, first=(epoch + 1) * fresh.whole.pieces, rest=rest, left=rest.tokens)
+        return replace(fresh, first=(epoch + 1) * fresh.full.pieces, rest=rest, left=rest.tokens)
 
     def _rest(self, pool: int, length: int, segment: Segment, drawn: int, key: tuple[int, ...]) -> Segment:
         """A segment without its first `drawn` sequences in the order of `key` (`permute`), packed to a length. Equal

@@ -43,16 +43,16 @@ def test_it_finds_what_looking_at_every_place_finds(monkeypatch, items, n, least
     """Also where all words have one hash, so that the words must decide."""
     monkeypatch.setattr(item_index, "mixed", np.ones_like if collide else MIXED)
     index = ItemIndex(items, n, least)
-    assert index.found_in(text) == plainly(items, n, least, text)
+    assert index.items_in(text) == plainly(items, n, least, text)
     assert index.too_short.tolist() == [len(comparable_words(item)) < least for item in items]
 
 
 def test_spelling_and_places_do_not_matter_and_other_words_do():
     index = ItemIndex(["Which planet is nearest to the Sun? Mercury, by far: always, ever and on.", "too short"], 13, 8)
     item = "which PLA\u00adNET&nbsp;is\u00a0\nnearest-to the \ufeffs&shy;un mercury by far (always) ever & ”and”"
-    assert index.found_in(f"before &quot;{item}&quot; behind") == [0]
+    assert index.items_in(f"before &quot;{item}&quot; behind") == [0]
     for text in (item.replace("far", "near"), " ".join(item.split()[:-1]), "too short"):
-        assert index.found_in(text) == []
+        assert index.items_in(text) == []
 
 
 WITHOUT_SPACES = {
@@ -74,9 +74,9 @@ def test_items_are_found_in_scripts_without_spaces(script):
     others = [other for name, (other, _) in WITHOUT_SPACES.items() if name != script]
     index = ItemIndex([*others, item], 13, 8)
     number = len(others)
-    assert index.found_in(around.format(item)) == index.found_in(around.format("\n「".join(item.partition(item[9])))) \
+    assert index.items_in(around.format(item)) == index.items_in(around.format("\n「".join(item.partition(item[9])))) \
         == [number]
-    assert index.found_in(around.format(item[:8])) == []
+    assert index.items_in(around.format(item[:8])) == []
     assert not index.too_short.any()
 
 
@@ -84,8 +84,8 @@ def test_three_letters_of_thai_are_a_word_and_a_character_of_chinese_is_one():
     thai, chinese = "กขคงจฉชซฌญฎฏฐฑฒณดตถทธนบปผฝพฟภมยรลวศษสหฬอฮ", "天地玄黄宇宙洪荒日月盈昃辰宿列张"
     index = ItemIndex([thai, thai[:24], thai[:23], chinese, chinese[:8], chinese[:7]], 13, 8)
     assert index.too_short.tolist() == [False, False, True, False, False, True]
-    assert index.found_in(thai[1:40]) == [0] and index.found_in(thai[1:39]) == []
-    assert index.found_in(chinese[1:14]) == [3] and index.found_in(chinese[1:13]) == []
+    assert index.items_in(thai[1:40]) == [0] and index.items_in(thai[1:39]) == []
+    assert index.items_in(chinese[1:14]) == [3] and index.items_in(chinese[1:13]) == []
 
 
 ITEM = "how many legs has a spider that has lost two of them in the rain"
@@ -129,16 +129,6 @@ def test_words_of_a_task_that_are_no_columns_are_words(tmp_path, name):
     task.write_text(f"dataset_kwargs: {{data_files: {{test: {name}}}}}\n"
                     "doc_to_text: 'Question: {{question}} Answer:'\ndoc_to_target: '{{answer}}'\n")
     assert outcome(filter_of((task, [])), f"{ITEM} six legs") == "contains items of task"
-
-
-def test_items_are_their_fields_in_the_order_that_is_asked(tmp_path):
-    """From every format and compression test_formats.py reads."""
-    write_sets(tmp_path)
-    own = filter_of((tmp_path / "set.csv", ["answer", "question"]), n=3)
-    own.open()
-    assert outcome(own, "Six LEGS: how many?!") == "contains items of set"
-    assert outcome(own, "How many? Six legs.") is None
-    assert own.findings() == {"set": {"": 1, "set.csv:1": 1}}
 
 
 def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):

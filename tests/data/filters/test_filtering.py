@@ -95,16 +95,6 @@ def test_dropped_documents_are_not_kept_unasked(done):
     assert not (folder_of(done.config, "c") / "dropped").exists()
 
 
-def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
-    (tmp_path / "b.txt").write_text("|".join("b" * number for number in range(9)))
-    config = write_config(tmp_path, [files_source("b", tmp_path / "b.txt", separator="|")], validation_share=0.5,
-                          filters=[{"kind": "characters", "min_share": {"digits": 1}}])
-    assert run(config) == 2
-    error = capsys.readouterr().err
-    assert "source b yields no documents: 9 read, of which 0 duplicate, 1 empty, 8 characters, 0 unreadable. Correct " \
-           "the source or shard.filters, or leave it out." in error
-
-
 MINE = '''
 from dataclasses import replace
 from pydantic import Field

@@ -73,7 +73,7 @@ def test_each_source_is_gone_through_exactly(tokens, shares, period):
 
 def test_the_plan_hash_knows_every_ingredient():
     def packed(*counts, identity=""):
-        return SimpleNamespace(whole=lambda length: [Segment(0, count, 9 * count, identity) for count in counts])
+        return SimpleNamespace(segments=lambda length: [Segment(0, count, 9 * count, identity) for count in counts])
 
     def plan(shares=(1, 1), tokens=(101, 201), **changes):
         return order_of(shares, tokens, **changes).plan_sha256
