@@ -106,18 +106,18 @@ def other_ids(text, vocabulary):
 
 def test_both_encoders_make_the_same_bytes_and_one_ends_what_the_other_began(run, copy):
     pytest.importorskip("fastokens")
-    told, folder = run("encode", copy, "--force", "encode.encoder=fastokens").out, run_folder(copy) / "encode"
-    whole, right = manifest_of(copy, "encode"), arrows(copy)
-    assert "encodes: equal ids on" in told
+    message, folder = run("encode", copy, "--force", "encode.encoder=fastokens").out, run_folder(copy) / "encode"
+    full, right = manifest_of(copy, "encode"), arrows(copy)
+    assert "encodes: equal ids on" in message
     assert "up to date" in run("encode", copy, "encode.encoder=reference").out  # it decides nothing
-    told = run("encode", copy, "--force", "encode.encoder=reference").out
-    assert "the exported tokenizer encodes" in told and arrows(copy) == right
+    message = run("encode", copy, "--force", "encode.encoder=reference").out
+    assert "the exported tokenizer encodes" in message and arrows(copy) == right
     (folder / "manifest.json").unlink()
     [ledger] = (folder / "units/encode").iterdir()
     first, *_ = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(first)
     run("encode", copy)
-    assert manifest_of(copy, "encode").digest == whole.digest
+    assert manifest_of(copy, "encode").digest == full.digest
     assert (encoders(copy)["fast_shards"], encoders(copy)["reference_shards"]) == (len(right) - 1, 1)
 
 
@@ -129,20 +129,20 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
     bad, name = {document.text for document in read_shard(shards, record)}, record["path"].replace(".tar", ".arrow")
 
     def wrong(self, texts):
-        found = [np.array(other_ids(text, self.reference), np.uint32) if text in bad else honest(self, [text])[0]
+        result = [np.array(other_ids(text, self.reference), np.uint32) if text in bad else honest(self, [text])[0]
                  for text in texts]
-        assert all(reads_back(text, self.reference.decode(ids)) for text, ids in zip(texts, found, strict=True))
-        return joined(found)
+        assert all(reads_back(text, self.reference.decode(ids)) for text, ids in zip(texts, result, strict=True))
+        return joined(result)
 
     def fail(self, texts):
         if len(texts) > 1:  # not at the gate
             raise EncoderError("PanicException: no")
         return honest(self, texts)
-    for encode_flat, told, shards in ((wrong, f"in {name}", 1), (fail, "PanicException: no", len(right))):
+    for encode_flat, message, shards in ((wrong, f"in {name}", 1), (fail, "PanicException: no", len(right))):
         monkeypatch.setattr(FastEncoder, "encode_flat", encode_flat)
-        said = run("encode", copy, "--force").out
-        assert told in said and arrows(copy) == right
-        assert ("WARNING: fastokens gave other ids for the document 0" in said) == (shards == 1)
+        logged = run("encode", copy, "--force").out
+        assert message in logged and arrows(copy) == right
+        assert ("WARNING: fastokens gave other ids for the document 0" in logged) == (shards == 1)
         assert encoders(copy)["fallback_shards"] == encoders(copy)["reference_shards"] == shards
         assert encoders(copy)["fast_shards"] == len(right) - shards
 
@@ -151,14 +151,14 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
     right = arrows(copy)
     pytest.importorskip("fastokens")
     monkeypatch.setattr(stage_work, "software_versions", lambda: {"fastokens": "9.9"})  # the tokenizer stage had others
-    for name, value, told in (("_opened", lambda path: None, "cannot be used: AttributeError"),
+    for name, value, message in (("_opened", lambda path: None, "cannot be used: AttributeError"),
                               ("installed_version", lambda package: None, "not installed (`pip install")):
         monkeypatch.setattr(fast, name, value)
-        said = run("encode", copy, "--force").out
-        assert "the exported tokenizer encodes; fastokens" in said and told in said and arrows(copy) == right
+        logged = run("encode", copy, "--force").out
+        assert "the exported tokenizer encodes; fastokens" in logged and message in logged and arrows(copy) == right
         assert encoders(copy) == {"encoder": "reference", "version": None, "fast_shards": 0,
                                   "reference_shards": len(right), "fallback_shards": 0}
-        assert told in run("encode", copy, "--force", "encode.encoder=fastokens", expect=2).err
+        assert message in run("encode", copy, "--force", "encode.encoder=fastokens", expect=2).err
 
 
 def test_of_long_documents_fewer_are_proved_and_only_their_beginning_is_compared(copy, monkeypatch):
@@ -167,11 +167,11 @@ def test_of_long_documents_fewer_are_proved_and_only_their_beginning_is_compared
 
     def encoded():
         return encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
-    whole = encoded()
-    assert {0, record["docs"] - 1} <= set(whole.proved) and len(whole.proved) == min(16, record["docs"])
+    full = encoded()
+    assert {0, record["docs"] - 1} <= set(full.proved) and len(full.proved) == min(16, record["docs"])
     monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
     result = encoded()
-    assert set(result.proved) == {min(whole.proved, key=lambda number: (whole.text_bytes[number], number))}
+    assert set(result.proved) == {min(full.proved, key=lambda number: (full.text_bytes[number], number))}
     monkeypatch.setattr(encode_stage, "COMPARED", 50)
     lengths = []
 

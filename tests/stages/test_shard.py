@@ -115,8 +115,8 @@ def test_documents_that_are_html_pages_are_counted_and_told(tmp_path, capsys):
                for name in ("web", "api", "few")]
     counts = finished(write_config(tmp_path, sources, validation_share=0.1)).counts
     assert (counts["documents_that_are_html"], counts["sources"]["api"]["documents_that_are_html"]) == (4, 2)
-    told = [line for line in capsys.readouterr().out.splitlines() if "HTML" in line]
-    assert len(told) == 1 and "source web: 2 of 40 documents begin as HTML pages" in told[0]
+    message = [line for line in capsys.readouterr().out.splitlines() if "HTML" in line]
+    assert len(message) == 1 and "source web: 2 of 40 documents begin as HTML pages" in message[0]
 
 
 def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, run):
@@ -127,11 +127,11 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, run):
     (tmp_path / "g.txt.gz").write_bytes(packed[:len(packed) // 2])
     config = write_config(tmp_path, [files_source("s", tmp_path / "f.jsonl"), files_source(
         "t", tmp_path / "g.txt.gz", separator="aa")], validation_share=0.2)
-    for most, told in (
+    for most, message in (
             (0.001, ("documents cannot be read", "max_rejected_share 0.001", "s/f.jsonl:11: broken UTF-8")),
             (0.1, ("1 of 2 files cannot be read to their end", "g.txt.gz"))):
         error = run("shard", config, f"shard.max_rejected_share={most}", expect=2).err
-        assert all(text in error for text in told)
+        assert all(text in error for text in message)
     assert manifest_of(config, "shard", "a") is None
     run("shard", config, "shard.max_rejected_share=1")
     rejected = list(read_lines(folder_of(config) / "rejected.jsonl"))
@@ -171,13 +171,13 @@ def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
     config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], validation_share=0.5,
                           max_rejected_share=0.1)
     assert run(config) == 0
-    found = {split: documents(config, split) for split in SPLITS}
+    result = {split: documents(config, split) for split in SPLITS}
     kept = [*((f"caf\\xe9-0.jsonl:{at}", text) for at, text in enumerate(texts, 1)), ("caf\\xe9-1.jsonl:5", "another")]
-    assert sorted((document.id, document.text) for own in found.values() for document in own) == sorted(kept)
+    assert sorted((document.id, document.text) for own in result.values() for document in own) == sorted(kept)
     counts = manifest_of(config, "shard", "a").counts
     assert (counts["documents_in"], counts["rejected"], counts["dropped"]) == (41, 2, {"duplicate": 3, "empty": 2})
     assert (counts["documents_with_nul"], counts["documents_with_u2581"]) == (2, 1)
-    assert {split: len(own) for split, own in found.items()}.items() <= counts.items() and all(found.values())
+    assert {split: len(own) for split, own in result.items()}.items() <= counts.items() and all(result.values())
     (tmp_path / "in" / os.fsdecode(b"caf\xe9-1.jsonl")).unlink()
     assert "t/caf\\xe9-1.jsonl is gone" in Run(load_config(config)).why("shard")
 
@@ -198,9 +198,9 @@ def test_near_duplicates_are_written_with_what_they_are_copies_of_and_equal_ones
                               ("c", [*equal, "shard.keep_dropped=true"], {"duplicate"})):
         assert run(corpus, f"name={name}", *more) == 0
         folder = folder_of(corpus, name) / "duplicates"
-        found = Counter(kind for path in folder.glob("*") for kind in parquet.read_table(path)["kind"].to_pylist())
-        assert set(found) == kinds and folder.exists() == bool(kinds)
-        assert found.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
+        result = Counter(kind for path in folder.glob("*") for kind in parquet.read_table(path)["kind"].to_pylist())
+        assert set(result) == kinds and folder.exists() == bool(kinds)
+        assert result.items() <= manifest_of(corpus, "shard", name).counts["dropped"].items()
 
 
 def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run):
@@ -227,8 +227,8 @@ def test_what_a_kill_leaves_of_a_finished_stage_is_named_and_goes_with_the_next_
     scratch = [folder / name for name in read_manifest(folder).scratch]
     left = {str(path) for place in scratch for path in (place, *place.rglob("*")) if path.is_file()}
     assert {folder / "staging", folder / "units/read"} < {*scratch} and len(left) > 2
-    found = verify(tmp_path / "runs/a")
-    assert not found.problems and {*found.notes[SCRATCH]} == left
+    result = verify(tmp_path / "runs/a")
+    assert not result.problems and {*result.notes[SCRATCH]} == left
     command = ["--stage", "shard", "--config", str(config), "--cluster", "local"]
     assert submit.main([*command, "--dry-run"]) == 0 and all(map(os.path.exists, left))
     capsys.readouterr()

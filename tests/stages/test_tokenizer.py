@@ -39,27 +39,27 @@ def stage_folder(config):
 
 
 def test_sentencepiece_is_trained_proved_and_reported(run, copy):
-    told = run("tokenizer", copy).out
+    message = run("tokenizer", copy).out
     folder = stage_folder(copy)
     manifest, shard = manifest_of(copy, "tokenizer"), manifest_of(copy, "shard").counts
     assert len(manifest.outputs) == 5 and (folder / "train.log").stat().st_size > 0
     counts, report = manifest.counts, read_json(folder / "report.json")
     assert counts["vocab_size"] == 768 and counts["trained_on"]["nul_characters"] > 0
-    found = report["sources"]["odd"]
-    assert found["literal_marks"] > 0 and found["fallback_tokens"] > 0
+    result = report["sources"]["odd"]
+    assert result["literal_marks"] > 0 and result["fallback_tokens"] > 0
     assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]
     marks, kept = shard["documents_with_u2581"], shard["train"] + shard["validation"]
-    assert counts["documents_with_u2581_as_space"] == report["marks_as_spaces"] == marks > found["literal_marks"]
+    assert counts["documents_with_u2581_as_space"] == report["marks_as_spaces"] == marks > result["literal_marks"]
     assert fast.installed_version(fast.NAME) is None or not counts["fast_encoder"]["problem"]
-    assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in told
+    assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in message
 
 
 @pytest.mark.parametrize("kind", ["byte", "char"])
 def test_small_vocabularies(run, copy, kind):
     """They have nothing to tell of U+2581."""
-    told, folder = run("tokenizer", copy, f"tokenizer.kind={kind}").out, stage_folder(copy)
+    message, folder = run("tokenizer", copy, f"tokenizer.kind={kind}").out, stage_folder(copy)
     vocabulary = load_tokenizer(folder)
-    assert "U+2581" not in told and manifest_of(copy, "tokenizer").counts["documents_with_u2581_as_space"] == 0
+    assert "U+2581" not in message and manifest_of(copy, "tokenizer").counts["documents_with_u2581_as_space"] == 0
     assert vocabulary.kind == kind and vocabulary.size % 128 == 0
     assert (read_json(folder / "report.json")["total"]["bytes_per_token"] == 1) == (kind == "byte")
 
@@ -80,14 +80,14 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
     lossy = with_special(byte_level, "<s>", "</s>")
     lossy.normalizer = normalizers.NFKC()
     lossy.save(str(tmp_path / "tokenizer.json"))
-    for settings, told in (
+    for settings, message in (
             (["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json"], "The tokenizer loses text"),
             (["tokenizer.kind=tiktoken", f"tokenizer.path={tmp_path}/none.model"],
              f"{tmp_path}/none.model cannot be read"),
             (["tokenizer.vocab_size=65536"], "tokenizer.vocab_size 65536 is too large for the training text"),
             (["tokenizer.kind=bpe", "tokenizer.path=/nowhere/tokenizer.model"],
              "a file of ranks like Llama 3's is of kind tiktoken")):
-        assert told in run("tokenizer", copy, "--force", *settings, expect=2).err
+        assert message in run("tokenizer", copy, "--force", *settings, expect=2).err
         assert manifest_of(copy, "tokenizer") is None
 
 
@@ -99,19 +99,19 @@ def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_
     read, honest, shard = [], stage.read_texts, manifest_of(many, "shard")
     monkeypatch.setattr(stage, "read_texts",
                         lambda folder, record, size: read.append(record) or honest(folder, record, size))
-    whole, records = shard.counts["text_bytes"]["train"], shard_records(shard, "train")
-    settings = [f"tokenizer.train_mb={whole / 10e6}", "tokenizer.vocab_size=640", "tokenizer.check_mb=0.02",
+    full, records = shard.counts["text_bytes"]["train"], shard_records(shard, "train")
+    settings = [f"tokenizer.train_mb={full / 10e6}", "tokenizer.vocab_size=640", "tokenizer.check_mb=0.02",
                 "tokenizer.document_characters=500"]
-    said, made = run("tokenizer", many, *settings).out, manifest_of(many, "tokenizer")
+    logged, made = run("tokenizer", many, *settings).out, manifest_of(many, "tokenizer")
     sample = made.counts["trained_on"]
     assert 0 < sample["shards"] == len(read) < sample["of_shards"] == len(records)
-    assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * whole
+    assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * full
     assert 0 < sample["text_bytes"] <= 2 * 500 * sum(record["docs"] for record in read)
     assert {record["source"] for record in read} == {"code", "more"}
-    assert f"in {len(read)} shards, chosen from {whole / 1e6:.1f} MB in {len(records)}" in said
+    assert f"in {len(read)} shards, chosen from {full / 1e6:.1f} MB in {len(records)}" in logged
     report, count = read_json(stage_folder(many) / "report.json"), shard.counts["validation"]
     assert report["validation_documents"] == count > report["total"]["documents"] > 0
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
-    assert f"{report['total']['documents']} of {count} validation" in said
+    assert f"{report['total']['documents']} of {count} validation" in logged
     run_stage("tokenizer", many, "--force", *settings)
     assert manifest_of(many, "tokenizer").digest == made.digest

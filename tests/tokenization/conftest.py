@@ -21,9 +21,9 @@ KINDS = ("bpe", "unigram", "tiktoken", "huggingface", "byte", "char")
 ODD_TEXTS = [*ODD, "<|end_of_text|> and <|begin_of_text|><|eot_id|> in a text"]
 
 
-def largest_that_fits(told, train):
+def largest_that_fits(message, train):
     """The size that training names where 32,768 is too large, with which it then succeeds."""
-    size = int(refused(UserError, rf"{told}.*Set it to \d+ or less", train, 32768).split("Set it to ")[1].split()[0])
+    size = int(refused(UserError, rf"{message}.*Set it to \d+ or less", train, 32768).split("Set it to ")[1].split()[0])
     assert size % 128 == 0
     train(size)
     return size

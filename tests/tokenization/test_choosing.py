@@ -46,8 +46,8 @@ def test_a_small_source_has_one_shard_at_least():
 
 def test_held_out_text_is_checked_up_to_a_bound_in_each_source():
     records = shards(web=1000, code=1)
-    found = beginnings_by_source(records, 64 * MB)
-    assert [limit for record, limit in found if record["source"] == "code"] == [None]
-    limits = [limit for record, limit in found if record["source"] == "web"]
+    result = beginnings_by_source(records, 64 * MB)
+    assert [limit for record, limit in result if record["source"] == "code"] == [None]
+    limits = [limit for record, limit in result if record["source"] == "web"]
     assert len(limits) == MOST_LOOKED_AT and set(limits) == {64 * MB // MOST_LOOKED_AT}
     assert beginnings(records[:1], 64 * MB) == [(records[0], None)] and beginnings([], MB) == []

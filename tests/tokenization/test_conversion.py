@@ -15,11 +15,11 @@ CONVERTED = ("bpe", "unigram", "tiktoken")
 
 def mutated(texts, count, length, seed=0):
     """Pieces of real texts with random characters in them."""
-    draw, whole = random.Random(seed), "".join(texts)
+    draw, full = random.Random(seed), "".join(texts)
     strange = "".join(ODD)
     for _ in range(count):
-        start = draw.randrange(len(whole))
-        piece = list(whole[start:start + draw.randint(1, length)])
+        start = draw.randrange(len(full))
+        piece = list(full[start:start + draw.randint(1, length)])
         for _ in range(draw.randint(0, 1 + len(piece) // 20)):
             piece[draw.randrange(len(piece))] = draw.choice(
                 (draw.choice(strange), chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000))))))

@@ -81,8 +81,8 @@ def test_a_wrong_encoder_does_not_come_through_the_gate(monkeypatch, vocabularie
     vocabulary = vocabularies["tiktoken"]
 
     def encode_batch_flat(texts, *_):
-        found = [np.array(wrong(vocabulary, text, vocabulary.encode(text)), np.uint32) for text in texts]
-        return [own.tobytes() for own in joined(found)]
+        result = [np.array(wrong(vocabulary, text, vocabulary.encode(text)), np.uint32) for text in texts]
+        return [own.tobytes() for own in joined(result)]
     monkeypatch.setattr(fast, "_opened", lambda path: SimpleNamespace(encode_batch_flat=encode_batch_flat))
-    found = compared(vocabulary, folders["tiktoken"], folders["tiktoken"], [])
-    assert found["problem"].startswith("fastokens cannot be used: ") and problem in found["problem"]
+    result = compared(vocabulary, folders["tiktoken"], folders["tiktoken"], [])
+    assert result["problem"].startswith("fastokens cannot be used: ") and problem in result["problem"]

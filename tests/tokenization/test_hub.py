@@ -20,22 +20,22 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_what_is_in_the_cache_is_taken_from_there(cache):
-    found = cache / "snapshots" / ("0123456789" * 4)
-    for path, text in ((cache / "refs/main", found.name), (found / FILES[0], "{}")):
+    result = cache / "snapshots" / ("0123456789" * 4)
+    for path, text in ((cache / "refs/main", result.name), (result / FILES[0], "{}")):
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    assert fetched("someone/some-model", FILES) == found
+    assert fetched("someone/some-model", FILES) == result
 
 
 def test_the_hub_is_asked_where_the_cache_has_nothing(cache, monkeypatch):
-    asked, real = [], huggingface_hub.snapshot_download
+    wanted, real = [], huggingface_hub.snapshot_download
 
     def download(name, **wishes):
-        asked.append(wishes)
+        wanted.append(wishes)
         return real(name, **wishes) if wishes.get("local_files_only") else str(cache)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert fetched("someone/some-model", FILES) == cache
-    assert asked == [{"allow_patterns": FILES, "local_files_only": True}, {"allow_patterns": FILES}]
+    assert wanted == [{"allow_patterns": FILES, "local_files_only": True}, {"allow_patterns": FILES}]
 
 
 def test_where_there_is_no_network_it_says_what_to_do(cache):

@@ -35,16 +35,16 @@ REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
     (10, 60, []), (11, 0, ["unknown"]), (0, 61, ["fallback"]), (500, 500, ["unknown", "fallback"])])
 def test_an_outlier_has_more_than_three_times_the_share_and_one_percent_more(unknown, fallback, kinds):
     for source in ("a", "b", "not in the report"):  # without a figure of its own, that of all
-        found = rare_ids([record("x", unknown, fallback, source), record("y", 0, 20)], REPORT)
-        assert [one["kind"] for one in found["outliers"]] == kinds
-        assert found["fallback_tokens"] == fallback + 20
+        result = rare_ids([record("x", unknown, fallback, source), record("y", 0, 20)], REPORT)
+        assert [one["kind"] for one in result["outliers"]] == kinds
+        assert result["fallback_tokens"] == fallback + 20
 
 
 def test_they_are_said_and_in_the_report():
-    found = rare_ids([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
-    told = warnings(found["outliers"])
-    assert len(told) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in told[0] and "25 more" in told[-1]
-    encode = Manifest("encode", {}, [], {"rare_ids": found}, "")
+    result = rare_ids([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
+    lines = warnings(result["outliers"])
+    assert len(lines) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in lines[0] and "25 more" in lines[-1]
+    encode = Manifest("encode", {}, [], {"rare_ids": result}, "")
     assert [block for block in data(Facts(Config(), {"shard": Manifest("shard", {}, [], {}, ""), "encode": encode}))
-            if block] == told
+            if block] == lines
     assert warnings([]) == []

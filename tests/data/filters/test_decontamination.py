@@ -105,10 +105,10 @@ def write_sets(folder):
             [{**record, "raw": record["raw"].encode()} for record in RECORDS]))
 
 
-def filter_of(*files, **asked):
+def filter_of(*files, **options):
     """Files are given as a path and the fields."""
     files = [{"path": str(path), "fields": fields} for path, fields in files]
-    return made(kind="decontamination", files=files, **asked)
+    return made(kind="decontamination", files=files, **options)
 
 
 @pytest.mark.parametrize("name", ["set.jsonl", "set.parquet", "set.arrow"])
@@ -139,9 +139,9 @@ def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
     after = own(Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3}))
     assert after == Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3, "contamination": {
         "many": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.jsonl:1"]}})
-    found = own.summary(own.findings())
-    assert found["many"]["found"] == MOST_IN_META + 2 and found["many"]["documents"] == 1
-    assert (found["set"]["action"], found["set"]["which"]) == ("flag", {"set.jsonl:1": 1})
+    result = own.summary(own.findings())
+    assert result["many"]["found"] == MOST_IN_META + 2 and result["many"]["documents"] == 1
+    assert (result["set"]["action"], result["set"]["which"]) == ("flag", {"set.jsonl:1": 1})
 
 
 def test_a_task_is_read_as_its_file_says():
@@ -153,7 +153,7 @@ def test_a_task_is_read_as_its_file_says():
     assert outcome(own, "class Node: def __init__(self, value): value self value") is None
 
 
-@pytest.mark.parametrize(("name", "content", "fields", "told"), table(r"""
+@pytest.mark.parametrize(("name", "content", "fields", "message"), table(r"""
     a.jsonl -> '{"q": "x"}\n' -> ["question"] -> no field question at record 1; the fields are q
     a.jsonl -> '{"q": {"a": 1}}\n' -> ["q.b"] -> no field q.b at record 1; the fields are a
     a.jsonl -> '{"q": "x"}\n{"q"' -> ["q"] -> cannot be read at record 2
@@ -164,9 +164,9 @@ def test_a_task_is_read_as_its_file_says():
     a.yaml -> "dataset_kwargs: {data_files: {test: b-*.jsonl}}\n" -> [] -> no file matches
     a.jsonl -> "" -> [] -> `fields` is missing
     a.txt -> "" -> ["x"] -> is no file of items""", str, literal_eval, literal_eval))
-def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, told):
+def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises((UserError, ValidationError), match=told):
+    with pytest.raises((UserError, ValidationError), match=message):
         filter_of((tmp_path / name, fields)).open()
 
 
@@ -208,20 +208,20 @@ def refused(capsys, config, *overrides):
 
 def test_the_stage_counts_by_task_names_the_items_and_goes_by_their_content(corpus, tmp_path, capsys):
     manifest = finished(corpus)
-    told = capsys.readouterr().out
-    assert "filter decontamination: 2 of 2 items of spiders were found in 5 documents" in told
-    assert "0 of 2 items of answers (2 are too short for a search) were found in 0 documents" in told
+    message = capsys.readouterr().out
+    assert "filter decontamination: 2 of 2 items of spiders were found in 5 documents" in message
+    assert "0 of 2 items of answers (2 are too short for a search) were found in 0 documents" in message
     assert manifest.counts["filters"]["decontamination"]["reasons"] == {"contains items of spiders": 5}
     rule = {"n": 13, "min_words": 8, "action": "drop", "items": 2}
     warning = manifest.counts["contamination"]["decontamination"]["answers"].pop("warning")
     assert "2 of 2 items of answers have fewer than 8 words and are not searched for" in warning
-    assert told.index(f"warning: {warning}") < told.index("documents in =")
-    assert told.count("fewer than 8 words") == 1
+    assert message.index(f"warning: {warning}") < message.index("documents in =")
+    assert message.count("fewer than 8 words") == 1
     assert manifest.counts["contamination"] == {"decontamination": {
         "spiders": {**rule, "too_short": 0, "documents": 5, "found": 2},
         "answers": {**rule, "too_short": 2, "documents": 0, "found": 0}}}
-    found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
-    assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
+    result = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
+    assert result["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and result["answers"]["which"] == {}
     kept = [document for split in ("train", "validation") for document in documents(corpus, split)]
     assert not any("spider" in document.text for document in kept)
     (tmp_path / "sets").rename(tmp_path / "moved")
@@ -236,5 +236,5 @@ def test_the_stage_counts_by_task_names_the_items_and_goes_by_their_content(corp
 def test_a_set_that_is_not_there_and_a_source_called_as_filters_files_are_refused(corpus, tmp_path, capsys):
     assert "A source of shard.sources is called filters" in refused(capsys, corpus, "shard.sources.0.name=filters")
     (tmp_path / "sets/set.csv").unlink()
-    told = refused(capsys, corpus, "name=b", "shard.sources.0.paths=[nowhere.jsonl]")
-    assert "nowhere.jsonl" in told and "the filter decontamination needs" in told
+    message = refused(capsys, corpus, "name=b", "shard.sources.0.paths=[nowhere.jsonl]")
+    assert "nowhere.jsonl" in message and "the filter decontamination needs" in message

@@ -40,12 +40,12 @@ def done(tmp_path_factory):
                     f"the same text but for the address a{number}{source}@example.org", "short", " \n"]])
     sources = [files_source(name, place / name / "*.jsonl") for name in ("web", "books")]
     config = write_config(place, sources, shard_mb=0.02, validation_share=0.1, filters=CHAIN, keep_dropped=True)
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as logged:
         counts = finished(config).counts
     folder = folder_of(config)
     dropped = [json.loads(line) for path in (folder / "dropped").iterdir() for line in path.read_text().splitlines()]
     return SimpleNamespace(config=config, folder=folder, counts=counts, dropped=dropped, hashes=hashes(folder),
-                           said=said.getvalue())
+                           logged=logged.getvalue())
 
 
 def test_counts_add_up_and_are_told(done):
@@ -61,7 +61,7 @@ def test_counts_add_up_and_are_told(done):
     assert counts["documents_in"] == 2 * 6 * 103 and min(dropped["repetition"], dropped["long"], dropped["length"]) > 5
     assert dropped["duplicate"] == 11  # equal once they are masked, over files and sources
     assert counts["filters"]["masking"] == {"documents": 0, "bytes": 0, "changed": 2 * 6 * 21, "reasons": {}}
-    assert f"filter long: {dropped['long']:,} documents (" in done.said and "252 changed" in done.said
+    assert f"filter long: {dropped['long']:,} documents (" in done.logged and "252 changed" in done.logged
 
 
 def test_the_manifest_has_a_card_of_each_source_and_its_examples_change_no_shard(done):
@@ -175,21 +175,21 @@ def test_the_filters_that_the_docs_show_are_filters(tmp_path, mine):
     assert [questions(Document("?" * count, "s", "1", {})) == "too many questions" for count in (5, 6)] == [False, True]
 
 
-@pytest.mark.parametrize(("text", "said"), table("""
+@pytest.mark.parametrize(("text", "logged"), table("""
     fail -> RuntimeError: out of order
     none -> TypeError: it returned a NoneType, not a document
     stolen -> ValueError: it changed the document's source or id"""))
-def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys, text, said):
+def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys, text, logged):
     (mine.parent / "f.txt").write_text(f"one|two|{text}|three")
     assert run(mine) == 2
     error = capsys.readouterr().err
-    assert f"The filter Mine of shard.filters fails on the document f.txt:3 of the source s: {said}" in error
+    assert f"The filter Mine of shard.filters fails on the document f.txt:3 of the source s: {logged}" in error
     assert re.search(r"\(\w+\.py:\d+\)\. Correct", error), "and where it failed"
     assert "what was read so far is then read again" in error
     assert read_manifest(folder_of(mine)) is None
 
 
-@pytest.mark.parametrize(("wrong", "said"), table("""
+@pytest.mark.parametrize(("wrong", "logged"), table("""
     my_filters:Mine, wrod: 1, large: -1 -> unknown key 'shard.filters.0.wrod'; did you mean 'word'?
     my_filters:Mine, wrod: 1, large: -1 -> 'shard.filters.0.word' is missing
     my_filters:Mine, wrod: 1, large: -1 -> 'shard.filters.0.large' is -1 (int): input should be greater than or equal to
@@ -197,13 +197,13 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
     my_filters:Absent -> cannot be imported (AttributeError
     no_such_module:X -> shard.filters.0.kind names no_such_module:X
     no_such_module:X -> on PYTHONPATH"""))
-def test_what_is_wrong_with_a_filter_from_outside_is_said_before_anything_starts(mine, capsys, wrong, said):
+def test_what_is_wrong_with_a_filter_from_outside_is_said_before_anything_starts(mine, capsys, wrong, logged):
     from drover.launch.submit import main
     override = f"shard.filters=[{{kind: {wrong}}}]"
     assert main(["--stage", "shard", "--config", str(mine), "--cluster", "local", "name=c", override]) == 2
     assert run(mine, override) == 2
     error = capsys.readouterr().err
-    assert error.count(said) >= 2, error
+    assert error.count(logged) >= 2, error
     assert not (mine.parent / "runs/c").exists()
 
 

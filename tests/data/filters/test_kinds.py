@@ -12,18 +12,18 @@ from tests.refusal import refused, table
 
 
 def made(**settings):
-    [found] = FILTERS.made([FILTERS.read(settings)])
-    return found
+    [result] = FILTERS.made([FILTERS.read(settings)])
+    return result
 
 
 def outcome(own, text):
     """The reason why a text is dropped, the text that it becomes, or None where it is kept as it is."""
     before = Document(text, "s", "f.txt:1", {"stars": 3})
-    found = own(before)
-    if isinstance(found, str) or found is before:
-        return found if isinstance(found, str) else None
-    assert found == replace(before, text=found.text)  # all else stays
-    return found
+    result = own(before)
+    if isinstance(result, str) or result is before:
+        return result if isinstance(result, str) else None
+    assert result == replace(before, text=result.text)  # all else stays
+    return result
 
 
 LINES = "a menu\n\n" * 3 + "said once and for all, at some length\n" * 1
@@ -62,8 +62,8 @@ def test_what_is_dropped(kind, settings, text, reason):
 
 def changed(kind, text, **settings):
     """What a filter makes of a text, which it drops for no reason."""
-    found = outcome(made(kind=kind, **settings), text)
-    return text if found is None else found.text
+    result = outcome(made(kind=kind, **settings), text)
+    return text if result is None else result.text
 
 
 @pytest.mark.parametrize(("text", "after"), table("""

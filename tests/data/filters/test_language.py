@@ -19,17 +19,17 @@ FRENCH = "Le soir la ville est à nous et ils ont vu la rivière."
 NONE = "0101 // {} []"
 
 
-def outcomes(languages, path=TWO, **asked):
-    own = made(kind="language", path=str(path), languages=languages, **asked)
+def outcomes(languages, path=TWO, **wanted):
+    own = made(kind="language", path=str(path), languages=languages, **wanted)
     own.open()
     return own, [outcome(own, text) for text in (ENGLISH, GERMAN, FRENCH, NONE)]
 
 
 def test_other_languages_and_doubtful_ones_are_dropped():
     other, doubtful = "of another language", "of no language with a probability of 0.65"
-    own, found = outcomes(["en"])
+    own, result = outcomes(["en"])
     assert own.reads() == [TWO] and "path" not in identity(own)
-    assert found == [None, other, other, doubtful]
+    assert result == [None, other, other, doubtful]
     assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
     assert outcomes(["de", "fr"])[1] == [other, None, None, doubtful]
     assert outcomes(["de", "fr"], keep_unknown=True)[1] == [other, None, None, None]
@@ -43,9 +43,9 @@ def test_labels_are_those_of_the_model():
 
 
 def test_only_the_beginning_is_looked_at_where_that_is_asked_for():
-    text, asked = f"{ENGLISH} {GERMAN * 20}", {"kind": "language", "path": str(TWO), "languages": ["en"]}
-    assert outcome(made(**asked, characters=len(ENGLISH)), text) is None
-    assert outcome(made(**asked), text) == "of another language"
+    text, wanted = f"{ENGLISH} {GERMAN * 20}", {"kind": "language", "path": str(TWO), "languages": ["en"]}
+    assert outcome(made(**wanted, characters=len(ENGLISH)), text) is None
+    assert outcome(made(**wanted), text) == "of another language"
 
 
 def test_what_is_no_model_is_told_of(tmp_path):

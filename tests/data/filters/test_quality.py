@@ -80,40 +80,40 @@ def same_words():
         yield
 
 
-def theirs(kind, text, **asked):
+def theirs(kind, text, **wanted):
     """datatrove's reason, or the text that it leaves."""
     document = ReferenceDocument(text=text, id="1")
-    verdict = KINDS[kind](**translated(kind, asked)).filter(document)
-    if verdict is True:
+    decision = KINDS[kind](**translated(kind, wanted)).filter(document)
+    if decision is True:
         return None, document.text
-    return REASONS[kind][verdict[1]], None
+    return REASONS[kind][decision[1]], None
 
 
-def translated(kind, asked):
+def translated(kind, wanted):
     """Our settings as the arguments that datatrove's class takes."""
     if kind == "gopher_quality":
         return {"max_non_alpha_words_ratio" if name == "min_alpha_words_ratio" else name: value
-                for name, value in asked.items()}
+                for name, value in wanted.items()}
     if kind == "c4":
-        return {name: -1 if value is None else value for name, value in asked.items()}
+        return {name: -1 if value is None else value for name, value in wanted.items()}
     if kind != "gopher_repetition":
-        return asked
-    found, defaults = {**asked}, inspect.signature(GopherRepetitionFilter).parameters
+        return wanted
+    result, defaults = {**wanted}, inspect.signature(GopherRepetitionFilter).parameters
     for rule in ("top", "dup"):  # runs that overlap count more than once
-        shares = [(n, found.pop(f"{rule}_{n}_gram", share)) for n, share in defaults[f"{rule}_n_grams"].default]
-        found[f"{rule}_n_grams"] = tuple((n, 99 if share is None else share) for n, share in shares)
-    return found
+        shares = [(n, result.pop(f"{rule}_{n}_gram", share)) for n, share in defaults[f"{rule}_n_grams"].default]
+        result[f"{rule}_n_grams"] = tuple((n, 99 if share is None else share) for n, share in shares)
+    return result
 
 
-def ours(kind, text, **asked):
-    [own] = FILTERS.made([FILTERS.read({"kind": kind, **asked})])
-    found = own(Document(text, "s", "1", {}))
-    return (re.sub("(?<=than )[0-9.e,-]+", "#", found), None) if isinstance(found, str) else (None, found.text)
+def ours(kind, text, **wanted):
+    [own] = FILTERS.made([FILTERS.read({"kind": kind, **wanted})])
+    result = own(Document(text, "s", "1", {}))
+    return (re.sub("(?<=than )[0-9.e,-]+", "#", result), None) if isinstance(result, str) else (None, result.text)
 
 
-def compare(kind, text, **asked):
-    expected = theirs(kind, text, **asked)
-    assert ours(kind, text, **asked) == expected, (kind, asked, text[:500])
+def compare(kind, text, **wanted):
+    expected = theirs(kind, text, **wanted)
+    assert ours(kind, text, **wanted) == expected, (kind, wanted, text[:500])
     return expected[0]
 
 
@@ -213,9 +213,9 @@ PIECES = st.sampled_from([
        st.sampled_from(sorted(KINDS)), st.data())
 def test_any_text_under_any_thresholds_gets_the_same_verdict(text, kind, data):
     names = data.draw(st.lists(st.sampled_from(sorted(PROBED[kind])), max_size=4, unique=True))
-    asked = {name: data.draw(st.sampled_from(PROBED[kind][name])) for name in names}
+    wanted = {name: data.draw(st.sampled_from(PROBED[kind][name])) for name in names}
     if text.strip():
-        compare(kind, text, **({**LOOSE[kind], **asked} if data.draw(st.booleans()) else asked))
+        compare(kind, text, **({**LOOSE[kind], **wanted} if data.draw(st.booleans()) else wanted))
 
 
 FEW = st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "c"]), min_size=1, max_size=60)
@@ -228,19 +228,19 @@ MANY = random.Random(3).choices(["so", "it", "is", "äh", "😀", "indeed" * 40]
 @example(MANY, 2, False)
 @example(MANY, 5, True)
 @example(MANY, 10, True)
-def test_runs_of_words_are_counted_as_if_all_were_written_out(found, n, collide):
+def test_runs_of_words_are_counted_as_if_all_were_written_out(result, n, collide):
     """Also where all hashes are equal."""
-    characters = len(" ".join(found))
-    top = gopher_repetition_filter.find_top_duplicate(gopher_repetition_filter.get_n_grams(found, n)) \
-        if len(found) >= n else 0
-    repeated = gopher_repetition_filter.find_all_duplicate(found, n)
+    characters = len(" ".join(result))
+    top = gopher_repetition_filter.find_top_duplicate(gopher_repetition_filter.get_n_grams(result, n)) \
+        if len(result) >= n else 0
+    repeated = gopher_repetition_filter.find_all_duplicate(result, n)
     with pytest.MonkeyPatch.context() as patch:
         if collide:
-            patch.setattr(WordRuns, "_hashes", lambda self, n: self._sums[:len(found) - n + 1] * 0)
-        runs = WordRuns(found)
+            patch.setattr(WordRuns, "_hashes", lambda self, n: self._sums[:len(result) - n + 1] * 0)
+        runs = WordRuns(result)
         for count in (top, repeated):
             for near in (count / characters, math.nextafter(count / characters, 0)):
-                assert len(found) < n or runs.top_is_above(n, near, characters) == (top / characters > near)
+                assert len(result) < n or runs.top_is_above(n, near, characters) == (top / characters > near)
                 assert runs.repeated_are_above(n, near, characters) == (repeated / characters > near)
 
 

@@ -47,7 +47,7 @@ def plan(corpus, config):
 def _with_tail(documents, source, trained):
     """The documents, the last share of one source's characters held out."""
     left = int(sum(len(one.text) for one in documents if one.source == source and not one.dropped) * trained)
-    found = []
+    result = []
     for document in documents:
         parts, size = [document], len(document.text)
         if document.source == source and not document.dropped:
@@ -57,14 +57,14 @@ def _with_tail(documents, source, trained):
                          for half, place, text in ((False, f"[:{left}]", document.text[:left]),
                                                    (True, f"[{left}:]", document.text[left:]))]
             left = max(0, left - size)
-        found += parts
-    return found
+        result += parts
+    return result
 
 
 def write_shards(folder, documents, sources, target):
     """The bytes of all shards, by split and name: runs of documents of about equal size, as few as keep to `target`
     bytes of text on average."""
-    found = {}
+    result = {}
     for split in SPLITS:
         for source in sources:
             own = [one for one in documents if one.source == source and not one.dropped
@@ -79,5 +79,5 @@ def write_shards(folder, documents, sources, target):
                                     to_json(Document(one.text, source, one.id, {"of": one.id.partition("[")[0]}))))
                     seen[one.text] += 1
                 write_members(path, members)
-                found[f"{split}/{source}-{number:05d}"] = path.read_bytes()
-    return found
+                result[f"{split}/{source}-{number:05d}"] = path.read_bytes()
+    return result

@@ -77,12 +77,12 @@ def passes(folder, corpus, config, seed=0):
 
 def texts_of(folder, *splits):
     """id -> text of the documents in the shards of the splits."""
-    found = {}
+    result = {}
     for path in (path for split in splits or SPLITS for path in sorted((folder / split).glob("*.tar"))):
         with tarfile.open(path) as tar:
             documents = [json.load(tar.extractfile(member)) for member in tar]
-        found |= {document["id"]: document["text"] for document in documents}
-    return found
+        result |= {document["id"]: document["text"] for document in documents}
+    return result
 
 
 def firsts(pairs, first=min):

@@ -51,5 +51,5 @@ def test_components_are_those_of_union_find(tmp_path_factory, monkeypatch, graph
     parts = [read_rows(followers_path(folder), LINK, part, partitions).tolist() for part in range(partitions)]
     followers = [row for row in firsts(edges, max if last else min).items() if row[0] != row[1]]
     assert [row for part in parts for row in part] == sorted(followers, key=lambda row: row[::-1], reverse=last)
-    whole = [first for part in parts for first in {first for _, first in part}]
-    assert len(whole) == len(set(whole)), "a component lies in one part"
+    full = [first for part in parts for first in {first for _, first in part}]
+    assert len(full) == len(set(full)), "a component lies in one part"

@@ -47,8 +47,8 @@ def planted(seed=1, families=120):
     return {f"s{source}": units[3 * source:3 * source + 3] for source in range(3)}
 
 
-def share_a_band(found, one, other):
-    return bool(((found[one] == found[other]) & (found[one] != NONE)).any())
+def share_a_band(result, one, other):
+    return bool(((result[one] == result[other]) & (result[one] != NONE)).any())
 
 
 def config_of(corpus, keep="first", **near):
@@ -58,11 +58,11 @@ def config_of(corpus, keep="first", **near):
 
 def test_recall_and_precision_against_brute_force():
     texts = [text for _, _, text in in_order(planted())]
-    found, cut = signatures(texts, FINEWEB), [text.lower().split() for text in texts]
+    result, cut = signatures(texts, FINEWEB), [text.lower().split() for text in texts]
     sets = [{tuple(own[place:place + 5]) for place in range(len(own) - 4)} for own in cut]
     similar = {(one, other): similarity(sets[one], sets[other]) for other in range(len(texts)) for one in range(other)
                if not sets[one].isdisjoint(sets[other])}
-    same = {(one, other) for other in range(len(texts)) for one in range(other) if share_a_band(found, one, other)}
+    same = {(one, other) for other in range(len(texts)) for one in range(other) if share_a_band(result, one, other)}
     assert same <= similar.keys()  # of those that share no shingle, none
     for least, most, error in ((0.9, 1.01, 0.005), (0.8, 0.9, 0.1), (0.5, 0.62, 0.1)):
         pairs = [pair for pair, value in similar.items() if least <= value < most]
@@ -72,7 +72,7 @@ def test_recall_and_precision_against_brute_force():
 
 def greedily(texts, label, verify, order):
     """place -> the place of the document that is kept instead, of those that are dropped."""
-    found, staying = {}, defaultdict(list)
+    result, staying = {}, defaultdict(list)
     for place in order:
         own = staying[label.get(place, place)]
         kept = next((other for other in own if verify is None or texts[place] == texts[other]
@@ -80,8 +80,8 @@ def greedily(texts, label, verify, order):
         if kept is None:
             own.append(place)
         else:
-            found[place] = kept
-    return found
+            result[place] = kept
+    return result
 
 
 @pytest.mark.parametrize(("keep", "verify", "sizes"), [
@@ -93,7 +93,7 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
     corpus, first = planted(seed=2, families=60), min if keep == "first" else max
     documents = [(own, text) for _, own, text in in_order(corpus)]
     texts = [text for _, text in documents]
-    found = passes(tmp_path, corpus, config_of(corpus, keep, verify=verify))
+    result = passes(tmp_path, corpus, config_of(corpus, keep, verify=verify))
     bands = signatures(texts, FINEWEB)
     label = firsts(((one, other) for other in range(len(texts)) for one in range(other)
                     if texts[one] == texts[other] or share_a_band(bands, one, other)), first)
@@ -103,10 +103,10 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
         equal = first(other for other, text in enumerate(texts) if text == texts[place])
         expected[documents[place][0]] = (documents[of][0], texts[place] == texts[of],
                                          "near_duplicate" if equal == place else "duplicate")
-    assert {row["id"]: (row["kept_id"], row["equal"], row["kind"]) for row in found.kept} == expected
+    assert {row["id"]: (row["kept_id"], row["equal"], row["kind"]) for row in result.kept} == expected
     assert {(kind, equal) for _, equal, kind in expected.values()} >= {("duplicate", True), ("near_duplicate", False)}
-    assert all(row["source"] == row["id"][:2] and row["kept_source"] == row["kept_id"][:2] for row in found.kept)
-    assert len(found.kept) == found.decided.dropped.sum() > 100
+    assert all(row["source"] == row["id"][:2] and row["kept_source"] == row["kept_id"][:2] for row in result.kept)
+    assert len(result.kept) == result.decided.dropped.sum() > 100
     splits = {own: split for split in ("train", "validation") for own in texts_of(tmp_path, split)}
     assert {own for own, _ in documents} - splits.keys() == expected.keys()
     of_component = {(label.get(place, place), splits[own]) for place, (own, _) in enumerate(documents) if own in splits}
@@ -132,11 +132,11 @@ def test_signatures_are_a_function_of_the_text_alone():
             "from drover.pipeline.config.data import NearDuplicates; "
             "settings = signature_settings(NearDuplicates()); "
             "print(signatures(['Some WORDS that are, like, these: ÄÖ one two.', 'x', 'a b c d e'], settings).tolist())")
-    said = {run_python("-c", code, PYTHONHASHSEED=seed, RAYON_NUM_THREADS=threads).stdout
+    logged = {run_python("-c", code, PYTHONHASHSEED=seed, RAYON_NUM_THREADS=threads).stdout
             for seed, threads in (("1", "1"), ("2", "4"))}
-    [found] = map(ast.literal_eval, said)
+    [result] = map(ast.literal_eval, logged)
     texts = ["some words that are like these äö one two", "", "a b c d e"]
-    assert found == [signatures([text], FINEWEB)[0].tolist() for text in texts]
+    assert result == [signatures([text], FINEWEB)[0].tolist() for text in texts]
     assert signatures([], FINEWEB).shape == (0, 14)
 
 
@@ -167,7 +167,7 @@ def test_the_stage_drops_chinese_copies_by_characters_and_not_by_runs(tmp_path):
     rng = random.Random(6)
     own = rng.choices(HAN, k=600)
     own[::12] = "，" * 50
-    texts = ["".join(found) for found in (own, edited(rng, own, 6, lambda rng: rng.choice(HAN)),
+    texts = ["".join(result) for result in (own, edited(rng, own, 6, lambda rng: rng.choice(HAN)),
                                           [*own[:300], *rng.choices(HAN, k=300)])]
     for kind, stay in (("runs", texts), ("characters", [texts[0], texts[2]])):
         corpus = {"s": [texts]}

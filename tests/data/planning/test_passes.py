@@ -36,19 +36,19 @@ def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, mo
     documents, folder = in_memory.plan(corpus, config), tmp_path_factory.mktemp("passes")
     written = in_memory.write_shards(folder, documents, corpus, target)
     cut_into(monkeypatch, *sizes)
-    found = passes(folder, corpus, config, seed)
-    assert found.shards == written
+    result = passes(folder, corpus, config, seed)
+    assert result.shards == written
     first = 0
     for source, (name, units) in enumerate(corpus.items()):
         own = [one for one in documents if one.source == name]
-        for split, sums in found.decided.sums(source).items():
+        for split, sums in result.decided.sums(source).items():
             texts = [one.text for one in own if not one.dropped and one.validation == (split == "validation")]
             assert sums == {
                 "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
                 "characters": sum(map(len, texts)), "nul": sum("\0" in text for text in texts),
                 "u2581": sum("\u2581" in text for text in texts)}
-        assert found.decided.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
-        assert found.decided.cuts(source) * 2 == sum(one.unit == f"{name}-cut" for one in own)
+        assert result.decided.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
+        assert result.decided.cuts(source) * 2 == sum(one.unit == f"{name}-cut" for one in own)
         first += len(units)
 
 
@@ -60,15 +60,15 @@ def test_digests_that_agree_in_a_half_are_told_apart(digests):
         order = sorted(numbers, key=digests.__getitem__)
         first = {digests[place]: place for place in reversed(order)}
         others = [place for place in order if first[digests[place]] != place]
-        assert [found.tolist() for found in equal_rows([high, low], last)] == [
+        assert [result.tolist() for result in equal_rows([high, low], last)] == [
             [place for place in order if place not in others], others, [first[digests[place]] for place in others]]
 
 
 def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
     cut_into(monkeypatch, 100, 3, 64)
-    found = runs.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
-    assert found.groups == [0, 2, 5, 6, 7, 8] and found.group_starts.tolist() == [0, 100, 101, 101, 601, 608]
-    assert found.partitions == 16, "the power of two above 608 / 64"
+    result = runs.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
+    assert result.groups == [0, 2, 5, 6, 7, 8] and result.group_starts.tolist() == [0, 100, 101, 101, 601, 608]
+    assert result.partitions == 16, "the power of two above 608 / 64"
     assert runs.layout("a", [0], [0]).partitions == 1
 
 

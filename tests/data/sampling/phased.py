@@ -36,9 +36,9 @@ def plans(draw, least=1, lengths=LENGTHS):
 
 def spans_of(data, samples):
     """What each sample reads: the source, its epoch, and pieces of shards."""
-    found = data.order.locate(samples)
+    result = data.order.locate(samples)
     return [(pool, epoch, [(span.shard.path.name, span.start, span.stop) for span in sequences.spans(number)])
-            for pool, epoch, (sequences, number) in zip(found.pool.tolist(), found.epoch.tolist(),
+            for pool, epoch, (sequences, number) in zip(result.pool.tolist(), result.epoch.tolist(),
                                                         data.located(samples), strict=True)]
 
 
@@ -60,9 +60,9 @@ def by_three_ranks(function):
         def gather(value):
             boxes[rank] = value
             barrier.wait(60)
-            found = decode(encode(boxes), "a rank")
+            result = decode(encode(boxes), "a rank")
             barrier.wait(60)
-            return found
+            return result
         return function(SimpleNamespace(rank=rank, world=3, gather=gather))
 
     with ThreadPoolExecutor(3) as pool:

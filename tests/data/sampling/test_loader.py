@@ -21,10 +21,10 @@ LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
 
 @given(documents=DOCUMENTS, length=st.integers(1, 24),
        shares=st.none() | st.tuples(st.integers(1, 5), st.integers(1, 5)),
-       asked=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9), st.integers(-8, 40), st.integers(1, 12)),
+       wanted=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9), st.integers(-8, 40), st.integers(1, 12)),
                       min_size=1, max_size=6), packed=st.booleans())
 @settings(max_examples=40)
-def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, documents, length, shares, asked,
+def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, documents, length, shares, wanted,
                                                              packed):
     """In steps and at random. The shards that a batch is read from are known before. What a sample is made of,
     test_over_phases.py has."""
@@ -35,7 +35,7 @@ def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, d
     def noted(self, index):
         read.add(int(self.rows[index]))
         return plain(self, index)
-    for first, count, step, times in asked:
+    for first, count, step, times in wanted:
         for samples in (np.maximum(0, first + turn * step + np.arange(count)) for turn in range(times)):
             read.clear()
             with patch.object(Shards, "__getitem__", noted):

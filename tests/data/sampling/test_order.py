@@ -29,17 +29,17 @@ def order_of(shares, tokens=None, seed=3, content="x", length=10, space=None):
 def test_permute_is_a_bijection(size, seed, part):
     numbers = np.arange(size) if size <= 3000 else np.unique(np.random.default_rng(0).integers(0, size, 1000))
     key = (seed, part, 7)
-    found = permute(numbers, size, key)
-    assert found.min() >= 0 and found.max() < size and len(np.unique(found)) == len(numbers)
+    result = permute(numbers, size, key)
+    assert result.min() >= 0 and result.max() < size and len(np.unique(result)) == len(numbers)
 
 
 def test_the_order_never_changes():
     """A change here orphans every run in progress: it needs a new VERSION. test_over_phases.py has larger shares."""
     order = order_of([1, 0.9 / 4096])
-    found = order.locate(np.arange(20_000))
-    places = np.stack([found.pool, found.epoch, found.sequence])
+    result = order.locate(np.arange(20_000))
+    places = np.stack([result.pool, result.epoch, result.sequence])
     assert hashlib.sha256(places).hexdigest()[:16] == "08bae0a75ceeca75"
-    assert order.plan_sha256[:16] == "33a247017aa59813" and not found.space.any()
+    assert order.plan_sha256[:16] == "33a247017aa59813" and not result.space.any()
 
 
 @given(exponents=st.lists(st.floats(-16.9, 0) | st.floats(-4, 0) | st.just(-np.inf), min_size=1, max_size=4),
@@ -48,21 +48,21 @@ def test_the_order_never_changes():
 def test_every_share_is_met_in_every_period(exponents, seed):
     shares = np.array([1.0, *(2.0**exponent for exponent in exponents)])
     shares = np.where(shares > 0, np.maximum(shares, SMALLEST_SHARE * shares.sum() * 1.01), 0)
-    found, used = Mix("abcde"[:len(shares)], shares, seed), shares > 0
-    wanted = shares / shares.sum() * found.period
-    counts = np.bincount(found.pattern, minlength=len(shares))  # which `turns` goes through again and again
+    result, used = Mix("abcde"[:len(shares)], shares, seed), shares > 0
+    wanted = shares / shares.sum() * result.period
+    counts = np.bincount(result.pattern, minlength=len(shares))  # which `turns` goes through again and again
     assert np.abs(counts - wanted).max() <= 1 and (counts[used] > 0).all()
-    if found.period > PERIOD:
-        assert found.quotas[used].min() >= LEAST and np.abs(counts[used] / wanted[used] - 1).max() <= 1 / LEAST
+    if result.period > PERIOD:
+        assert result.quotas[used].min() >= LEAST and np.abs(counts[used] / wanted[used] - 1).max() <= 1 / LEAST
 
 
 @pytest.mark.parametrize(("tokens", "shares", "period"), [
     ((2001, 901), (0.7, 0.3), PERIOD), ((300_000, 51, 101), (1, 1e-4, 7e-5), 2**17)])
 def test_each_source_is_gone_through_exactly(tokens, shares, period):
     """Over three periods every sequence of a source comes once an epoch, each epoch in an order of its own."""
-    found, samples = order_of(shares, tokens), 3 * period + 5
-    assert found._mixes[0].period == period
-    pool, epoch, _, sequence = found.locate(np.arange(samples))
+    result, samples = order_of(shares, tokens), 3 * period + 5
+    assert result._mixes[0].period == period
+    pool, epoch, _, sequence = result.locate(np.arange(samples))
     for index, share in enumerate(np.array(shares) / sum(shares)):
         here, count = pool == index, (tokens[index] - 1) // 10
         assert abs(here.sum() - share * samples) <= 5
@@ -88,7 +88,7 @@ def test_the_plan_hash_knows_every_ingredient():
 def test_the_configuration_refuses_a_share_with_the_smallest_that_can_be_kept():
     config = Config(train=TrainConfig(mixture={"web": 3.0, "notes": 1e-5}),
                     shard=staged_corpora.settings(("web", "notes")))
-    said, = problems(config)
-    assert "the source notes 3.33e-06 of the training sequences" in said and "7.63e-06 (1 in 131,072)" in said
+    logged, = problems(config)
+    assert "the source notes 3.33e-06 of the training sequences" in logged and "7.63e-06 (1 in 131,072)" in logged
     config.train.mixture["notes"] = 3.0 * SMALLEST_SHARE * 1.001
     assert problems(config) == []

@@ -24,12 +24,12 @@ both = pytest.mark.parametrize("packed", [False, True], ids=["cut", "packed"])
 @settings(max_examples=20)
 def test_one_phase_is_the_order_without_phases(tmp_path_factory, packed, documents, length, shares):
     """Where sources are mixed. And a document's readings are the pieces that name it; packed, none is cut that fits."""
-    folder, said = tmp_path_factory.mktemp("shards"), []
+    folder, logged = tmp_path_factory.mktemp("shards"), []
     table, mixture = write_numbered(folder, documents), shares and dict(zip(SOURCES, shares, strict=True))
     plain = training_data(folder, table, length, mixture, packed)
-    one = training_data(folder, table, packed=packed, said=said, plan=plan_of(
+    one = training_data(folder, table, packed=packed, said=logged, plan=plan_of(
         [{"until": 80 * length}], sequence_length=length, batch_tokens=4 * length, mixture=mixture))
-    assert said == [] and len(one.packings) == packed, "the packing is that of a training without phases"
+    assert logged == [] and len(one.packings) == packed, "the packing is that of a training without phases"
     assert mixture is None or spans_of(one, np.arange(80)) == spans_of(plain, np.arange(80))
     assert_readings(plain, 170)
 
@@ -70,8 +70,8 @@ def test_the_order_never_changes(tmp_path, monkeypatch, packed, places):
                                                                             "batch_tokens": 72}]
     data = training_data(tmp_path, write_numbered(tmp_path, documents), packed=packed, plan=plan_of(phases))
     data.leave_out(Excluded([(30, 40), (150, 151)]))
-    found = repr(spans_of(data, np.arange(data.order.end))).encode()
-    assert hashlib.sha256(found).hexdigest()[:16] == places
+    result = repr(spans_of(data, np.arange(data.order.end))).encode()
+    assert hashlib.sha256(result).hexdigest()[:16] == places
 
 
 @both
@@ -82,21 +82,21 @@ def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, packed, d
     Something else in a phase that has begun changes the hash."""
     folder = tmp_path_factory.mktemp("shards")
     table, plan = write_numbered(folder, documents), plan_of(phases, grain_tokens=24)
-    begun = data.draw(st.integers(0, len(phases) - 1))
-    step = data.draw(st.integers(plan.phases[begun].first_step + 1, plan.phases[begun].end_step))
+    started = data.draw(st.integers(0, len(phases) - 1))
+    step = data.draw(st.integers(plan.phases[started].first_step + 1, plan.phases[started].end_step))
     samples = plan.sequences_between(0, step)
-    longer = {**phases[begun], "until": phases[begun]["until"] + data.draw(st.integers(0, 99))}
+    longer = {**phases[started], "until": phases[started]["until"] + data.draw(st.integers(0, 99))}
     moved = [{**phase, "until": phase["until"] + longer["until"] + 400} for phase in later]
-    differs = {**phases[begun], "batch_tokens": 2 * phases[begun]["batch_tokens"]}
+    differs = {**phases[started], "batch_tokens": 2 * phases[started]["batch_tokens"]}
     one, other, changed = (training_data(folder, table, packed=packed, plan=plan_of(own, grain_tokens=24)) for own in (
-        phases, [*phases[:begun], longer, *moved], [*phases[:begun], differs]))
+        phases, [*phases[:started], longer, *moved], [*phases[:started], differs]))
     assert spans_of(one, np.arange(samples)) == spans_of(other, np.arange(samples))
     assert one.order.plan_at(samples) == other.order.plan_at(samples)
     assert one.order.plan_sha256 == other.order.plan_sha256
-    assert changed.order.links[begun] != one.order.links[begun] == one.order.plan_at(samples)
-    if begun:
-        before = plan.sequences_between(0, plan.phases[begun].first_step)
-        assert changed.order.plan_at(before) == one.order.links[begun - 1]
+    assert changed.order.links[started] != one.order.links[started] == one.order.plan_at(samples)
+    if started:
+        before = plan.sequences_between(0, plan.phases[started].first_step)
+        assert changed.order.plan_at(before) == one.order.links[started - 1]
 
 
 @both
@@ -107,19 +107,19 @@ def test_batches_are_the_same_after_rollbacks_and_restarts(tmp_path_factory, pac
     and what was trained on and left out is counted. test_exclusion.py splits a step between ranks."""
     folder = tmp_path_factory.mktemp("shards")
     table, plan = write_numbered(folder, documents), plan_of(phases)
-    found = training_data(folder, table, packed=packed, plan=plan)
+    result = training_data(folder, table, packed=packed, plan=plan)
     excluded, cursor, step = Excluded(), 0, 0
-    found.leave_out(excluded)
+    result.leave_out(excluded)
     rollbacks = data.draw(st.lists(st.integers(1, plan.steps), max_size=3))
     while step < plan.steps:
         phase = plan.phase_of(step + 1)
         took = excluded.take(cursor, phase.sequences)
         if step + 1 in rollbacks:
             rollbacks.remove(step + 1)
-            before = spans_of(found, np.arange(cursor))
+            before = spans_of(result, np.arange(cursor))
             excluded = Excluded([*excluded.ranges, *took.ranges])
-            found.leave_out(excluded)
-            assert spans_of(found, np.arange(cursor)) == before
+            result.leave_out(excluded)
+            assert spans_of(result, np.arange(cursor)) == before
             back = data.draw(st.integers(0, step))  # to a checkpoint, from which all is done again
             step, cursor = back, excluded.take(0, plan.sequences_between(0, back)).end
             continue
@@ -128,18 +128,18 @@ def test_batches_are_the_same_after_rollbacks_and_restarts(tmp_path_factory, pac
                                   planner=lambda planning: read(planning, pytest.fail))
             fresh.leave_out(excluded)
             coming = np.arange(cursor, took.end)
-            assert fresh.order.plan_at(took.end) == found.order.plan_at(took.end)
-            assert spans_of(fresh, coming) == spans_of(found, coming)
+            assert fresh.order.plan_at(took.end) == result.order.plan_at(took.end)
+            assert spans_of(fresh, coming) == spans_of(result, coming)
         samples = sample_numbers(took.ranges)
-        assert {sequences.length for sequences, _ in found.located(samples)} == {phase.train.sequence_length}
+        assert {sequences.length for sequences, _ in result.located(samples)} == {phase.train.sequence_length}
         step, cursor = step + 1, took.end
-    assert found.order.end == cursor
+    assert result.order.end == cursor
     if not packed:
-        pools, taken = found.order.locate(np.arange(cursor)).pool, found.order.taken(cursor)
-        sizes = np.array([sequences.length for sequences, _ in found.located(np.arange(cursor))])
+        pools, taken = result.order.locate(np.arange(cursor)).pool, result.order.taken(cursor)
+        sizes = np.array([sequences.length for sequences, _ in result.located(np.arange(cursor))])
         left_out = np.isin(np.arange(cursor), sample_numbers(excluded.ranges))
-        for index, (name, tokens) in enumerate(found.order.pools):
+        for index, (name, tokens) in enumerate(result.order.pools):
             trained, lost = (sizes[(pools == index) & chosen].sum() for chosen in (~left_out, left_out))
             assert sum(own.consumed[name] for own in taken) == trained
             assert sum(own.left_out[name] for own in taken) == lost
-            assert found.order.epochs(cursor)[name] * tokens == pytest.approx(trained)
+            assert result.order.epochs(cursor)[name] * tokens == pytest.approx(trained)

@@ -28,7 +28,7 @@ def packed(folder, **options):
 
 
 def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path):
-    data, said = packed(tmp_path), []
+    data, logged = packed(tmp_path), []
     order = data.order
     read = {pool: sum(int(tokens.sum()) for tokens in shards.values())
             for (pool, _), shards in times_read(data, np.arange(10)).items()}
@@ -43,20 +43,20 @@ def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path)
 
     def refuse(limit):
         refuse_beyond(TrainConfig(packing="best_fit", phases=RAMP, sequence_length=16, batch_tokens=64,
-                                  max_epochs={"code": limit}), data, said.append)
+                                  max_epochs={"code": limit}), data, logged.append)
     refuse(epochs["code"] + 0.1)
-    assert sum(text.startswith("  padding: ") for text in said) == 3
+    assert sum(text.startswith("  padding: ") for text in logged) == 3
     assert re.search(r"  the epoch has \d+ tokens of web left where the length changes: they come first, packed again",
-                     "\n".join(said))
+                     "\n".join(logged))
     refused(UserError, rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes ", refuse, epochs["code"] - 0.1)
 
 
 def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(tmp_path):
-    said, again = [], []
-    data = packed(tmp_path, said=said)
+    logged, again = [], []
+    data = packed(tmp_path, said=logged)
     data.leave_out(Excluded())
-    assert len(said) == 6 and said[0].startswith("planned the best-fit packing of 4 of 4 token shards")
-    assert said[2] == ("planned the best-fit packing in sequences of 40, of what an epoch has left where the length "
+    assert len(logged) == 6 and logged[0].startswith("planned the best-fit packing of 4 of 4 token shards")
+    assert logged[2] == ("planned the best-fit packing in sequences of 40, of what an epoch has left where the length "
                        "changes, of 2 of 2 token shards, of which there was no valid plan")
     files, rest = contents(tmp_path / "packing"), data.packings[2]
     path = next(rest.path(row) for row in range(4) if rest.path(row).exists())
@@ -64,19 +64,19 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
     packed(tmp_path, said=again).leave_out(Excluded())
     assert len(again) == 1 and "of 1 of 2 token shards" in again[0] and contents(tmp_path / "packing") == files
     data.leave_out(Excluded([(8, 10)]))
-    assert 6 < (before := len(said)) <= 10
+    assert 6 < (before := len(logged)) <= 10
     data.leave_out(Excluded([(8, 10), (13, 15)]))
-    assert before < len(said) <= before + 2, "the second change of length comes after it, the first before"
-    del said[:]
+    assert before < len(logged) <= before + 2, "the second change of length comes after it, the first before"
+    del logged[:]
     data.leave_out(Excluded())
-    assert said == [], "what was planned is known"
+    assert logged == [], "what was planned is known"
 
 
 def faults(data, *ranges):
     """What the audit says of the samples of these ranges."""
-    found = Audit()
-    _sequences(data, ranges, found)
-    return found.faults
+    result = Audit()
+    _sequences(data, ranges, result)
+    return result.faults
 
 
 def test_the_audit_finds_a_sequence_and_a_token_that_came_twice(tmp_path):

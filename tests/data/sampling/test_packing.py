@@ -36,15 +36,15 @@ def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "of another shard"])
 def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm):
-    table, said = write_numbered(tmp_path, FEW), []
+    table, logged = write_numbered(tmp_path, FEW), []
     first, before = packed(tmp_path, table), contents(tmp_path)
     other, path = (first.packings[0].path(row) for row in range(2))
-    whole = path.read_bytes()
-    path.write_bytes({"cut": whole[:-1], "changed": whole[:-1] + b"x", "of another shard": other.read_bytes()}[harm])
+    full = path.read_bytes()
+    path.write_bytes({"cut": full[:-1], "changed": full[:-1] + b"x", "of another shard": other.read_bytes()}[harm])
     if harm == "cut":
         refused(UserError, "is damaged: it has", first.batch_of, np.arange(8))
-    again = packed(tmp_path, table, said=said)
-    assert len(said) == 1 and "packing of 1 of 3 token shards, of which there was no" in said[0]
+    again = packed(tmp_path, table, said=logged)
+    assert len(logged) == 1 and "packing of 1 of 3 token shards, of which there was no" in logged[0]
     assert again.order.plan_sha256 == first.order.plan_sha256 and contents(tmp_path) == before
     packed(tmp_path, table, planner=lambda planning: make(planning, Alone(), pytest.fail))
 
@@ -56,11 +56,11 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
     shutil.rmtree(tmp_path / "packing")
 
     def together(group):
-        said = []
-        return packed(tmp_path, table, planner=lambda planning: make(planning, group, said.append)), said
+        logged = []
+        return packed(tmp_path, table, planner=lambda planning: make(planning, group, logged.append)), logged
     made = by_three_ranks(together)
     assert {data.order.plan_sha256 for data, _ in made} == {alone.order.plan_sha256} and contents(tmp_path) == files
-    assert [len(said) for _, said in [*made, *by_three_ranks(together)]] == [1, 0, 0, 0, 0, 0]
+    assert [len(logged) for _, logged in [*made, *by_three_ranks(together)]] == [1, 0, 0, 0, 0, 0]
     (tmp_path / table.paths[3]).unlink()
     made[0][0].packings[0].path(3).unlink()
 

@@ -49,12 +49,12 @@ def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently
     order = order_of([{"until": 160_000, "sequence_length": 16, "batch_tokens": 160},
                       {"until": 224_000, "sequence_length": 64, "batch_tokens": 640},
                       {"until": 288_000, "sequence_length": 16, "batch_tokens": 160}], 2_000_001, 200_001)
-    found = order.locate(np.arange(order.end))
-    numbers = found.sequence[:10_000]
+    result = order.locate(np.arange(order.end))
+    numbers = result.sequence[:10_000]
     assert np.mean(np.abs(np.diff(numbers)) == 1) < 0.01, "neighbours in the text are none in a batch"
-    pieces = numbers[found.pool[:10_000] == 0] // 4
+    pieces = numbers[result.pool[:10_000] == 0] // 4
     assert len({*pieces[:4096]}) == 1024 and len({*pieces[:2048]}) > 512, "a window has 1,024 pieces of 4 sequences"
-    first, third = (own[found.pool[:len(own)] == 0][:300] for own in (numbers, found.sequence[11_000:]))
+    first, third = (own[result.pool[:len(own)] == 0][:300] for own in (numbers, result.sequence[11_000:]))
     assert not np.array_equal(first - first.min(), third - third.min())
 
 
@@ -87,12 +87,12 @@ def test_what_was_used_is_found_while_phases_are_laid_out_anew(monkeypatch):
     order, used = order_of([{"until": 640}, {"until": 1280, "sequence_length": 32}], 900, 500, 400), np.arange(40)
     before, seen, continued = order.locate(used), [], order.space.continued
 
-    def asked(*given):
+    def wanted(*given):
         seen.append(order.locate(used))
         return continued(*given)
-    monkeypatch.setattr(order.space, "continued", asked)
+    monkeypatch.setattr(order.space, "continued", wanted)
     order.leave_out(Excluded(((44, 48),)))
-    assert len(seen) == 3 and all(np.array_equal(found, before) for found in [*seen, order.locate(used)])
+    assert len(seen) == 3 and all(np.array_equal(result, before) for result in [*seen, order.locate(used)])
 
 
 def config_of(**train):
@@ -111,9 +111,9 @@ def test_limits_and_what_is_said():
     """Limits of a plan in phases, test_packed_phases.py has and tests/launch/test_phases.py."""
     freely = config_of(phases=[{"until": 6400}, {"until": 14_400, "mixture": {"web": 1, "code": 1, "books": 1}},
                                {"until": 20_000, "mixture": {"web": 0, "code": 0, "books": 1}}])
-    said = plan_lines(freely.train, plan_for(freely))
+    logged = plan_lines(freely.train, plan_for(freely))
     assert {"phase 3: steps 91 to 125, 5.6k tokens, 10 sequences of 16 a step",
-            "  books: 5.6k tokens (100%) of 801, 6.99 epochs, 9.85 so far"} < {*said}
+            "  books: 5.6k tokens (100%) of 801, 6.99 epochs, 9.85 so far"} < {*logged}
     assert many_epochs(freely.train, plan_for(freely)) == {"books": pytest.approx(9.85, abs=0.01)}
     together = config_of(steps=300, max_epochs={"books": 1})
     assert "allows 1 of books, and the plan takes 1.07 (48k of 44.8k tokens of all sources)" in excesses(
