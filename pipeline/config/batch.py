@@ -11,6 +11,7 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import Phase, PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.console import counted
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,10 @@ class BatchPlan:
 
     def __str__(self) -> str:
         less = f" (at most {self.at_most})" if self.micro_batch < self.at_most else ""
+        ranks = counted(self.data_ranks, "rank") if self.sample_ranks == 1 else \
+            f"{counted(self.data_ranks, 'group')} of {self.sample_ranks} ranks"
         return (f"{self.tokens:,} tokens a step = {self.sequences:,} sequences of {self.sequence_length:,} = "
-                f"{self._takers()} x micro-batch {self.micro_batch}{less} x {self.accumulation} accumulated")
-
-    def _takers(self) -> str:
-        many = "" if self.data_ranks == 1 else "s"
-        if self.sample_ranks == 1:
-            return f"{self.data_ranks} rank{many}"
-        return f"{self.data_ranks} group{many} of {self.sample_ranks} ranks"
+                f"{ranks} x micro-batch {self.micro_batch}{less} x {self.accumulation} accumulated")
 
 
 def largest_phase(config: Config, ranks: int) -> Phase:

@@ -6,7 +6,7 @@ Phases end by steps, so a step's number determines its phase, whatever a rollbac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drover.pipeline.config.mixture import tokens_text
@@ -97,10 +97,7 @@ class PhasePlan:
 
     def phase_of(self, step: int) -> Phase:
         """The phase of a step, counted from 1; after the end, the last one."""
-        return self._last(lambda phase: phase.first_step < step)
-
-    def _last(self, has_started: Callable[[Phase], bool]) -> Phase:
-        return next(filter(has_started, reversed(self.phases)), self.phases[0])
+        return next((phase for phase in reversed(self.phases) if phase.first_step < step), self.phases[0])
 
     def sequences_between(self, first: int, end: int) -> int:
         """Sequences of the steps after `first` steps, up to `end` steps done; both may be after the plan's end."""
@@ -113,7 +110,7 @@ class PhasePlan:
     def step_of(self, sequence: int) -> int:
         """The step, from 1, that uses sequence number `sequence` of those that are not left out. It may be after the
         plan's end."""
-        phase = self._last(lambda phase: phase.first_sequence <= sequence)
+        phase = next(phase for phase in reversed(self.phases) if phase.first_sequence <= sequence)
         return phase.first_step + (sequence - phase.first_sequence) // phase.sequences + 1
 
     def tokens_at(self, step: int) -> int:

@@ -16,34 +16,43 @@ _LOGIN = re.compile(r"(?!abfs)[^:]+://[^/]*@")
 """A URL with a name or password in it; abfs://container@account has none."""
 
 
-def not_a_path(text: str) -> str | None:
-    """Why a URL (s3://..., https://...) is no local path; None for a path."""
-    if not _ADDRESS.match(text):
-        return None
-    return (f"{text} is an address, but a path on this machine is needed, mounted file systems included. Mount it, or "
-            f"copy it here first, and give the path without file://. Data sets of the Hugging Face Hub are sources of "
-            f"the kind hf")
+def local(text: str) -> str:
+    """The text; ValueError if it is a URL (s3://..., https://...) and no path on this machine."""
+    if _ADDRESS.match(text):
+        raise ValueError(f"{text} is an address, but a path on this machine is needed, mounted file systems included. "
+                         f"Mount it, or copy it here first, and give the path without file://. Data sets of the "
+                         f"Hugging Face Hub are sources of the kind hf")
+    return text
 
 
-def unreadable(text: str) -> str | None:
-    """Why text is no source: neither a path nor a URL in an object store; None for a source."""
+def readable(text: str) -> str:
+    """The text; ValueError if it is neither a path nor a URL in an object store."""
     if not is_url(text):
-        return not_a_path(text)
+        return local(text)
     if text.partition("://")[0] not in SCHEMES and not _LOGIN.match(text):
-        return f"{not_a_path(text)}. Sources are also read from {', '.join(f'{name}://' for name in SCHEMES)}"
-    return unusable_url(text)
+        raise ValueError(f"{text} is an address from which Drover does not read. Copy the files here first, and give "
+                         f"their path. Data sets of the Hugging Face Hub are sources of the kind hf. Sources are also "
+                         f"read from {', '.join(f'{name}://' for name in SCHEMES)}")
+    return usable_url(text)
 
 
-def unusable_url(url: str) -> str | None:
-    """Why a URL cannot be used, without its secrets. Nothing is contacted."""
+def usable_url(url: str) -> str:
+    """The URL; ValueError, without its secrets, if it cannot be used. Nothing is contacted."""
     if _LOGIN.match(url):
-        return ("a URL has a name or password before @, which would be written to files. Give the URL without it, "
-                "and the credentials in the environment")
+        raise ValueError("a URL has a name or password before @, which would be written to files. Give the URL without "
+                         "it, and the credentials in the environment")
     try:
         Store(url)
     except UserError as error:
-        return str(error)
-    return None
+        raise ValueError(str(error)) from None
+    return url
+
+
+def unsigned(url: str) -> str:
+    """The URL; ValueError if it is signed."""
+    if "?" in url:
+        raise ValueError("a URL with a question mark is signed, which does not work. Give the URL of a prefix")
+    return url
 
 
 def blocked(folder: Path, *, write: bool = False) -> str | None:
@@ -63,12 +72,12 @@ def blocked(folder: Path, *, write: bool = False) -> str | None:
 
 def make_folder(folder: Path) -> None:
     """Make a run's folder if it is missing; UserError if it cannot be made or written."""
-    problem = blocked(folder, write=True)
+    if problem := blocked(folder, write=True):
+        raise UserError(problem)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if is_full_disk(error):
             raise
-        problem = problem or f"runs_dir and name make the folder {folder}, which cannot be made: {error.strerror}."
-    if problem is not None:
-        raise UserError(problem)
+        raise UserError(f"runs_dir and name make the folder {folder}, which cannot be made: {error.strerror}."
+                        ) from None

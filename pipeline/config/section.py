@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
+from drover.pipeline.config.places import local, readable, unsigned, usable_url
 from drover.pipeline.core.errors import meant
 
 
@@ -25,23 +25,13 @@ def _path(text: str) -> str:
     return path
 
 
-def _refusing(problem: Callable[[str], str | None]) -> AfterValidator:
-    def check(text: str) -> str:
-        if (why := problem(text)) is not None:
-            raise ValueError(why)
-        return text
-    return AfterValidator(check)
-
-
 Location = Annotated[str, AfterValidator(_path)]
 """A path on this machine, or anything else that a program takes in its place."""
-LocalPath = Annotated[Location, _refusing(not_a_path)]
+LocalPath = Annotated[Location, AfterValidator(local)]
 """A path on this machine."""
-SourcePath = Annotated[Location, _refusing(unreadable)]
+SourcePath = Annotated[Location, AfterValidator(readable)]
 """A path on this machine, or a URL in an object store."""
-StoreUrl = Annotated[str, _refusing(unusable_url), _refusing(
-    lambda url: "a URL with a question mark is signed, which does not work. Give the URL of a prefix" if "?" in url
-    else None)]
+StoreUrl = Annotated[str, AfterValidator(usable_url), AfterValidator(unsigned)]
 """A URL in an object store."""
 
 

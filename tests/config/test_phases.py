@@ -68,13 +68,6 @@ def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(load, tm
     assert str(first) == "phase 1: steps 1 to 5, 10.24k tokens, 32 sequences of 64 a step"
 
 
-def test_without_phases_nothing_is_new():
-    train = TrainConfig(steps=9, mixture={"a": 1.0})
-    one = PhasePlan.of(train)
-    assert not one.declared and one.phases[0].train is train and one.steps == 9 and one.tokens == 9 * train.batch_tokens
-    assert [one.phase_of(step).number for step in (1, 9, 10)] == [0, 0, 0] and one.sequences_between(3, 12) == 9 * 64
-
-
 def test_all_problems_of_all_phases_come_at_once(written):
     message = refusal(written("""
 shard:

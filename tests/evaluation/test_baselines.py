@@ -1,4 +1,3 @@
-import gzip
 import lzma
 import math
 import random
@@ -21,15 +20,6 @@ def test_unigram_and_entropy_by_hand():
     assert result["unigram"] == pytest.approx(
         (2 * math.log2(259 / 3) + math.log2(259 / 2) + math.log2(259 / 1)) / 4, rel=1e-12)
     assert result["entropy"] == pytest.approx(1.5)
-
-
-def test_compressors_get_the_text_and_the_rest_the_counts():
-    text = b"def main():\n    return 0\n" * 40 + "größer\n".encode()
-    many = byte_counts(text) * 10**9
-    result = baselines(text, many, many)
-    assert result == {"gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),
-                     "xz -9": 8 * len(lzma.compress(text, preset=9)) / len(text), "compressed_bytes": len(text),
-                     "entropy": result["entropy"], "unigram": pytest.approx(result["entropy"], rel=1e-6)}
 
 
 @pytest.mark.parametrize("text", [TRAINING[:3000], random.Random(2).randbytes(5000), b"x", b"0" * 9])

@@ -1,6 +1,6 @@
 import math
 from collections import Counter
-from itertools import chain, groupby
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -33,24 +33,41 @@ def test_a_uniform_model_needs_log2_of_the_vocabulary_for_each_token():
     assert Measurement(1e6, 1, 1).perplexity == math.inf, "a hopeless model does not overflow"
 
 
+class Documents(list):
+    """Documents, and the numbers of those that were read."""
+
+    def __init__(self, documents):
+        super().__init__(documents)
+        self.read = set()
+
+    def __getitem__(self, number):
+        self.read.add(number)
+        return super().__getitem__(number)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 4), st.integers(1, 3))
 def test_every_target_counts_exactly_once(lengths, batch, world):
-    """Documents of 0 to 3 windows: each (document, place) is a label once, and its input is the token before it."""
+    """Documents of 0 to 3 windows: each (document, place) is a label once, and its input is the token before it. A
+    rank reads the documents of its own labels."""
     window = 8
     # Token t of document d is d * 100 + t, so a window shows what it holds.
     rows = [np.arange(length, dtype=np.int64) + 100 * number for number, length in enumerate(lengths)]
-    text = ValidationText(rows, 1)
     seen = Counter()
+    texts = [ValidationText(Documents(rows), 1, lengths) for _ in range(world)]
     shares = [ValidationBatches({"x": text}, length=window, batch=batch, rank=rank, world=world)
-              for rank in range(world)]
+              for rank, text in enumerate(texts)]
+    assert not any(text.documents.read for text in texts), "making them reads nothing"
     assert len({len(list(share)) for share in shares} | {len(share) for share in shares}) == 1
-    for part in chain(*shares):
-        for row in zip(*map(Tensor.tolist, part.inputs), strict=True):
+    for share, text in zip(shares, texts, strict=True):
+        labels = []
+        for row in (row for part in share for row in zip(*map(Tensor.tolist, part.inputs), strict=True)):
             places = [place for place in zip(*row, strict=True) if place[1] != IGNORED]
             assert all(token + 1 == label for token, label, _, _ in places)
-            seen.update(label for _, label, _, _ in places)
+            labels += [label for _, label, _, _ in places]
             for _, piece in groupby(places, key=lambda place: place[2]):
                 tokens, _, _, positions = zip(*piece, strict=True)
                 assert len({token // 100 for token in tokens}) == 1 and positions == tuple(range(len(positions)))
+        assert text.documents.read == {label // 100 for label in labels}
+        seen.update(labels)
     assert seen == Counter(100 * number + t for number, length in enumerate(lengths) for t in range(1, length))

@@ -1,11 +1,10 @@
-"""Which validation documents are measured, and who reads them."""
+"""Which validation documents are measured."""
 
 import numpy as np
 import pytest
 
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText
 from tests.token_shards import write_documents
 
 
@@ -37,18 +36,3 @@ def test_documents_are_taken_in_the_order_of_their_keys_over_all_shards(shards, 
     assert chosen.text_bytes.tolist() == [3 * len(document) for document in read]
     assert (chosen.of_documents, chosen.of_tokens) == (40, totals[-1])
     assert [len(choose(shards, more)) for more in (None, 10**9)] == [40, 40] and len(choose([], limit)) == 0
-
-
-def test_a_rank_reads_what_it_measures(shards, monkeypatch):
-    chosen = choose(shards, None)
-    text = ValidationText(ChosenDocuments(shards, chosen), 1, chosen.lengths.tolist())
-    read, of_rank, original = [], [], TokenShard.document_tokens
-    monkeypatch.setattr(TokenShard, "document_tokens", lambda self, index: read.append(
-        int(original(self, index)[0])) or original(self, index))
-    for rank in range(4):
-        batches = ValidationBatches({"s": text}, length=32, batch=2, rank=rank, world=4)
-        assert not read, "making them reads nothing"
-        assert sum(len(batch.windows) for batch in batches) > 0
-        of_rank.append(set(read))
-        read.clear()
-    assert set().union(*of_rank) == set(range(40)) and sum(map(len, of_rank)) == 40, "each document by one rank"
