@@ -8,13 +8,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from drover.pipeline.config.training import ProfileConfig
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
     from drover.pipeline.training.loop import Loop
 
 PROFILE = "profile"
-ROWS, PRINTED_ROWS = 40, 5
-"""Operations in the table, and operations that the log names."""
+ROWS = 40
+"""Operations in the table."""
 ALLOCATIONS = 200_000
 """The most allocations and releases in a memory snapshot."""
 
@@ -54,20 +52,22 @@ class Profiling(Hook):
         self._record_allocations(loop)
 
     def after_step(self, loop: Loop) -> None:
-        """After the last profiled step, all ranks wait until the profile is written, and rank 0 logs the slowest
-        operations of each."""
+        """After the last profiled step, all ranks wait until the profiles are written, and rank 0 logs where."""
         if loop.done < self.last and self._profile is not None:
             self._profile.step()
             self._record_allocations(loop)
         if loop.done != self.last:
             return
+        problem = ""
         with loop.watchdog.paused(loop.ranks.barrier):
             try:
-                result: Any = self._write(loop)
+                self._write(loop)
             except (OSError, RuntimeError) as error:  # a profile that fails does not stop training
-                result = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
-            for rank, results in enumerate(loop.ranks.collect(result)):
-                self._log(loop, rank, results)
+                problem = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
+            problems = list(filter(None, loop.ranks.collect(problem)))
+        written = f"profiled {self.config.steps} steps up to step {loop.progress.step}: {loop.work.folder / PROFILE}"
+        for text in problems or [written]:
+            loop.say(text)
 
     def on_end(self, loop: Loop) -> None:
         """See Hook. If the profiled steps were not reached, log it."""
@@ -84,10 +84,10 @@ class Profiling(Hook):
         if loop.ranks.device.type == "cuda" and loop.done == max(0, self.start - 2):
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")
 
-    def _write(self, loop: Loop) -> dict[str, float]:
-        """Write this rank's profile. Returns the shares of its operations, {} if it is not profiled."""
+    def _write(self, loop: Loop) -> None:
+        """Write this rank's profile, if it has one."""
         if self._profile is None:
-            return {}
+            return
         result, self._profile = self._profile, None
         result.stop()
         folder = loop.work.folder / PROFILE
@@ -101,31 +101,5 @@ class Profiling(Hook):
                 torch.cuda.memory._dump_snapshot(str(memory))
                 torch.cuda.memory._record_memory_history(enabled=None)
                 copy_file(memory, folder / f"{base}.{memory.name}")
-        averages = result.key_averages()
-        write_text(folder / f"{base}.operations.txt", averages.table(sort_by=f"self_{on}_time_total", row_limit=ROWS))
-        return shares_of(averages, on)
-
-    def _log(self, loop: Loop, rank: int, result: dict[str, float] | str) -> None:
-        if isinstance(result, str):
-            loop.say(result)
-        elif result:
-            steps = self.config.steps
-            loop.recorder.event(PROFILE, step=loop.progress.step, steps=steps, rank=rank, shares=result)
-            most = ", ".join(f"{name} {share:.0%}" for name, share in list(result.items())[:PRINTED_ROWS])
-            loop.say(f"profiled {steps} steps up to step {loop.progress.step} on rank {rank}; most time: {most}; more "
-                     f"in {loop.work.folder / PROFILE}")
-
-
-def shares_of(averages: Any, on: str) -> dict[str, float]:
-    """Each operation's share of the total time, the largest first; on a GPU, each kernel's.
-
-    averages: torch.profiler's, by operation. on: measure the time of `device` or `cpu`. torch also adds a kernel's time
-    to the CPU's operator and to every range around it; those are not counted.
-    """
-    times = Counter[str]()
-    for item in averages:
-        kernel = item.device_type != DeviceType.CPU and not item.is_user_annotation
-        if kernel if on == "device" else not item.key.startswith("ProfilerStep"):
-            times[item.key] += getattr(item, f"self_{on}_time_total")
-    total = sum(times.values()) or 1
-    return {name: round(time / total, 4) for name, time in times.most_common(ROWS)}
+        table = result.key_averages().table(sort_by=f"self_{on}_time_total", row_limit=ROWS)
+        write_text(folder / f"{base}.operations.txt", table)

@@ -26,6 +26,7 @@ def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_noth
     profile = ["train.profile.start=3", "train.profile.steps=2", STEPS]
     output = run_train(fresh, *profile, "train.profile.ranks=[0, 1]", ranks=2).stdout
     folder = train_folder(fresh) / "profile"
+    assert f"profiled 2 steps up to step 4: {folder}" in output
     assert len(list(folder.iterdir())) == 4
     for rank in (0, 1):
         trace = json.loads(gzip.decompress((folder / f"steps-3-4.rank{rank}.trace.json.gz").read_bytes()))
@@ -33,8 +34,6 @@ def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_noth
         assert sum(name.startswith("ProfilerStep#") for name in names) == 2
         assert any("all_reduce" in name for name in names) and "aten::mm" in names
         assert "aten::mm" in (folder / f"steps-3-4.rank{rank}.operations.txt").read_text()
-        assert 0.5 < sum(events(fresh, "profile")[rank]["shares"].values()) < 1.01
-        assert f"profiled 2 steps up to step 4 on rank {rank}; most time: " in output
     assert curve(fresh) == plain[1]
     assert verify(["--run", str(fresh.parent / "runs/mini")]) == 0
 

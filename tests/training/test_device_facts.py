@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.device_facts import allocator_facts, memory_explained, peak_flops, want_of_memory
-from drover.pipeline.training.profiling import shares_of
 
 GPU = torch.device("cuda", 0)
 
@@ -27,18 +25,6 @@ def test_retries_of_the_allocator_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert allocator_facts(GPU) == {"memory_reserved_mb": 3210.0, "memory_retries": 2}
     assert allocator_facts(torch.device("cpu")) == {}
-
-
-def test_the_shares_of_a_gpu_are_those_of_its_kernels():
-    """A kernel's time is also that of the CPU's operator, and of a range around both."""
-    def item(key, device, microseconds, annotation=False):
-        return SimpleNamespace(key=key, device_type=device, is_user_annotation=annotation,
-                               self_device_time_total=microseconds)
-    result = shares_of([
-        item("aten::mm", DeviceType.CPU, 600), item("aten::add", DeviceType.CPU, 400),
-        item("gemm", DeviceType.CUDA, 500), item("gemm", DeviceType.CUDA, 100), item("add", DeviceType.CUDA, 400),
-        item("FSDP::all_gather", DeviceType.CUDA, 1000, annotation=True)], "device")
-    assert result == {"gemm": 0.6, "add": 0.4}
 
 
 def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
