@@ -174,43 +174,44 @@ class Work:
         assert len(keys) == len(tasks), f"two tasks of {name} have one name"
         ledger = Ledger(self.folder / TASKS / name)
         records = dict[str, Record]()
-        left = keys
+        remaining = keys
         void = set[str]()
-        kept = ProgressRecord(self.folder)
+        progress_record = ProgressRecord(self.folder)
         with ProgressBar(self.name, name, len(tasks), task_word) as progress, \
                 Claims(self.folder / CLAIMS / name) as claims:
 
             def claimed() -> Iterator[Task]:
-                return (task for task in tasks if task.name in left and claims.take(keys[task.name], void))
+                return (task for task in tasks if task.name in remaining and claims.take(keys[task.name], void))
 
             while True:
-                looked = time.monotonic()
-                made = self.made
-                records |= with_outputs(ledger.found(left), self.folder, self.say)
-                left = {task: key for task, key in keys.items() if task not in records}
+                looked_at = time.monotonic()
+                made_before = self.made
+                records |= with_outputs(ledger.found(remaining), self.folder, self.say)
+                remaining = {task: key for task, key in keys.items() if task not in records}
                 progress.already(len(records))
-                kept.note(Progress(len(records), len(tasks), task_word, name))
+                progress_record.note(Progress(len(records), len(tasks), task_word, name))
                 for task, record in self.workers.do(function, self.folder, claimed(), self.stop):
                     ledger.add(task, keys[task], record)
                     claims.held.discard(keys[task])
                     records[task] = record
                     self.made += 1
                     progress.advance()
-                    done = max(len(records), claims.count() - len(claims.held)) if self.element and kept.due else \
-                        len(records)
-                    kept.note(Progress(done, len(tasks), task_word, name, progress.left_s))
-                left = {task: key for task, key in left.items() if task not in records}
-                if not left or self.stop.heard:
+                    done = len(records)
+                    if self.element and progress_record.due:  # others have done tasks, too
+                        done = max(done, claims.count() - len(claims.held))
+                    progress_record.note(Progress(done, len(tasks), task_word, name, progress.left_s))
+                remaining = {task: key for task, key in remaining.items() if task not in records}
+                if not remaining or self.stop.heard:
                     break
                 # Find void claims first: what their owners have finished is in the ledger then.
-                void = claims.void(left.values())
+                void = claims.void(remaining.values())
                 if self.element and (self.folder / MANIFEST).exists():
                     raise DoneElsewhere
-                if self.made == made and not void:
-                    time.sleep(max(LOOK_S, LOOK_SHARE * (time.monotonic() - looked)))
+                if self.made == made_before and not void:
+                    time.sleep(max(LOOK_S, LOOK_SHARE * (time.monotonic() - looked_at)))
             waited = self.element and not claims.held  # for tasks of others
-        kept.flush()
-        if left:
+        progress_record.flush()
+        if remaining:
             raise self._stopped(name, len(records), len(tasks), idle=not self.made and not waited)
         result = [records[task.name] for task in tasks]
         self.earlier = sha256_json([self.earlier, *(
