@@ -14,7 +14,7 @@ SETTINGS = ["train.steps=16", "train.checkpoint.keep=2"]
 
 def copies(url):
     """What is in a store of checkpoints."""
-    return CopiedCheckpoints(Store(url)).found()
+    return CopiedCheckpoints(Store(url)).list()
 
 
 @pytest.fixture(scope="module")
