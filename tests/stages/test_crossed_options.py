@@ -94,7 +94,7 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     assert "Traceback" not in output.stderr and ("fetching step-000000" in output.stdout) == lost
     assert SECRET not in output.stdout + "".join(path.read_text() for path in run.rglob("*") if path.suffix in (
         ".json", ".jsonl", ".yaml"))
-    result = CopiedCheckpoints(Store(url)).found()
+    result = CopiedCheckpoints(Store(url)).list()
     assert len(result.complete) > 1 and not result.unfinished
     assert metrics(run) == metrics(plain(option))
     assert weights(fresh) == weights(short_documents, option) != [] and proven(fresh)

@@ -94,11 +94,11 @@ def test_a_token_shard_and_training_continues_as_if_nothing_had_been(trained, re
         hold_back(patch, lambda: list(folder.glob("checkpoints/step-*.tmp")))
         refused(trained, "train", path, *here)
     assert "There is no checkpoint yet." in read_state(folder).reason
-    assert not CopiedCheckpoints(store).found().complete and not complete_checkpoints(folder)
+    assert not CopiedCheckpoints(store).list().complete and not complete_checkpoints(folder)
     assert manifest_of(trained, name=name) is None and len(read_metrics(folder / "metrics.jsonl")) > 0
     assert run_here("train", trained, *here) == 0
     assert curve(trained, name) == curve(trained) and weights(trained, name) == weights(trained)
-    assert CopiedCheckpoints(store).found().complete[-1:] == [12] and proven(trained, name)
+    assert CopiedCheckpoints(store).list().complete[-1:] == [12] and proven(trained, name)
 
 
 def hold_back(patch, ready):

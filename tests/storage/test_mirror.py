@@ -14,7 +14,7 @@ from drover.pipeline.core.files import output_record
 from drover.pipeline.storage.export import fetch_copy
 from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
 from drover.pipeline.storage.store import Missing, Store
-from drover.pipeline.training.uploads import CopiedCheckpoints, Found
+from drover.pipeline.training.uploads import CopiedCheckpoints, StoredCopies
 from tests.refusal import refused
 
 
@@ -202,8 +202,8 @@ def test_without_its_list_there_is_no_copy_and_the_newest_and_the_permanent_ones
         store.put(path, b"")
     for step in (4, 8, 12, 16, 20):
         copies.of(step).finish("", [])
-    assert copies.found() == Found([4, 8, 12, 16, 20], unfinished)
+    assert copies.list() == StoredCopies([4, 8, 12, 16, 20], unfinished)
     copies.prune(1, 8)
-    assert copies.found() == Found([8, 16, 20], unfinished)
+    assert copies.list() == StoredCopies([8, 16, 20], unfinished)
     copies.prune(2, None)
-    assert copies.found() == Found([16, 20], unfinished)
+    assert copies.list() == StoredCopies([16, 20], unfinished)
