@@ -14,29 +14,29 @@ from tests.stages.training import is_running
 from tests.waiting import wait_for
 
 
-@pytest.mark.parametrize(("request", "grace", "processes", "ends"), [
+@pytest.mark.parametrize(("stop_signal", "grace", "processes", "ends"), [
     (signal.SIGUSR2, "100", 1, True), (signal.SIGUSR2, "100", 2, True), (signal.SIGUSR2, "0.002", 2, False),
     (signal.SIGTERM, "100", 1, False), (signal.SIGUSR2, "0.002", 1, False), (signal.SIGKILL, "100", 2, False)])
-def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, request, grace, processes, ends):
+def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, stop_signal, grace, processes, ends):
     """Tasks that take too long are left, and so are those of a stage that is killed, whose workers end with it."""
     process = twelve.start(f"launch.processes={processes}", held=4, GRACE=grace)
     wait_for(lambda: len(twelve.tasks()) >= 4 + processes and len(twelve.records()) == 4, of=process)
-    process.send_signal(request)
+    process.send_signal(stop_signal)
     if ends:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.0)  # it waits for them, as long as there is time
         twelve.gate.touch()
-    killed = request == signal.SIGKILL
-    printed = ended(process, -request if killed else 130)
+    killed = stop_signal == signal.SIGKILL
+    printed = ended(process, -stop_signal if killed else 130)
     state = read_state(twelve.folder)
     before = twelve.records()
     done = len(before)
     assert sorted(before) == list(range(4 + processes * ends)) and read_manifest(twelve.folder) is None
     assert (state.status, state.again, state.units) == (
-        ("running", False, None) if killed else ("preempted", request == signal.SIGUSR2, done)), printed
+        ("running", False, None) if killed else ("preempted", stop_signal == signal.SIGUSR2, done)), printed
     if not killed:
         assert state.reason in printed
-        assert f"{request.name}: {done} of 12 tasks of read are done, {12 - done} are left" in state.reason
+        assert f"{stop_signal.name}: {done} of 12 tasks of read are done, {12 - done} are left" in state.reason
         progress = Progress(**read_json(twelve.folder / PROGRESS))
         assert (progress.done, progress.total, progress.phase) == (done, 12, "read") and progress.left_s > 0
     wait_for(lambda: not any(map(is_running, twelve.workers() - {process.pid})))
