@@ -32,14 +32,14 @@ CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIA
 """Prefixes of the variables that hold credentials of object stores."""
 
 
-def configuration_problems(config: Config, jobs: list[Job], *, here: bool = True) -> list[str]:
+def configuration_problems(config: Config, jobs: list[Job], *, local: bool = True) -> list[str]:
     """All problems of the configuration itself, and of its fit to the planned ranks.
 
-    here: the jobs see the file systems of this machine.
+    local: the jobs see the file systems of this machine.
     """
     found = problems(config)
     running = {job.stage: job for job in jobs if job.to_run}
-    if here and running and (obstacle := blocked(config.folder, write=True)) is not None:
+    if local and running and (obstacle := blocked(config.folder, write=True)) is not None:
         found.append(obstacle)
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
@@ -78,13 +78,13 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
     train = next((job for job in jobs if job.key == "train"), None)
     if train is None:
         return
-    here = options.machine
+    machine = options.machine
     if options.cluster == "slurm":
         memory = (config.launch.gpu_memory_gb or 0) * 1e9
         has = f"a GPU has {readable(memory)} (launch.gpu_memory_gb)"
     else:
-        memory = here.memory if here.gpus else here.memory / train.ranks
-        has = f"{'a GPU here has' if here.gpus else 'its share of the free memory here is'} {readable(memory)}"
+        memory = machine.memory if machine.gpus else machine.memory / train.ranks
+        has = f"{'a GPU here has' if machine.gpus else 'its share of the free memory here is'} {readable(memory)}"
     state = state_bytes_per_rank(config, train.ranks)
     if memory and state is not None and state > memory:
         yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {has}: use more "
@@ -203,11 +203,11 @@ def _misfits(job: Job, kinds: Sequence[NodeKind], *, request_gpus: bool) -> Iter
                f"(launch.request_gpus=false requests no GPUs, where Slurm does not count them)")
 
 
-def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, here: bool) -> None:
+def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:
     """Refuse upload URLs that cannot be written to, all at once, before anything runs.
 
-    here: the jobs run on this machine. Elsewhere they may have credentials that this machine lacks; then the URL is not
-    tried, and a note says so.
+    local: the jobs run on this machine. Elsewhere they may have credentials that this machine lacks; then the URL is
+    not tried, and a note says so.
     """
     wanted = {"train": ("train.checkpoint.copy_to", config.train.checkpoint.copy_to),
               "convert": ("convert.copy_to", config.convert.copy_to)}
@@ -215,7 +215,7 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environ
     for stage, (key, url) in wanted.items():
         if url is None or not any(job.stage == stage and job.to_run for job in jobs):
             continue
-        if not (here or any(name.startswith(CREDENTIALS) for name in environment)):
+        if not (local or any(name.startswith(CREDENTIALS) for name in environment)):
             say("note", f"{key} {url} is not tried from here, because this shell has no credentials for it")
             continue
         try:

@@ -156,10 +156,10 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         name=f"{config.name}-{stage}", stage=stage,
         command=((slurm and config.launch.python) or sys.executable, "-m", STAGES[stage].module, "--config", given[0],
                  *force, *["--accept-changes"] * options.accept_changes, *given[1:]))
-    return _on_slurm(job, config, options) if slurm else _here(job, config, options.machine)
+    return _on_slurm(job, config, options) if slurm else _on_this_machine(job, config, options.machine)
 
 
-def _here(job: Job, config: Config, machine: Machine) -> Job:
+def _on_this_machine(job: Job, config: Config, machine: Machine) -> Job:
     """The job, fitted to this machine."""
     if STAGES[job.stage].workers:
         job = replace(job, processes=config.launch.processes or machine.cores)

@@ -102,22 +102,23 @@ def _planned(options: argparse.Namespace) -> Request:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     config, stages = configuration(options), parse_stages(options.stage)
     cluster, where, problems = _cluster(options)
-    here, showing = cluster == "local", options.dry_run
+    local = cluster == "local"
+    showing = options.dry_run
     machine = find_machine(config.launch.device)
     refuse_unusable_places(config, options.config)
     run = Run(config)
     requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_changes,
                         machine)
-    if here:
+    if local:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
     else:
         requested = for_slurm(run, requested)
     jobs = plan(config, run, stages, requested)
     request = Request(run, jobs, requested, disk(config, jobs))
-    invalid = configuration_problems(config, jobs, here=here or not showing)
+    invalid = configuration_problems(config, jobs, local=local or not showing)
     if not showing:
         problems += absence(run, jobs)
-        problems += [] if here else absent("Slurm", "submitit", "use --cluster local")
+        problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
         if not options.json:
             print_plan(run, jobs, requested, where, request.disk)
@@ -151,7 +152,7 @@ def _start(request: Request, options: argparse.Namespace) -> int:
     run, jobs, local = request.run, request.jobs, request.options.cluster == "local"
     for stage in {job.stage: None for job in jobs if not job.to_run}:
         clear_done(run, stage, locked=False)
-    refuse_unusable_stores(run.config, jobs, os.environ, here=local)
+    refuse_unusable_stores(run.config, jobs, os.environ, local=local)
     if not local:
         return submit_chain(run, jobs, request.options, rehearse=options.rehearse)
     if any(job.to_run for job in jobs):

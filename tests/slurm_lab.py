@@ -330,7 +330,7 @@ class Lab:
         A step daemon overwrites its command line and environment, but keeps the log of its node open. Processes of a
         job have the name of their node and our slurm.conf in their environment.
         """
-        nodes, found = set(nodes), set[psutil.Process]()
+        nodes, result = set(nodes), set[psutil.Process]()
         logs = {str(self.folder / "log" / f"slurmd-{node}.log") for node in nodes}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -340,8 +340,8 @@ class Lab:
                     variables = process.environ()
                     mine = self.environment().items() <= variables.items() and variables.get("SLURMD_NODENAME") in nodes
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found |= {process, *process.children(recursive=True)}
-        return found - {psutil.Process()}
+                    result |= {process, *process.children(recursive=True)}
+        return result - {psutil.Process()}
 
     def _kill_jobs(self, nodes: Iterable[str], limit_s: float = 300.0) -> None:
         """SIGKILL the processes of jobs on the nodes, until none is left. TimeoutError if some cannot be killed.
@@ -350,12 +350,12 @@ class Lab:
         report the job as failed.
         """
         nodes, until = list(nodes), time.monotonic() + limit_s
-        while found := self.job_processes(nodes):
+        while result := self.job_processes(nodes):
             for number in (signal.SIGSTOP, signal.SIGKILL):
-                for process in sorted(found, key=lambda process: process.pid):  # step daemons first, as a rule
+                for process in sorted(result, key=lambda process: process.pid):  # step daemons first, as a rule
                     _signal(process, number)
             if time.monotonic() > until:
-                raise TimeoutError(f"processes {sorted(process.pid for process in found)} of {self.folder} do not die")
+                raise TimeoutError(f"processes {sorted(process.pid for process in result)} of {self.folder} do not die")
             time.sleep(0.02)
 
     def _write(self, settings: LabSettings) -> None:
@@ -430,10 +430,10 @@ class Lab:
 
     def _log_ends(self) -> str:
         """The last lines of each daemon's output, or of its log if there is no output."""
-        said = {path.stem: path for ending in ("log", "out")
+        message = {path.stem: path for ending in ("log", "out")
                 for path in sorted((self.folder / "log").glob(f"*.{ending}")) if path.stat().st_size}
         return "".join(f"\n==> {name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
-                       for name, path in said.items())
+                       for name, path in message.items())
 
 @contextmanager
 def free_ports(count: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ from drover.launch.commands import cancel, logs, stop
 from drover.launch.job.joblock import JobLock
 from drover.launch.job.task import trusted_spec
 from drover.launch.slurm.chain import read_chains
-from drover.launch.slurm.nodes import strikes
+from drover.launch.slurm.nodes import failures
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.status import main as status
 from drover.model.config import ModelConfig
@@ -296,7 +296,7 @@ def _show_status(folder):
 def _read_job(folder):
     run = folder / "run"
     specs = sorted((run / "launch/jobs").glob("*.json"))
-    _each(lambda: read_chains(run), lambda: strikes(run), lambda: list(map(trusted_spec, specs)))
+    _each(lambda: read_chains(run), lambda: failures(run), lambda: list(map(trusted_spec, specs)))
 
 
 MANIFEST, SHARDS = f"{RUN}/encode/manifest.json", f"{RUN}/shard/manifest.json"

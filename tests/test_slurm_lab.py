@@ -35,8 +35,8 @@ def command(*arguments):
 
 def processes_of(folder):
     """The command lines of all that was started for a lab: they or their environment name its folder."""
-    found = [process.info for process in psutil.process_iter(["pid", "cmdline", "environ"])]
-    return [info["cmdline"] for info in found if info["pid"] != os.getpid() and str(folder) in str(info)]
+    result = [process.info for process in psutil.process_iter(["pid", "cmdline", "environ"])]
+    return [info["cmdline"] for info in result if info["pid"] != os.getpid() and str(folder) in str(info)]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ class PreflightResult:
     """The result of a preflight.
 
     bad: nodes with their problems. lines: for the job's log. reason: why the job ends although no node is to blame: no
-    node gets a strike, and other nodes would not help.
+    node gets a failure record, and other nodes would not help.
     """
 
     bad: dict[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def judge(reports: Sequence[Report], rank_nodes: Sequence[str], quiet_s: float =
     most = few(count)
     result = PreflightResult()
     bad = result.bad
-    common = f"of {count} nodes, more than {most} at once have a cause in common: no strikes"
+    common = f"of {count} nodes, more than {most} at once have a cause in common: no failure records"
 
     def share(some: Collection[str]) -> str:
         return f"{len(some)} of {counted(count, 'node')}"
@@ -134,7 +134,7 @@ def judge(reports: Sequence[Report], rank_nodes: Sequence[str], quiet_s: float =
             blame(unfinished, "did not finish")
     elif silent:
         result.lines.append(f"not all nodes have answered yet: {named(silent)} ({share(silent)}); slow is not bad, "
-                            f"so none gets a strike")
+                            f"so none gets a failure record")
     for what in (PRODUCT, EXCHANGE) if count > 2 else (PRODUCT,):  # of two nodes nobody knows whose the link is
         times = [(report, report.times[what]) for report in reports
                  if what in report.times and report.node not in bad]

@@ -38,7 +38,7 @@ from drover.launch.job.host import Host, StepEnd
 from drover.launch.job.preflight import run_preflight
 from drover.launch.job.spec import JobSpec
 from drover.launch.slurm.chain import ChainJob, read_chain
-from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lost, named
+from drover.launch.slurm.nodes import EXCLUDED_AFTER, clear_failures, few, lost, named, record_failure
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.job import RANK_VARIABLES, StageJob
@@ -208,7 +208,7 @@ class Runner:
         host.avoid.update(result.bad)
         decision = without_bad_nodes(
             "; ".join(f"{node}: {cause}" for node, cause in result.bad.items()), spec,
-            left_out=max(counts.values(), default=0) >= STRIKES, others=host.has_others(spec))
+            left_out=max(counts.values(), default=0) >= EXCLUDED_AFTER, others=host.has_others(spec))
         if decision.action == "restart":
             self.say(decision.reason)
         return decision
@@ -239,7 +239,7 @@ class Runner:
         step = self._newest_step()
         if decision.status in ("done", "preempted") and (step or 0) > (before or 0):
             with suppress(OSError):
-                lift_strikes(self.run_folder, host.nodes)
+                clear_failures(self.run_folder, host.nodes)
         if decision.action == "restart" and host.info().left_s < spec.signal_s + SLURM_EARLY_S:
             decision = too_late(decision, spec)
         if self.lock is not None and not self.lock.beat(at_once=True):
@@ -329,7 +329,7 @@ class Runner:
         late = sorted({node for _, node in hang.late if node is not None})
         if 2 * len(late) < len(host.nodes):  # where half of the nodes are late, it is not the nodes
             counts = self._record_failures(dict.fromkeys(late, "was late when training hung"))
-            bad = [node for node, count in counts.items() if count >= STRIKES]
+            bad = [node for node, count in counts.items() if count >= EXCLUDED_AFTER]
             self._leave_out(bad)
             host.avoid.update(bad)
         return hang.text
@@ -348,11 +348,11 @@ class Runner:
         counts = dict[str, int]()
         if len(causes) > few(total):
             self.say(f"{named(causes)}: {next(iter(causes.values()))}. These are {len(causes)} of {total} nodes at "
-                     f"once, which has a cause in common: none of them gets a strike")
+                     f"once, which has a cause in common: none of them gets a failure record")
             return counts
         for node, cause in causes.items():
-            counts[node] = self._recorded(partial(add_strike, self.run_folder, node, job, cause))
-            self.say(f"{node} {cause} (strike {counts[node]} within a day)")
+            counts[node] = self._recorded(partial(record_failure, self.run_folder, node, job, cause))
+            self.say(f"{node} {cause} (failure {counts[node]} within a day)")
         return counts
 
     def _leave_out(self, nodes: Collection[str]) -> None:

@@ -94,11 +94,11 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     if partial:
         remarks.append(f"not all jobs of the newest submission are queued: {refused or 'it is at work, or was killed'}")
     if outcome == "failed":
-        remarks.append(f"to continue: {go_on(run)}")
+        remarks.append(f"to continue: {continue_command(run)}")
     return RunStatus(run, rows, requested[-1] if outcome == "done" else current, remarks, outcome)
 
 
-def go_on(run: RunFiles) -> str:
+def continue_command(run: RunFiles) -> str:
     """The command that continues the run: the one that submitted it, without --force."""
     if run.chain and run.chain.jobs:
         program, *words = run.chain.command

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import FINISHED, SILENT, go_on
+from drover.launch.run_status.run_status import FINISHED, SILENT, continue_command
 from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.options import FOLDER
 from drover.launch.slurm.scheduler import Scheduler
@@ -48,7 +48,7 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
                  f"again: drover cancel {run_folder}", file=sys.stderr)
             return 1
         echo(f"cancelled {job.id} ({job.name})")
-    echo(f"finished stages are kept; to continue: {go_on(files)}" if queued else
+    echo(f"finished stages are kept; to continue: {continue_command(files)}" if queued else
          f"no job of {run_folder} is in the queue")
     return 0
 
@@ -69,7 +69,7 @@ def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
         echo("Slurm does not answer, so training may not be running", file=sys.stderr)
     echo(f"training will stop after its current step, or when its job starts again: it saves a checkpoint and ends; "
          f"the stages after it do not start.\nThe request is the file {run_folder / STOP}. To withdraw it, delete the "
-         f"file before training sees it.\nto continue: {go_on(status.files)}")
+         f"file before training sees it.\nto continue: {continue_command(status.files)}")
     return 0
 
 

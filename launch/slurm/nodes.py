@@ -1,6 +1,6 @@
-"""Nodes that failed a run: records ("strikes") in `launch/nodes.jsonl`, and the states of nodes in Slurm.
+"""Nodes that failed a run: their records in `launch/nodes.jsonl`, and the states of nodes in Slurm.
 
-A node with two strikes within a day is excluded from the next submission. Strikes expire after a day, or once a start
+A node with two failures within a day is excluded from the next submission. Failures expire after a day, or once a start
 with the node has ended well with a new checkpoint. Only a few nodes are excluded, because a fault that many nodes share
 is not the fault of the nodes.
 """
@@ -19,12 +19,12 @@ from drover.pipeline.core.console import first
 from drover.pipeline.core.files import append_line, read_lines
 
 NODES = Path("launch") / "nodes.jsonl"
-STRIKES = 2
+EXCLUDED_AFTER = 2
 WITHIN = timedelta(hours=24)
 ONE_IN = 20
 """At most one node in so many, but at least one, is blamed at once or excluded."""
 LIFTED = ""
-"""In place of a strike's start: the strikes before are lifted."""
+"""In place of a failure's start: the failures before no longer count."""
 NAMED = 8
 """The most nodes that a sentence names."""
 LOST = ("down", "fail", "error", "not_responding")
@@ -33,7 +33,7 @@ INTENDED = ("maint", "power", "reboot")
 """Prefixes of states in which a node does not answer because an administrator wants that."""
 
 
-class Strike(TypedDict):
+class NodeFailure(TypedDict):
     """A line of `NODES`. job: the start, by the job's name, restart and number, or LIFTED."""
 
     node: str
@@ -41,33 +41,33 @@ class Strike(TypedDict):
     job: str
 
 
-def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
-    """Record that a node failed the run; its strikes within a day, including this one.
+def record_failure(run_folder: Path, node: str, job: str, reason: str) -> int:
+    """Record that a node failed the run; its failures within a day, including this one.
 
-    job: the start, by the job's name, restart and number. An accident that is noticed twice is one strike.
+    job: the start, by the job's name, restart and number. An accident that is noticed twice is one failure.
     """
     append_line(run_folder / NODES, {"node": node, "at": now(), "job": job, "reason": reason})
-    return strikes(run_folder).get(node, 0)
+    return failures(run_folder).get(node, 0)
 
 
-def lift_strikes(run_folder: Path, nodes: Collection[str]) -> None:
+def clear_failures(run_folder: Path, nodes: Collection[str]) -> None:
     """Record that nodes worked well."""
-    for node in strikes(run_folder):
+    for node in failures(run_folder):
         if node in nodes:
             append_line(run_folder / NODES, {"node": node, "at": now(), "job": LIFTED, "reason": "made a checkpoint"})
 
 
-def strikes(run_folder: Path) -> dict[str, int]:
-    """Strikes of each node within a day: starts that it failed, for whatever reason. The node with most comes first, of
-    equal ones that which failed last."""
+def failures(run_folder: Path) -> dict[str, int]:
+    """Failures of each node within a day: starts that it failed, for whatever reason. The node with most comes first,
+    of equal ones that which failed last."""
     since = (datetime.now(UTC) - WITHIN).isoformat()
     starts, newest = dict[str, set[str]](), dict[str, int]()
-    for number, strike in enumerate(read_lines(run_folder / NODES, Strike, appended=True)):
-        if strike["job"] == LIFTED:
-            starts.pop(strike["node"], None)
-        elif strike["at"] > since:
-            starts.setdefault(strike["node"], set()).add(strike["job"])
-            newest[strike["node"]] = number
+    for number, failure in enumerate(read_lines(run_folder / NODES, NodeFailure, appended=True)):
+        if failure["job"] == LIFTED:
+            starts.pop(failure["node"], None)
+        elif failure["at"] > since:
+            starts.setdefault(failure["node"], set()).add(failure["job"])
+            newest[failure["node"]] = number
     order = sorted(starts, key=lambda node: (len(starts[node]), newest[node]), reverse=True)
     return {node: len(starts[node]) for node in order}
 
@@ -85,7 +85,7 @@ def named(nodes: Collection[str]) -> str:
 def failing(run_folder: Path, wanted: int = 1) -> tuple[list[str], list[str]]:
     """Nodes to exclude from the next submission, and those that failed as often but are not excluded: that would be
     too many. wanted: how many nodes it requests."""
-    nodes = [node for node, count in strikes(run_folder).items() if count >= STRIKES]
+    nodes = [node for node, count in failures(run_folder).items() if count >= EXCLUDED_AFTER]
     return nodes[:few(wanted)], nodes[few(wanted):]
 
 

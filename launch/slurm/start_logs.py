@@ -39,7 +39,7 @@ def rank_log(folder: Path, rank: int, ranks_per_node: int) -> Path:
 def output(file: IO[bytes], rank: int) -> Iterator[bytes]:
     """The new content of a log, from the file's position. Of a node's log, the complete lines of one rank."""
     if re.fullmatch(r"node\d+\.log", Path(file.name).name):
-        yield from (piece for found, piece in labelled(file) if found == rank)
+        yield from (piece for label, piece in labelled(file) if label == rank)
     else:
         yield from iter(lambda: file.read(BLOCK), b"")
 

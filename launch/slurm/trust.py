@@ -14,10 +14,12 @@ import pwd
 import shlex
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, listed
 
 SHOWN = 5
@@ -47,12 +49,13 @@ def owner_problems(paths: Iterable[Path]) -> list[str]:
     """Sentences, with what to do, about those of the paths and of the folders above them that others own or may write.
     Missing paths do not count."""
     paths = dict.fromkeys(path.absolute() for path in paths)
-    found: dict[str, list[Path]] = {}
+    paths_by_problem: dict[str, list[Path]] = {}
     for path in _reached(paths):
         with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # no file has a NUL in its name
             if problem := _problem(path, above=path not in paths):
-                found.setdefault(problem, []).append(path)
-    return [f"{_names(several)} {problem}. {_remedy(several, problem)}" for problem, several in found.items()]
+                paths_by_problem.setdefault(problem, []).append(path)
+    return [f"{first([*map(str, several)], SHOWN)} {problem}. {_remedy(several, problem)}"
+            for problem, several in paths_by_problem.items()]
 
 
 def node_folder() -> Path:
@@ -77,7 +80,7 @@ def _problem(path: Path, *, above: bool) -> str:
     status = path.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (os.getuid(), 0):
-        return f"belongs to the user {_user(status.st_uid)}"
+        return f"belongs to the user {_name(pwd.getpwuid, status.st_uid)}"
     if stat.S_ISLNK(status.st_mode):  # it has no mode of its own
         return _problem(path.resolve(), above=above)
     if above and mode & stat.S_ISVTX:
@@ -87,7 +90,7 @@ def _problem(path: Path, *, above: bool) -> str:
     if mode & stat.S_IWGRP and _has_acl(path):
         return "may be written by others, according to its access control list"
     if mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
-        return f"may be written by the group {_group(status.st_gid)} (mode {mode:04o})"
+        return f"may be written by the group {_name(grp.getgrgid, status.st_gid)} (mode {mode:04o})"
     return ""
 
 
@@ -96,11 +99,6 @@ def _remedy(paths: list[Path], problem: str) -> str:
         return "Use a run folder of your own (name, runs_dir)"
     names = " ".join(shlex.quote(str(path)) for path in paths[:SHOWN]) + " ..." * (len(paths) > SHOWN)
     return f"Look at it, then `chmod go-w {names}`"
-
-
-def _names(paths: list[Path]) -> str:
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return ", ".join(map(str, paths[:SHOWN])) + more
 
 
 def _reached(paths: Iterable[Path]) -> dict[Path, None]:
@@ -122,16 +120,10 @@ def _has_acl(path: Path) -> bool:
         return False
 
 
-def _user(number: int) -> str:
+def _name(entry: Callable[[int], Sequence[Any]], number: int) -> str:
+    """The name of a user or group by its `entry` in the database; the number if there is none."""
     try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
-
-
-def _group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
+        return str(entry(number)[0])
     except KeyError:
         return str(number)
 

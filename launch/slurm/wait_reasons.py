@@ -99,14 +99,14 @@ def meaning(reason: str, job: str = "", *, several: bool = False) -> str:
     return text.format(job=job, nodes=f" ({gone[1]})" if gone else "", alone=ALONE, fewer=FEWER if several else "")
 
 
-def refusal(said: str, otherwise: str) -> tuple[str, str]:
+def refusal(message: str, otherwise: str) -> tuple[str, str]:
     """What Slurm said when it refused a job, in one line; what the user can do (`otherwise` if it is not known)."""
-    return plain(said), next((advice for pattern, advice in REFUSALS if re.search(pattern, said)), otherwise)
+    return plain(message), next((advice for pattern, advice in REFUSALS if re.search(pattern, message)), otherwise)
 
 
-def plain(said: str) -> str:
+def plain(message: str) -> str:
     """What a program of Slurm said, in one line and without the program's name."""
-    return "; ".join(re.split(r"\n+", re.sub(r"(?m)^\w+: (error|fatal): ", "", said).strip()))
+    return "; ".join(re.split(r"\n+", re.sub(r"(?m)^\w+: (error|fatal): ", "", message).strip()))
 
 
 def is_stuck(reason: str) -> bool:

@@ -36,8 +36,8 @@ def test_a_store_is_not_tried_from_where_there_are_no_keys_for_it(scheme, monkey
     monkeypatch.setattr("drover.launch.checks.preflight", tried.append)
     config, jobs = Config.model_validate({"convert": {"copy_to": url}}), [SimpleNamespace(stage="convert", to_run=True)]
     without = {"AWS_PAGER": "", "GOOGLE_CLOUD_PROJECT": "mine", "AZURE_STORAGE_ACCOUNT_NAME": "b"}
-    refuse_unusable_stores(config, jobs, without, here=False)
+    refuse_unusable_stores(config, jobs, without, local=False)
     assert not tried and f"{url} is not tried from here" in capsys.readouterr().out
     for keys in ("AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_SAS_TOKEN"):
-        refuse_unusable_stores(config, jobs, {**without, keys: "x"}, here=False)
+        refuse_unusable_stores(config, jobs, {**without, keys: "x"}, local=False)
     assert len(tried) == 3

@@ -69,11 +69,11 @@ def holding(folder: Path, *secrets: str) -> list[Path]:
 
 def planned(shown: str) -> dict[str, dict[str, Any]]:
     """The parameters of submitit that a dry run prints, by the job's key; `additional_parameters` among the others."""
-    found = {}
+    results = {}
     for part in shown.split("# ---- ")[1:]:
         job = yaml.safe_load(part.partition("\n")[2])
-        found[part.partition(":")[0]] = {**job, **job["additional_parameters"]}
-    return found
+        results[part.partition(":")[0]] = {**job, **job["additional_parameters"]}
+    return results
 
 
 class Launcher:

@@ -37,8 +37,8 @@ def test_what_it_prints_and_the_profile(site, tmp_path, capsys):
 
 
 def test_a_partition_that_is_not_there_is_refused_before_a_profile_is_written(site, tmp_path, capsys):
-    said = printed(capsys, main, "--partition", "gpus", "--write", tmp_path / "x.yaml", expect=2)
-    assert "There is no partition gpus" in said and not (tmp_path / "x.yaml").exists()
+    message = printed(capsys, main, "--partition", "gpus", "--write", tmp_path / "x.yaml", expect=2)
+    assert "There is no partition gpus" in message and not (tmp_path / "x.yaml").exists()
 
 
 @pytest.mark.parametrize("kinds, expected", table("""

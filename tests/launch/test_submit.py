@@ -66,13 +66,13 @@ def test_plan_of_a_fresh_run(launcher):
 def test_what_cannot_be_exported_can_be_trained(launcher):
     """Before it is trained: refused if the export is requested too, and said if not."""
     trained = "--dry-run --cluster local --stage shard,tokenizer,encode,train"
-    for crossing, said in ((("model.qk_norm=true", "model.no_rope_layer_interval=2"), "no class of transformers"),
+    for crossing, message in ((("model.qk_norm=true", "model.no_rope_layer_interval=2"), "no class of transformers"),
                            (("model.qkv_bias=true", "model.sliding_window=32"), "Qwen2's rules"),
                            (("model.qkv_bias=true", "model.heads=5", "model.kv_heads=5", "model.head_dim=16"),
                             r"model.dim \(256\) not divisible by heads \(5\)")):
         shown = launcher.accepted(trained, *crossing)
-        assert re.search(rf"the stage convert would refuse this network: .*{said}", shown)
-        assert re.search(rf"{said}.*--stage shard,tokenizer,encode,train", launcher.refused(
+        assert re.search(rf"the stage convert would refuse this network: .*{message}", shown)
+        assert re.search(rf"{message}.*--stage shard,tokenizer,encode,train", launcher.refused(
             f"{trained},convert", *crossing), re.DOTALL)
     assert "convert would" not in launcher.accepted(f"{trained},convert", "model.qkv_bias=true")
     assert "convert would" not in launcher.accepted(  # as a Mistral
@@ -81,11 +81,11 @@ def test_what_cannot_be_exported_can_be_trained(launcher):
 
 def test_finished_resumable_and_changed_stages(launcher):
     launcher.done("shard", "tokenizer", "encode")
-    asked, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
-    other, again = f"{asked} encode.dtype=uint32", launcher.accepted(asked)
+    requested, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
+    other, again = f"{requested} encode.dtype=uint32", launcher.accepted(requested)
     assert rows(again)["encode"] == "done -" and "nothing to do" in again
     (launcher.run / "tokenizer" / "manifest.json").unlink()
-    resumable = rows(launcher.accepted(asked))
+    resumable = rows(launcher.accepted(requested))
     assert "resumable (will continue)" in resumable["tokenizer"]
     assert "absent (waits for tokenizer)" in resumable["encode"], "it may come back as it was"
     launcher.done("tokenizer")
@@ -107,7 +107,7 @@ def test_finished_resumable_and_changed_stages(launcher):
     assert rows(launcher.accepted(learned, "--accept-changes"))["convert"].startswith("absent (waits for train)")
 
 
-@pytest.mark.parametrize("arguments, said", [("", "No stage is given"), *table("""
+@pytest.mark.parametrize("arguments, message", [("", "No stage is given"), *table("""
     --stage tran -> There is no stage tran | convert, evaluate, report, or all
     --stage train -> shard, tokenizer, encode of runs/trial are not done | --stage shard,tokenizer,encode,train
     --stage all train.learning=1 -> unknown key 'train.learning'
@@ -127,17 +127,10 @@ would not run on a Mac
 would not run on a Mac
     --stage train --dry-run launch.device=mps train.precision=bf16 parallel.engine=deepspeed -> launch.device \
 'mps' computes in fp32 with parallel.engine fsdp2 only""")])
-def test_refusals_start_nothing(launcher, arguments, said):
+def test_refusals_start_nothing(launcher, arguments, message):
     complaint = launcher.refused(arguments)
     assert not launcher.run.exists() and complaint.startswith("error: ")
-    assert all(part in complaint for part in said.split(" | ")), complaint
-
-
-@pytest.mark.parametrize(("program", "name", "said"), [
-    (commands.why, "trian", "There is no stage trian"),
-    (commands.explain, "train.lrr", "There is no setting 'train.lrr'")])
-def test_questions_about_nothing(launcher, program, name, said):
-    assert said in launcher.call(name, "--config", "config.yaml", program=program).stderr
+    assert all(part in complaint for part in message.split(" | ")), complaint
 
 
 def test_no_configuration(launcher, monkeypatch):
@@ -155,8 +148,8 @@ def test_no_configuration(launcher, monkeypatch):
     train.lr=0.5 --config config.yaml -> 0.5
     train.lr=0.5 -> 0.5""", shlex.split))
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
-    said = launcher.call(*arguments, program=commands.explain).stdout
-    assert f"default: 0.003   now: {now}" in said and ("config    " in said) == ("--config" not in arguments)
+    message = launcher.call(*arguments, program=commands.explain).stdout
+    assert f"default: 0.003   now: {now}" in message and ("config    " in message) == ("--config" not in arguments)
 
 
 def test_why_a_run_stopped(launcher):
@@ -170,11 +163,11 @@ def test_why_a_run_stopped(launcher):
 
 def test_why(launcher, monkeypatch):
     launcher.done("shard", "tokenizer")
-    asked = ("--config", "config.yaml")
-    assert launcher.call(*asked, "tokenizer", "tokenizer.algorithm=unigram", program=commands.why).stdout == \
+    requested = ("--config", "config.yaml")
+    assert launcher.call(*requested, "tokenizer", "tokenizer.algorithm=unigram", program=commands.why).stdout == \
         "tokenizer: changed\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
     monkeypatch.setitem(STAGES, "shard", replace(STAGES["shard"], code=()))
-    assert "code has changed since: pipeline/data" in launcher.call(*asked, "shard", program=commands.why).stdout
+    assert "code has changed since: pipeline/data" in launcher.call(*requested, "shard", program=commands.why).stdout
     warned = launcher.accepted("--stage shard --cluster local")
     assert "warning: the code has changed since (pipeline/" in warned
     assert "shard     up to date" in warned and "all done in" in warned
@@ -182,10 +175,10 @@ def test_why(launcher, monkeypatch):
 
 def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launcher):
     large = "--stage train --cluster local --dry-run model.preset=llama3.1_405b model.vocab_size=128256"
-    told = launcher.refused(large)
-    assert re.search(r"optimizer state alone take [\d.]+ TB a rank, but its share of the free memory here is", told)
-    assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free at", told)
-    assert "launch.check_fit=false starts it anyway" in told and not launcher.run.exists()
+    message = launcher.refused(large)
+    assert re.search(r"optimizer state alone take [\d.]+ TB a rank, but its share of the free memory here is", message)
+    assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free at", message)
+    assert "launch.check_fit=false starts it anyway" in message and not launcher.run.exists()
     assert "-m drover.pipeline.train" in launcher.accepted(large, "launch.check_fit=false")
 
 
@@ -218,8 +211,8 @@ def test_where_it_cannot_run_is_refused_with_all_else(launcher, words, problem):
 @pytest.mark.parametrize("words", [
     "--stage train --cluster local launch.processes=1000000000", "--stage all launch.processes=1e30 --cluster local"])
 def test_a_huge_number_of_processes_is_refused(launcher, words):
-    said = launcher.refused(words)
-    assert len(said) < 2000 and ("0 data-parallel ranks" in said or "launch.processes" in said)
+    message = launcher.refused(words)
+    assert len(message) < 2000 and ("0 data-parallel ranks" in message or "launch.processes" in message)
 
 
 def test_packages_that_jobs_lack_are_named_with_all_else(launcher, monkeypatch):
@@ -231,10 +224,10 @@ def test_packages_that_jobs_lack_are_named_with_all_else(launcher, monkeypatch):
 
 
 def test_where_it_runs(launcher, monkeypatch):
-    asked = "--stage shard --dry-run"
-    here = launcher.accepted(asked)
+    requested = "--stage shard --dry-run"
+    here = launcher.accepted(requested)
     assert "local (no sbatch on PATH" in here and "-m drover.pipeline.shard --config config.yaml" in here
-    shown = launcher.accepted(f"{asked} --nodes 1")
+    shown = launcher.accepted(f"{requested} --nodes 1")
     assert "slurm (no sbatch here: only shown)" in shown and "additional_parameters:" in shown
     assert "are for Slurm, but this runs here (no sbatch" in launcher.refused("--stage shard --nodes 1")
-    assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(asked)
+    assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(requested)

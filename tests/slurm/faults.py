@@ -75,11 +75,11 @@ class OnCluster:
     def next(self, condition: Callable[[], T], what: str) -> T:
         """Wait for what a job brings about, but not when there is none left that could."""
         def brought() -> T:
-            if found := condition():
-                return found
-            idle, found = self.cluster.is_idle(), condition()
-            assert found or not idle, f"the jobs ended without {what}\n{self.story()}"
-            return found
+            if result := condition():
+                return result
+            idle, result = self.cluster.is_idle(), condition()
+            assert result or not idle, f"the jobs ended without {what}\n{self.story()}"
+            return result
 
         return self.until(brought, what)
 
@@ -216,8 +216,8 @@ class Training(OnCluster):
                 if marks <= set(_words(pid, "environ")) and set(words) <= set(_words(pid, "cmdline"))}
 
     def _process(self, *words: str, variable: str = "") -> int:
-        found = self.running(*words, variable=variable)
-        top = [pid for pid in found if psutil.Process(pid).ppid() not in found]
+        result = self.running(*words, variable=variable)
+        top = [pid for pid in result if psutil.Process(pid).ppid() not in result]
         assert len(top) == 1, f"{words} {variable}: {top}\n{self.story()}"
         return top[0]
 

@@ -49,11 +49,11 @@ class Submitted(OnCluster):
     def type(self, command, **variables):
         """What a user types, in the home, whose code it runs; what was printed."""
         typed = command.replace("drover ", "python -m drover ", 1)
-        said = self.call("bash", "-c", typed, cwd=self.home, variables={
+        message = self.call("bash", "-c", typed, cwd=self.home, variables={
             "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             **variables})
-        assert "Traceback" not in said
-        return said
+        assert "Traceback" not in message
+        return message
 
     def lose_a_node(self):
         """Once training waits, kill the last of its nodes; then let it go on elsewhere."""
@@ -107,8 +107,8 @@ def test_training_went_on_without_the_lost_node(done):
     assert second["restart"] > first["restart"] and second["from"] == WAIT - 1
     assert len(set(second["nodes"])) == 4 and done.lost in first["nodes"] and done.lost not in second["nodes"]
     assert done.lost in done.events("ended")[0]["reason"]
-    strikes = list(read_lines(done.run / "launch/nodes.jsonl"))
-    assert [(strike["node"], strike["reason"][:9]) for strike in strikes] == [(done.lost, "went down")]
+    failures = list(read_lines(done.run / "launch/nodes.jsonl"))
+    assert [(failure["node"], failure["reason"][:9]) for failure in failures] == [(done.lost, "went down")]
     assert read_manifest(done.run / "train").execution["world_size"] == 4
 
 
@@ -130,10 +130,10 @@ def test_no_file_holds_the_shells_secrets(done):
 
 def test_the_rest_of_the_page_does_what_it_says(done):
     assert "drover run --nodes 4" in COMMANDS[0]
-    said = {command: done.type(command, HF_TOKEN=TOKEN, COLUMNS="150") for command in COMMANDS[1:]}
+    message = {command: done.type(command, HF_TOKEN=TOKEN, COLUMNS="150") for command in COMMANDS[1:]}
 
     def of(part):
-        return next(text for command, text in said.items() if part in command)
+        return next(text for command, text in message.items() if part in command)
 
     rows = {line.split()[0]: line.split()[1] for line in reversed(of("status demo --watch").splitlines())
             if len(line.split()) > 1}  # of a stage the first line: others are its figures
@@ -141,5 +141,5 @@ def test_the_rest_of_the_page_does_what_it_says(done):
     assert "step 12/12" in of("logs demo train") and of("logs demo train --rank 1")
     assert "nothing to stop" in of("drover stop") and "no job of runs/demo is in the queue" in of("drover cancel")
     assert "--nodes 2" in COMMANDS[-1]
-    assert "nothing to submit: all requested stages are done" in said[COMMANDS[-1]]
+    assert "nothing to submit: all requested stages are done" in message[COMMANDS[-1]]
     assert len(read_chains(done.run)) == 1

@@ -121,7 +121,7 @@ def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run):
     run.go_on()  # the old rank 0: nobody can tell it to end, and its partner is gone
     run.until(lambda: not old & run.processes(), "the end of what ran on the lost node")
     run.next_wait()
-    assert first in {strike["node"] for strike in read_lines(run.run / "launch/nodes.jsonl")}
+    assert first in {failure["node"] for failure in read_lines(run.run / "launch/nodes.jsonl")}
     assert run.next_end().status == "crashed"
     run.go_on()
 

@@ -54,8 +54,8 @@ class Soak:
 
 
 def kill(soak, word="drover.pipeline.train", number=signal.SIGKILL):
-    if found := soak.training.running(word):
-        os.kill(soak.dice.choice(sorted(found)), number)
+    if result := soak.training.running(word):
+        os.kill(soak.dice.choice(sorted(result)), number)
 
 
 def lose_node(soak):

@@ -9,5 +9,6 @@ from tests.conftest import REPOSITORY
 
 @pytest.mark.slow
 def test_the_doctor_asks_slurm_and_writes_a_profile(cluster, tmp_path):
-    said = cluster.run(sys.executable, "-m", "drover.launch.doctor", "--write", tmp_path / "mine.yaml", cwd=REPOSITORY)
-    assert "partition debug*" in said.stdout and "partition: debug\n" in (tmp_path / "mine.yaml").read_text()
+    profile = tmp_path / "mine.yaml"
+    answer = cluster.run(sys.executable, "-m", "drover.launch.doctor", "--write", profile, cwd=REPOSITORY)
+    assert "partition debug*" in answer.stdout and "partition: debug\n" in profile.read_text()

@@ -34,7 +34,7 @@ from drover.launch.job.spec import JobSpec
 from drover.launch.job.srun import SlurmHost
 from drover.launch.run_status import run_status
 from drover.launch.run_status.run_files import read_run
-from drover.launch.slurm.nodes import add_strike, few, strikes
+from drover.launch.slurm.nodes import failures, few, record_failure
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 from tests.refusal import refused, table
@@ -269,10 +269,10 @@ def test_a_bad_node_is_named_and_left_out(job, bad, reason, links, restart, foll
     the nodes'. follows: exit status, the stage's state, jobs queued again, nodes left out by others, strikes."""
     chain_of(job, *["12", "13", "14"][:links])
     for _ in range(restart):
-        add_strike(job.run, "n2", "12.0.0", "failed preflight")
+        record_failure(job.run, "n2", "12.0.0", "failed preflight")
     status, log = job.go(trial=PreflightResult(bad, [], reason), restart=restart, links=links)
     assert [status, getattr(job.state(), "status", None), job.slurm.requeued, job.slurm.left_out,
-            strikes(job.run)] == follows and words in log, log
+            failures(job.run)] == follows and words in log, log
     assert not job.events("attempt") and job.events("preflight")[-1]["bad"] == bad
 
 

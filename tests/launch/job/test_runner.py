@@ -15,7 +15,7 @@ from drover.launch.job.host import StepEnd
 from drover.launch.job.joblock import JobLock
 from drover.launch.job.preflight import PreflightResult
 from drover.launch.slurm.chain import Chain, ChainJob
-from drover.launch.slurm.nodes import add_strike
+from drover.launch.slurm.nodes import record_failure
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.signed import SECRET
@@ -254,16 +254,16 @@ def test_the_stop_file(job):
 
 
 def test_the_start_that_nobody_saw_the_end_of(job):
-    """An accident that two notice is one strike."""
+    """An accident that two notice is one failure."""
     job.unseen(0)
-    add_strike(job.run, "n2", "12.0.0", "was late when training hung")
+    record_failure(job.run, "n2", "12.0.0", "was late when training hung")
     job.slurm.down = {"n2": "down*"}
     status, log = job.go("work", restart=1)
     assert status == 0, log
     assert job.ends() == ["crashed requeue", DONE]
     assert job.events("ended")[0]["reason"] == "lost n2 (down*)" and job.events("attempt")[-1]["start"] == 1
-    assert "n2 went down (down*) (strike 1 within a day)" in log
-    assert [strike["node"] for strike in read_lines(job.run / "launch/nodes.jsonl")] == ["n2", "n2"]
+    assert "n2 went down (down*) (failure 1 within a day)" in log
+    assert [failure["node"] for failure in read_lines(job.run / "launch/nodes.jsonl")] == ["n2", "n2"]
 
 
 @pytest.mark.parametrize("cause", ["lost n2", "its runner was killed", ""])

@@ -11,7 +11,7 @@ import yaml
 
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import wanted_ids
-from drover.launch.slurm.nodes import add_strike
+from drover.launch.slurm.nodes import record_failure
 from drover.launch.slurm.scheduler import COLUMNS
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import write_text
@@ -21,7 +21,7 @@ from tests.launch.slurm.test_wait_reasons import DOWN
 from tests.refusal import table
 
 
-@pytest.mark.parametrize("said, answer, state, remark", table(r"""
+@pytest.mark.parametrize("message, answer, state, remark", table(r"""
     preempted -> PENDING BeginTime -> waiting -> after about two minutes
     preempted -> COMPLETING -> running -> ^$
     null -> RUNNING -> running -> ^$
@@ -42,8 +42,8 @@ from tests.refusal import table
     preempted -> null -> stopped -> ^Slurm does not answer
     failed -> null -> failed -> ^Slurm does not answer
     null -> null -> waiting -> ^Slurm does not answer""", yaml.safe_load, yaml.safe_load))
-def test_its_word_and_the_queue(run, said, answer, state, remark):
-    seen = run.training(said, step=300, reason="why").status(answer and {"16": answer, **DEPENDENTS})
+def test_its_word_and_the_queue(run, message, answer, state, remark):
+    seen = run.training(message, step=300, reason="why").status(answer and {"16": answer, **DEPENDENTS})
     assert [row.state for row in seen.rows] == [*["done"] * 3, state, *["waiting"] * 3]
     assert re.search(remark, " ".join(seen.remarks))
     # What waits behind one that failed waits in vain, and so does who watches.
@@ -55,8 +55,8 @@ def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
     """As much of the reason as the column of squeue holds."""
     write_text(run.folder / "config.yaml", f"launch: {{train: {{nodes: {nodes}}}}}")
     run.submitted(run.job("16", "train"))
-    said, = run.status({"16": f"PENDING {DOWN[:dict(COLUMNS)['Reason']]}"}).remarks
-    assert said.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in said) == offered
+    remark, = run.status({"16": f"PENDING {DOWN[:dict(COLUMNS)['Reason']]}"}).remarks
+    assert remark.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in remark) == offered
 
 
 def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
@@ -140,7 +140,7 @@ def test_failed_nodes_and_a_request_to_stop(run):
     run.state("train", "running", job="16")
     write_text(run.folder / "launch/stop", "maintenance\n")
     for number in range(2):
-        add_strike(run.folder, "n3", f"16.{number}", "was late")
+        record_failure(run.folder, "n3", f"16.{number}", "was late")
     run.done("shard", "tokenizer", "encode", until=1)
     assert run.status({"16": "RUNNING", **DEPENDENTS}).remarks == [
         "a request to stop training is pending (maintenance): it saves and ends",

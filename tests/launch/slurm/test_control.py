@@ -59,14 +59,14 @@ def test_why_a_run_stopped(run, programs, capsys):
         run.attempt("ended", "report", f"19_{element}", status=status, reason="")
     run.job_log("17", "refused: the code changed\n")
     assert why(run.folder, programs.scheduler()) == 0
-    said = capsys.readouterr().out
-    assert "! train failed: given up" in said
-    assert said.count("on n1, n2: crashed: rank 3 on n2: killed\n    rank 3: start ") == 9
-    assert "rank 3: start 2\\x1b[2J\n    rank 3: it broke\n" in said and "start 1\\x1b" not in said
-    assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: it runs, or nothing is known of its end" in said
-    assert f"convert, job 17, without a start: {run.folder}/launch/submitit/17_0_log.out\n    refused: " in said
-    assert "report, job 19_1, start 0, at 2026-11-21T11:50 UTC on n1: failed\n    no log is in " in said
-    assert "19_0" not in said and "encode, job" not in said and "job 7," not in said and "not me" not in said
+    message = capsys.readouterr().out
+    assert "! train failed: given up" in message
+    assert message.count("on n1, n2: crashed: rank 3 on n2: killed\n    rank 3: start ") == 9
+    assert "rank 3: start 2\\x1b[2J\n    rank 3: it broke\n" in message and "start 1\\x1b" not in message
+    assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: it runs, or nothing is known of its end" in message
+    assert f"convert, job 17, without a start: {run.folder}/launch/submitit/17_0_log.out\n    refused: " in message
+    assert "report, job 19_1, start 0, at 2026-11-21T11:50 UTC on n1: failed\n    no log is in " in message
+    assert not [words for words in ("19_0", "encode, job", "job 7,", "not me") if words in message]
 
 
 def test_why_a_run_on_this_machine_stopped_before_its_first_start(tmp_path, programs, capsys):
@@ -76,10 +76,10 @@ def test_why_a_run_on_this_machine_stopped_before_its_first_start(tmp_path, prog
     assert f"{run.folder}/logs/local.log\n    start 0 cannot be recorded" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, said", [("demo", "no job of "), ("local", "nothing to cancel")])
-def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, said):
+@pytest.mark.parametrize("name, message", [("demo", "no job of "), ("local", "nothing to cancel")])
+def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, message):
     programs.queue("12_0 COMPLETED")
-    assert cancel(tmp_path / name, programs.scheduler()) == 0 and said in capsys.readouterr().out
+    assert cancel(tmp_path / name, programs.scheduler()) == 0 and message in capsys.readouterr().out
     assert programs.calls("scancel") == []
 
 
@@ -89,17 +89,17 @@ def test_cancel_when_slurm_is_silent(run, programs, capsys):
     assert programs.calls("scancel") == [f"scancel {id}" for id in (19, 18, 17, 16, 15, 13, 12)]
     programs.say("scancel", error=NO_CONTROLLER, status=1)
     assert cancel(run.folder, programs.scheduler()) == 1 and programs.calls("scancel")[7:] == ["scancel 19"]
-    said = capsys.readouterr().err
-    assert "squeue does not answer" in said and f"drover cancel {run.folder}" in said
+    message = capsys.readouterr().err
+    assert "squeue does not answer" in message and f"drover cancel {run.folder}" in message
 
 
-@pytest.mark.parametrize("status, line, written, said", table("""
+@pytest.mark.parametrize("status, line, written, message", table("""
     preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> when its job starts again
     null -> 16 PENDING Dependency -> false -> removes it from the queue
     null -> 16 RUNNING -> true -> after its current step
     running -> 16 RUNNING -> true -> training will stop after its current step
     running -> null -> true -> Slurm does not answer, so training may not be running""", *[yaml.safe_load] * 3))
-def test_stop_writes_only_where_something_reads_it(run, programs, capsys, status, line, written, said):
+def test_stop_writes_only_where_something_reads_it(run, programs, capsys, status, line, written, message):
     if status:
         run.state("train", status, job="16")
     if line:
@@ -107,7 +107,7 @@ def test_stop_writes_only_where_something_reads_it(run, programs, capsys, status
     assert stop(run.folder, programs.scheduler()) == 0
     assert (run.folder / STOP).exists() is written
     shown = capsys.readouterr()
-    assert said in shown.out + shown.err and (GO_ON in shown.out) == written
+    assert message in shown.out + shown.err and (GO_ON in shown.out) == written
 
 
 def two_starts(run):
@@ -134,8 +134,8 @@ def test_of_an_endless_log_the_end_is_shown(run, capsys, monkeypatch, name):
         file.seek(0, os.SEEK_END)
         file.write(b"\n3: the end\n")
     assert logs(run.folder, "train", 3) == 0
-    said = capsys.readouterr().out
-    assert "The first 4.4 TB are left out." in said and said.endswith("the end\n") and len(said) < 1000
+    message = capsys.readouterr().out
+    assert "The first 4.4 TB are left out." in message and message.endswith("the end\n") and len(message) < 1000
     assert start_logs.last_lines(run.folder / "logs/train/16.1", 3, 2, 9)[-1].endswith("the end")
 
 
@@ -150,13 +150,13 @@ def test_a_log_commands_no_terminal(run, capsys):
     assert shown == "\\x1b]0;title\\x07\\x1b[31m 10%\n 20%\n\\x9b2J \\xff" + "☃" * 30_000
 
 
-@pytest.mark.parametrize("arguments, said", table("""
+@pytest.mark.parametrize("arguments, message", table("""
     {stage: trian} -> There is no stage trian. The stages are shard, tokenizer
     {stage: train, rank: 7} -> There is no log of rank 7 of train in .*; its newest start has ranks 0-3.
     {stage: encode} -> There is no log of rank 0 of encode in .*. .drover why""", yaml.safe_load))
-def test_logs_that_are_not_there(run, arguments, said):
+def test_logs_that_are_not_there(run, arguments, message):
     two_starts(run)
-    refused(UserError, said, logs, run.folder, **arguments)
+    refused(UserError, message, logs, run.folder, **arguments)
 
 
 def test_following_over_a_restart(run, capsys, monkeypatch):
@@ -167,15 +167,15 @@ def test_following_over_a_restart(run, capsys, monkeypatch):
         run.log(f"train/{start}/node0.log", words)
         run.attempt("attempt", "train", "16", start=int(start[-1]), ranks=2, nodes=["n1"])
 
-    def said(words):
+    def message(words):
         with open(run.folder / "logs/train/16.0/node0.log", "a") as file:
             file.write(words)
 
     def interrupt():
         raise KeyboardInterrupt
 
-    happens = iter([lambda: began("16.0", "0: one\n1: and another"), lambda: said("'s\n 0: two\n1: x\n0: la"),
-                    lambda: (said("st words\n"), began("16.1", "0: three\n")), interrupt])
+    happens = iter([lambda: began("16.0", "0: one\n1: and another"), lambda: message("'s\n 0: two\n1: x\n0: la"),
+                    lambda: (message("st words\n"), began("16.1", "0: three\n")), interrupt])
     monkeypatch.setattr(control.time, "sleep", lambda seconds: next(happens)())
     assert logs(run.folder, "train", follow=True) == 130
     shown = [line for line in capsys.readouterr().out.splitlines() if line]

@@ -11,7 +11,7 @@ import yaml
 from drover.launch.job.runner import Runner
 from drover.launch.job.srun import SlurmHost
 from drover.launch.processes import PORTS, free_port
-from drover.launch.slurm.nodes import NODES, failing, few, lost, strikes
+from drover.launch.slurm.nodes import NODES, failing, failures, few, lost
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
@@ -19,7 +19,7 @@ from tests.launch.fake_job import Slurm, chain_of
 from tests.refusal import table
 
 
-def strike(folder, node, hours, job):
+def fail(folder, node, hours, job):
     at = datetime.now(UTC) - timedelta(hours=hours)
     append_line(folder / NODES, {"node": node, "at": at.isoformat(), "job": job})
 
@@ -28,9 +28,9 @@ def test_nodes_with_two_strikes_within_a_day_are_left_out(tmp_path):
     """Never more than a few: those that failed most often go first, then those that failed last."""
     for node, hours in (("n1", (1, 2, 3)), ("n2", (1, 23)), ("n3", (1, 2)), ("n4", (1, 25))):
         for number in hours:
-            strike(tmp_path, node, number, f"{number}.0")
+            fail(tmp_path, node, number, f"{number}.0")
     append_line(tmp_path / NODES, {"at": "now"})
-    assert strikes(tmp_path) == {"n1": 3, "n3": 2, "n2": 2, "n4": 1}, "strikes lapse"
+    assert failures(tmp_path) == {"n1": 3, "n3": 2, "n2": 2, "n4": 1}, "failures expire"
     assert failing(tmp_path, 2) == (["n1"], ["n3", "n2"]) and failing(tmp_path, 40) == (["n1", "n3"], ["n2"])
     assert [few(wanted) for wanted in (1, 64, 4096)] == [1, 3, 204]
 
@@ -38,10 +38,10 @@ def test_nodes_with_two_strikes_within_a_day_are_left_out(tmp_path):
 def test_a_start_that_ends_well_with_a_checkpoint_lifts_the_strikes_of_its_nodes(job):
     """Those of other nodes still count."""
     for node, number in (("n1", 1), ("n2", 1), ("n2", 2), ("n9", 3)):
-        strike(job.run, node, 1, f"11.{number}")
+        fail(job.run, node, 1, f"11.{number}")
     job.slurm.nodes = ("n1", "n2", "n3")
     job.go("save 10", "lose n2", "asked", nodes=2, node_counts=(2,), spare_nodes=1)
-    assert strikes(job.run) == {"n2": 3, "n9": 1}
+    assert failures(job.run) == {"n2": 3, "n9": 1}
 
 
 def test_lost_nodes(programs):
@@ -91,7 +91,8 @@ def runner(job, nodes, restart=0):
 
 
 def test_who_was_late_when_training_hung(job):
-    """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
+    """The late node gets a failure record, and at its second the jobs that wait leave it out. Half of the
+    nodes get none."""
     job.spec = replace(job.spec, links=2, ranks=4)
     chain_of(job, "12", "13")
 
@@ -103,15 +104,15 @@ def test_who_was_late_when_training_hung(job):
         there.number = start
         return there._hang()
 
-    assert "rank 3 (n3)" in late(0) and strikes(job.run) == {"n3": 1} and not job.slurm.left_out
+    assert "rank 3 (n3)" in late(0) and failures(job.run) == {"n3": 1} and not job.slurm.left_out
     assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n3"]}
-    assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n3": 2}, "of two nodes it is not the nodes"
+    assert "rank 3" in late(2, nodes=2) and failures(job.run) == {"n3": 2}, "of two nodes it is not the nodes"
 
 
-@pytest.mark.parametrize("count, struck", [(3, 3), (4, 0)])
-def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, struck):
+@pytest.mark.parametrize("count, recorded", [(3, 3), (4, 0)])
+def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, recorded):
     nodes = [f"n{number}" for number in range(count)]
-    assert runner(job, 64)._record_failures(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:struck], 1)
+    assert runner(job, 64)._record_failures(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:recorded], 1)
 
 
 def test_starts_are_counted_over_restarts(job):

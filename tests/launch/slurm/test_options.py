@@ -18,7 +18,7 @@ OURS = shlex.quote(sys.executable)
 
 
 @pytest.fixture
-def asked(launcher):
+def requested(launcher):
     """Gives the parameters of a train job on two nodes with 8 GPUs each."""
     def made(**launch):
         settings = {"gpus_per_node": 8, "train.nodes": 2, **launch}
@@ -35,13 +35,13 @@ def asked(launcher):
     gpus -> 16
     gpus-per-task -> h100:1
     gres -> nvme:1,gpu:8""", str, yaml.safe_load))
-def test_gpus_are_asked_for_once(asked, name, value):
-    job = asked(extra={name: value})
+def test_gpus_are_asked_for_once(requested, name, value):
+    job = requested(extra={name: value})
     assert [str(given) for key, given in job.items() if key.startswith(("gres", "gpus"))] == [str(value)]
 
 
-def test_other_options_and_the_type_of_the_gpus(asked):
-    job = asked(gpu_type="h100", extra={"gres": "nvme:1", "exclusive": True, "overcommit": False})
+def test_other_options_and_the_type_of_the_gpus(requested):
+    job = requested(gpu_type="h100", extra={"gres": "nvme:1", "exclusive": True, "overcommit": False})
     assert (job["exclusive"], job["gpus_per_node"], job["gres"]) == (True, "h100:8", "nvme:1")
     assert "overcommit" not in job and "gpus-per-node" not in job
 
@@ -69,8 +69,8 @@ def test_whose_python_runs_the_runner(launch, python):
     assert outer_python(launch, contained=bool(launch.wrap)) == python
 
 
-def test_a_site_that_does_not_count_gpus(asked):
-    job = asked(request_gpus=False, extra={"gres": "nvme:1"})
+def test_a_site_that_does_not_count_gpus(requested):
+    job = requested(request_gpus=False, extra={"gres": "nvme:1"})
     assert (job["ntasks_per_node"], job["gres"]) == (8, "nvme:1") and not any("gpus" in name for name in job)
 
 
@@ -88,30 +88,30 @@ def test_each_task_may_be_given_a_gpu_of_its_own(launcher, setting, given):
 
 @pytest.mark.parametrize("name", ["A B", "A-B", "A=B", "", "1A"])
 def test_a_variable_that_no_shell_can_export_is_refused(launcher, name):
-    said = launcher.refused(f"--stage all {DRY}", f"launch.environment={json.dumps({name: 'x'})}")
-    assert f"'launch.environment.{name}' is {name!r} (str): string should match pattern" in said
+    message = launcher.refused(f"--stage all {DRY}", f"launch.environment={json.dumps({name: 'x'})}")
+    assert f"'launch.environment.{name}' is {name!r} (str): string should match pattern" in message
 
 
-def test_limits_of_the_shell_stay_there(asked):
-    assert asked()["propagate"] == "NONE"
-    assert asked(extra={"propagate": "MEMLOCK,STACK"})["propagate"] == "MEMLOCK,STACK"
+def test_limits_of_the_shell_stay_there(requested):
+    assert requested()["propagate"] == "NONE"
+    assert requested(extra={"propagate": "MEMLOCK,STACK"})["propagate"] == "MEMLOCK,STACK"
 
 
 @pytest.mark.parametrize("folder", ["r%u", "100%", "%%", "50%N of it", "$a"])
 def test_the_log_is_where_its_path_says(launcher, folder):
-    found = planned(launcher.accepted(f"--stage all --nodes 2 {DRY}", f"runs_dir={launcher.work}/{folder}"))
+    result = planned(launcher.accepted(f"--stage all --nodes 2 {DRY}", f"runs_dir={launcher.work}/{folder}"))
     path = f"{launcher.work}/{folder}/trial/launch/submitit".replace("%", "%%")
-    assert [found[key]["output"] for key in ("train", "encode")] == [
+    assert [result[key]["output"] for key in ("train", "encode")] == [
         f"{path}/%j_0_log.out", f"{path}/%A_%a_0_log.out"]
 
 
 @pytest.mark.parametrize("folder", ["a\\b", "r%j", "%A", "x%a"])
 def test_what_slurm_cannot_write_to_is_refused(launcher, folder):
-    said = launcher.refused(f"--stage all {DRY}", f"runs_dir={launcher.work}/{folder}")
-    assert f"The run folder {launcher.work}/{folder}/trial has" in said
+    message = launcher.refused(f"--stage all {DRY}", f"runs_dir={launcher.work}/{folder}")
+    assert f"The run folder {launcher.work}/{folder}/trial has" in message
 
 
-@pytest.mark.parametrize("setup, status, said", table("""
+@pytest.mark.parametrize("setup, status, message", table("""
     ["module() { return 1; }", module load nosuch] -> 1 -> (line 2, module load nosuch)
     ["true", nosuch --x] -> 127 -> (line 2, nosuch --x)
     [if true, then, cd /nosuch, fi] -> 1 -> (line 3, cd /nosuch)
@@ -123,16 +123,16 @@ def test_what_slurm_cannot_write_to_is_refused(launcher, folder):
     [". $FILE || true", "if nosuch; then true; fi", "trap 'echo mine' EXIT"] -> 0 -> ''
     [set -euo pipefail, set -E] -> 0 -> ''
     [] -> 0 -> ''""", lambda text: yaml.safe_load(text.replace("\\\\n", "\\n")), int, lambda text: text.strip("'")))
-def test_a_line_of_the_setup_that_fails_is_named(tmp_path, setup, status, said):
+def test_a_line_of_the_setup_that_fails_is_named(tmp_path, setup, status, message):
     """What fails inside of a sourced file is that file's business, but how it ends is not. Afterwards failures are the
     script's own."""
     (tmp_path / "file").write_text("false\necho on\n[ -n '' ]\n")
     script = tmp_path / "script"
     script.write_text("\n".join(["#!/bin/bash", *setup_lines(LaunchConfig(setup=setup)), "false", "echo ready"]))
     answer = subprocess.run(["/bin/bash", script], capture_output=True, text=True, env={"FILE": f"{tmp_path}/file"})
-    assert answer.returncode == status and ("ready" in answer.stdout) == (not said), answer
-    assert ("launch.setup failed" in answer.stderr) == bool(said)
-    assert f"exit status {status} {said}." * bool(said) in answer.stderr
+    assert answer.returncode == status and ("ready" in answer.stdout) == (not message), answer
+    assert ("launch.setup failed" in answer.stderr) == bool(message)
+    assert f"exit status {status} {message}." * bool(message) in answer.stderr
 
 
 def test_a_setup_that_ends_the_job_fails():
@@ -142,7 +142,7 @@ def test_a_setup_that_ends_the_job_fails():
     assert answer.returncode == 1 and "launch.setup failed with exit status 0" in answer.stderr
 
 
-def test_the_environment_holds_in_the_script_too_and_after_the_setup(asked):
-    *setup, path, traps = asked(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"})["setup"]
+def test_the_environment_holds_in_the_script_too_and_after_the_setup(requested):
+    *setup, path, traps = requested(setup=["export TMPDIR=/x"], environment={"TMPDIR": "/local/a b"})["setup"]
     assert setup[-3:] == ["export TMPDIR=/x", "in_setup=; set +e", "export TMPDIR='/local/a b'"]
     assert path.startswith("export PYTHONPATH=") and traps.startswith("trap ")

@@ -9,9 +9,6 @@ from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, queue_line
 from tests.waiting import wait_for
 
-NODE = """\
-NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=2 CPUEfctv=4 CPUTot=4 CPULoad=2.20 AvailableFeatures=(null) \
-Gres=(null) NodeAddr=10.0.0.7 NodeHostName=vm Port=27001 Version=22.05.8 State=MIXED ThreadsPerCore=1"""
 ACCOUNTED = """\
 2|PENDING|Dependency|None assigned
 3|RUNNING|None|n[1-3]
@@ -37,11 +34,11 @@ def test_queue_answers_for_jobs_and_arrays(programs):
 def test_accounting_knows_what_left_the_queue(programs):
     programs.queue("3 RUNNING None n[1-3] 2:29")
     programs.say("sacct", ACCOUNTED)
-    found = programs.scheduler().jobs(["1_0", "1_2", "10", "3", "2"])
-    assert {id: job.state for id, job in found.items()} == {
+    result = programs.scheduler().jobs(["1_0", "1_2", "10", "3", "2"])
+    assert {id: job.state for id, job in result.items()} == {
         # The database still has job 2 as pending, which the queue does not know: it has missed its end.
         "1_0": "COMPLETED", "1_2": "FAILED", "10": "CANCELLED", "3": "RUNNING", "2": "unknown"}
-    assert found["1_2"] == JobInfo("1_2", "FAILED", "JobArrayTaskLimit", "n1") and found["10"].nodes == ""
+    assert result["1_2"] == JobInfo("1_2", "FAILED", "JobArrayTaskLimit", "n1") and result["10"].nodes == ""
     assert programs.calls("sacct")[0].startswith("sacct --noheader --parsable2 --allocations --jobs 1,10,2 ")
 
 
@@ -51,8 +48,8 @@ def test_one_bad_id_does_not_hide_the_others(programs, accounting):
     programs.do("squeue", f"case \"$*\" in *--jobs*) echo '{NO_JOB}' >&2; exit 1;; esac\n"
                           f"echo '{queue_line('5', 'RUNNING')}'")
     programs.do("sacct", accounting)
-    found = programs.scheduler(timeout_s=1).jobs(["5", "99_2"])
-    assert (found["5"].state, found["99_2"]) == ("RUNNING", JobInfo("99_2"))
+    result = programs.scheduler(timeout_s=1).jobs(["5", "99_2"])
+    assert (result["5"].state, result["99_2"]) == ("RUNNING", JobInfo("99_2"))
 
 
 @pytest.mark.parametrize("script", [
@@ -74,15 +71,6 @@ def test_cancel_minds_no_ended_job(programs):
         None, None, "Kill job error on job id 7: Access/permission denied"]
     programs.say("scancel", error=f"scancel: error: {NO_CONTROLLER}", status=1)
     assert programs.scheduler().cancel("9") == NO_CONTROLLER
-
-
-def test_nodes(programs):
-    programs.say("sinfo", "n1|mixed\nn1|mixed\nn2|down*")
-    programs.do("scontrol", f"cat <<'END'\n{NODE}\nEND\n")
-    scheduler = programs.scheduler()
-    assert scheduler.node_states(["n1", "n2", "n9"]) == {"n1": "mixed", "n2": "down*"}
-    assert scheduler.node_address("n1") == "10.0.0.7"
-    assert programs.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
 
 
 def test_a_users_own_formats_and_options_are_left_out(programs):

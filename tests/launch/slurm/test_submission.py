@@ -14,8 +14,8 @@ import pytest
 
 from drover.launch.job.spec import JobSpec
 from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import go_on
-from drover.launch.slurm.nodes import add_strike
+from drover.launch.run_status.run_status import continue_command
+from drover.launch.slurm.nodes import record_failure
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
 from tests.launch.launcher import planned
@@ -71,8 +71,8 @@ launch.signal_s=180 'launch.setup=[module load cuda]'"""
 
 def option(script, name):
     """The value of an #SBATCH option; "" for one without a value, None where it is absent."""
-    found = re.search(rf"^#SBATCH --{name}(?:=(.*))?$", script, re.MULTILINE)
-    return None if found is None else (found[1] or "").strip("'")
+    result = re.search(rf"^#SBATCH --{name}(?:=(.*))?$", script, re.MULTILINE)
+    return None if result is None else (result[1] or "").strip("'")
 
 
 def test_the_script_of_training_on_four_nodes(slurm):
@@ -95,9 +95,9 @@ def test_the_script_of_training_on_four_nodes(slurm):
 def test_the_plan_for_four_nodes(launcher):
     shown = launcher.accepted(f"{FOUR_NODES} --dry-run")
     assert not launcher.run.exists(), "a dry run writes nothing"
-    found = planned(shown)
-    asked = ("dependency", "array_parallelism", "gpus_per_node", "nodes", "ntasks_per_node")
-    assert [(key, *(str(job.get(name)) for name in asked)) for key, job in found.items()] == table("""
+    result = planned(shown)
+    requested = ("dependency", "array_parallelism", "gpus_per_node", "nodes", "ntasks_per_node")
+    assert [(key, *(str(job.get(name)) for name in requested)) for key, job in result.items()] == table("""
         shard -> None -> 4 -> None -> 1 -> 1
         tokenizer -> afterok:ID_OF_shard -> None -> None -> 1 -> 1
         encode -> afterok:ID_OF_tokenizer -> 4 -> None -> 1 -> 1
@@ -114,8 +114,8 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     shown = launcher.accepted("""--stage all --nodes 2 --dry-run launch.train.links=3 launch.requeue=false
         launch.shard.array=1 launch.encode.links=2 launch.encode.array=5 launch.encode.at_once=2 train.micro_batch=1
         'launch.extra={comment: night}' launch.qos=high launch.constraint=h100""")
-    found = planned(shown)
-    assert [(key, str(job.get("dependency"))) for key, job in found.items()] == table("""
+    result = planned(shown)
+    assert [(key, str(job.get("dependency"))) for key, job in result.items()] == table("""
         shard -> None
         tokenizer -> afterok:ID_OF_shard
         encode-1 -> afterok:ID_OF_tokenizer
@@ -126,14 +126,14 @@ def test_links_arrays_and_sites_without_requeue(launcher):
         convert -> afterok:ID_OF_train
         evaluate -> afterok:ID_OF_convert
         report -> afterok:ID_OF_evaluate""")
-    name, = {found[key]["job_name"] for key in ("train-1", "train-2", "train")}
+    name, = {result[key]["job_name"] for key in ("train-1", "train-2", "train")}
     other = planned(launcher.accepted("--stage all --cluster slurm --dry-run runs_dir=other"))
     assert name.startswith("trial-train-") and other["train"]["job_name"] not in (name, "trial-train"), \
         "singleton goes by the name: a run of another folder is not waited for"
-    assert found["encode-1"]["array_parallelism"] == found["encode"]["array_parallelism"] == 2
+    assert result["encode-1"]["array_parallelism"] == result["encode"]["array_parallelism"] == 2
     assert all(job["no-requeue"] is True and "requeue" not in job and not any("requeue" in line for line in
                job["teardown"]) and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", job["comment"])
-               and [job["qos"], job["constraint"]] == ["high", "h100"] for job in found.values())
+               and [job["qos"], job["constraint"]] == ["high", "h100"] for job in result.values())
     assert "link 2 of 3" in shown
 
 
@@ -158,7 +158,7 @@ def test_submission_chains_what_is_not_done(slurm):
     assert "steps: 40" in Path(chain.config).read_text() and slurm.run in Path(chain.config).parents
     # What is to continue is not forced again.
     assert "the same command without --force submits what is left" in shown
-    assert "--force" in chain.command and "--force" not in go_on(read_run(slurm.run))
+    assert "--force" in chain.command and "--force" not in continue_command(read_run(slurm.run))
     assert spec.command[spec.command.index("--force-id") + 1] == chain.id and "--force" not in spec.command
 
 
@@ -197,7 +197,7 @@ odd|1|64+||none||
 big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
 
 
-@pytest.mark.parametrize("words, said", table("""
+@pytest.mark.parametrize("words, message", table("""
     launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs each, but the partition has 4 with 4 \
 cores, 0 GPUs: change launch.cpus
     --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
@@ -208,11 +208,11 @@ cores, 2 GPUs | has 4 with 4 cores, 0 GPUs: | launch.request_gpus=false requests
 allows 2: request fewer
     launch.time=60 launch.convert.time=61 -> convert: requests 61 min, but the partition debug (without launch.qos) \
 allows 60: request less"""))
-def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, said):
+def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, message):
     """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
     slurm.programs.say("sinfo", SITE)
     complaint = slurm.refused(f"--stage all {words}")
-    assert all(part in complaint for part in said.split(" | ")) and not list(slurm.queue.iterdir()), complaint
+    assert all(part in complaint for part in message.split(" | ")) and not list(slurm.queue.iterdir()), complaint
 
 
 @pytest.mark.parametrize("words", [
@@ -225,18 +225,18 @@ def test_what_a_partition_takes_is_queued(slurm, words):
 
 
 def test_a_refused_submission_says_what_is_queued(slurm):
-    said = slurm.refused("--stage all", REFUSED="103")
-    assert "trial-encode: invalid partition. What to do: set launch.partition; `sinfo` shows those that" in said
-    assert f"Queued before it: 101 102; `drover cancel {slurm.run}` removes all jobs of the run" in said
+    message = slurm.refused("--stage all", REFUSED="103")
+    assert "trial-encode: invalid partition. What to do: set launch.partition; `sinfo` shows those that" in message
+    assert f"Queued before it: 101 102; `drover cancel {slurm.run}` removes all jobs of the run" in message
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
-    assert slurm.chain.refused in said
+    assert slurm.chain.refused in message
     assert "Queued before it: nothing; " in slurm.refused("--stage all name=other", REFUSED="103")
 
 
 def test_nodes_that_failed_twice_are_left_out(slurm):
     for node in ("n3", "n7"):
         for job in ("1.0", "1.1"):
-            add_strike(slurm.run, node, job, "went down")
+            record_failure(slurm.run, node, job, "went down")
     (slurm.run / "launch/stop").touch()
     shown = slurm.accepted("--stage all")
     assert "excluded  n7: failed twice within a day" in shown
@@ -247,14 +247,14 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
 
 def test_all_that_the_site_forbids_is_told_at_once(slurm):
     slurm.programs.say("sinfo", SITE)
-    said = slurm.refused("""--stage all --nodes 4 launch.cpus=1 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
+    message = slurm.refused("""--stage all --nodes 4 launch.cpus=1 launch.train.time=4 launch.secrets=[NO_SUCH_TOKEN]
         launch.gpu_memory_gb=0.000001 launch.environment.HF_TOKEN=hf_abc""")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     for part in ("train: requests 4 nodes, but the partition debug", "requests 240 min, but the partition debug",
                  "a GPU has 1 kB (launch.gpu_memory_gb)", "your shell has no such variable",
                  "contains what looks like a secret (HF_TOKEN)"):
-        assert part in said, part
-    assert "hf_abc" not in said
+        assert part in message, part
+    assert "hf_abc" not in message
     assert "are free at" in slurm.refused(
         "--stage all train.checkpoint.permanent_every=1 train.steps=200000000 train.warmup_steps=3")
     slurm.accepted("--stage all launch.cpus=1 launch.time=60 launch.gpu_memory_gb=1")

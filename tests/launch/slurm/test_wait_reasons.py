@@ -65,15 +65,15 @@ STUCK = {"PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssocMax
 @pytest.mark.parametrize("reason, words", WORDS)
 def test_reasons_in_plain_words(reason, words):
     for several in (False, True):
-        said = meaning(reason, "12", several=several)
-        assert words in said and "{" not in said
+        message = meaning(reason, "12", several=several)
+        assert words in message and "{" not in message
     assert is_stuck(reason) == (reason in STUCK)
 
 
 FAILED = "sbatch: error: Batch job submission failed: "
 
 
-@pytest.mark.parametrize("said, advice", table("""
+@pytest.mark.parametrize("message, advice", table("""
     Node count specification invalid -> --nodes
     Memory required by task is not available -> launch.mem
     Requested time limit is invalid (missing or exceeds some limit) -> launch.time
@@ -84,11 +84,12 @@ FAILED = "sbatch: error: Batch job submission failed: "
     Job violates accounting/QOS policy (job submit limit, user's size and/or time limits) -> --stage
     Requested node configuration is not available -> mem, cpus
     Invalid generic resource (gres) specification -> gpu_type"""))
-def test_refusals_of_sbatch_name_the_settings(said, advice):
-    assert (found := refusal(FAILED + said, ""))[0] == f"Batch job submission failed: {said}" and advice in found[1]
+def test_refusals_of_sbatch_name_the_settings(message, advice):
+    why, what_to_do = refusal(FAILED + message, "")
+    assert why == f"Batch job submission failed: {message}" and advice in what_to_do
 
 
 def test_what_a_site_says_of_its_rules_is_kept():
-    said, advice = refusal(f"sbatch: error: Name a project. See https://a.org\n{FAILED}Unspecified error\n", "")
-    assert said == "Name a project. See https://a.org; Batch job submission failed: Unspecified error"
+    message, advice = refusal(f"sbatch: error: Name a project. See https://a.org\n{FAILED}Unspecified error\n", "")
+    assert message == "Name a project. See https://a.org; Batch job submission failed: Unspecified error"
     assert "launch.extra" in advice and refusal("sbatch: error: no", "what?") == ("no", "what?")
