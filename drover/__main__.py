@@ -25,7 +25,7 @@ COMMANDS = {
     "trace": ("tools.trace.__main__:main", "find the documents of a training step, or the steps that saw a document"),
     "verify": ("tools.verify:main", "check every file of a run against its recorded hash"),
     "audit": ("tools.audit:main", "check that every training sample was used exactly once"),
-    "export-tokens": ("tools.export_tokens.__main__:main", "write tokens for Megatron or the datasets library"),
+    "export-tokens": ("tools.export_tokens:main", "write tokens for Megatron"),
     "copy-tokens": ("tools.copy_tokens:main", "copy a run's tokens to an object store"),
     "rehearse": ("tools.rehearse:main", "compute the memory and traffic of a training step, without GPUs"),
     "presets": ("tools.presets:main", "list model shapes: parameters, memory, cost of training"),
@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def program(command: str) -> Program:
     """The program of a subcommand."""
     module, _, name = COMMANDS[command][0].partition(":")
-    found: Program = getattr(import_module(f"drover.{module}"), name)
-    return found
+    result: Program = getattr(import_module(f"drover.{module}"), name)
+    return result
 
 
 def completion(shell: str) -> str:

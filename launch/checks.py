@@ -24,7 +24,7 @@ from drover.pipeline.contract.stages import STAGES, before, follows_training
 from drover.pipeline.core.console import counted, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
 from drover.pipeline.data.readers import absent_columns
-from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
+from drover.pipeline.records.checkpoints import complete_checkpoints, valid_marker
 from drover.pipeline.storage.store import Store, preflight
 
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY",
@@ -264,10 +264,10 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
         if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))
     for path in () if forced else reversed(complete_checkpoints(run.own_folder("train"))):
-        if (marker := whole_marker(path)) is not None:  # training renames a corrupted one
-            if train.phases or marker.get("config", {}).get("train", {}).get("phases"):
+        if (marker := valid_marker(path)) is not None:  # training renames a corrupted one
+            if train.phases or marker.config.get("train", {}).get("phases"):
                 from drover.pipeline.training.resume import changed_future  # imports torch
-                progress = TrainingProgress(**marker["progress"])
+                progress = marker.progress
                 for text in changed_future(path, progress, PhasePlan.of(train)):
                     say("note", f"plan changed after step {progress.step}: {text}")
             break

@@ -136,15 +136,15 @@ def _convert(work: Work) -> None:
 def _files_of(checkpoint: Path) -> list[Expected]:
     """The files of a checkpoint to be averaged, from its own marker; UserError if it is not complete."""
     from drover.pipeline.contract.input_check import Expected
-    from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, whole_marker
+    from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, valid_marker
 
-    if (marker := whole_marker(checkpoint)) is None:
+    if (marker := valid_marker(checkpoint)) is None:
         there = ", ".join(str(step_of(path)) for path in complete_checkpoints(checkpoint.parent.parent))
         raise UserError(f"convert.average names step {step_of(checkpoint)}, but {checkpoint.parent} has no complete "
                         f"checkpoint of it (there are those of {there or 'none'}). Training saves after the steps of "
                         f"convert.average only if the setting is there before. Name steps that exist, or train again.")
     return [Expected(checkpoint / record["path"], record["sha256"], "is not what training saved",
-                     "Restore the right file, or leave its step out of convert.average") for record in marker["files"]]
+                     "Restore the right file, or leave its step out of convert.average") for record in marker.files]
 
 
 def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, tokenizer: Tokenizer,

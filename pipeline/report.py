@@ -33,7 +33,7 @@ def report(work: Work) -> None:
         link = work.run.folder / name
         link.unlink(missing_ok=True)
         link.symlink_to(f"{work.name}/{name}")
-    work.say(document.verdict)
+    work.say(document.result)
     work.commit([output_record(work.folder, work.folder / name) for name in pages], {})
     work.say(f"open {(work.run.folder / 'report.html').absolute()}")
 

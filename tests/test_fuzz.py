@@ -37,8 +37,9 @@ from drover.pipeline.records.checkpoints import complete_checkpoints, read_marke
 from drover.pipeline.records.generation_settings import read_settings
 from drover.pipeline.records.goodput import first_start, goodput
 from drover.pipeline.records.hangs import judge_hang, write_places
-from drover.pipeline.records.metrics import plan_changes, read_metrics
-from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
+from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.records.rollbacks import Rollback, add_rollback
+from drover.pipeline.records.run_facts import RunFacts
 from drover.pipeline.tokenization.export import names_code, settings_text, write_hugging_face
 from drover.pipeline.tokenization.files import vocabulary_record, write_record
 from drover.pipeline.tokenization.ready import open_tokenizer
@@ -129,8 +130,9 @@ def _records(folder):
 
 def _read_records(folder):
     train = folder / "train"
-    _each(lambda: read_metrics(train / "metrics.jsonl"), lambda: plan_changes(train), lambda: goodput(folder),
-          lambda: first_start(folder), lambda: read_rollbacks(train), lambda: judge_hang(train / "hangs/local.0.0", 2))
+    _each(lambda: read_metrics(train / "metrics.jsonl"), lambda: RunFacts(folder).plan_changes,
+          lambda: goodput(RunFacts(folder)), lambda: first_start(RunFacts(folder)), lambda: RunFacts(folder).rollbacks,
+          lambda: judge_hang(train / "hangs/local.0.0", 2))
 
 
 def _states(folder):

@@ -194,7 +194,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.chat -> --model nope x -> nope is no folder
     drover.tools.compare -> --models nope --tasks nope -> --tasks names nope
     drover.tools.copy_tokens -> nope --to file:///nope -> {NO_RUN}
-    drover.tools.export_tokens -> --run nope --out x --format hf -> {NO_RUN}
+    drover.tools.export_tokens -> --run nope --out x -> {NO_RUN}
     drover.launch.doctor -> --write {CONFIG} -> exists already
     drover.tools.init -> nope -> nope is no folder
     drover.tools.presets -> nope -> There is no preset 'nope'

@@ -11,7 +11,7 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import main as audit
 from drover.tools.chat import main as chat
-from drover.tools.export_tokens.__main__ import main as export_tokens
+from drover.tools.export_tokens import main as export_tokens
 from drover.tools.trace.__main__ import main as trace
 from drover.tools.verify import main as verify
 from drover.tools.weights import main as weights
@@ -42,7 +42,7 @@ def test_it_is_in_order_and_up_to_date(run, capsys):
 def test_its_documents_and_weights_are_read(run, capsys, tmp_path):
     output = printed(capsys, trace, "--run", run, "--step", "1", "--text")
     assert "document " in output and "sample 3" in output
-    printed(capsys, export_tokens, "--run", run, "--out", tmp_path / "tokens", "--format", "megatron")
+    printed(capsys, export_tokens, "--run", run, "--out", tmp_path / "tokens")
     for number, source in enumerate((run, run / "convert/hf")):
         assert printed(capsys, chat, "--model", source, "Ba", "--max-tokens", "4")
         printed(capsys, weights, "--from", source, "--to", tmp_path / f"weights-{number}", "--format", "hf")

@@ -27,16 +27,16 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, problem_of, read_lines
+from drover.pipeline.core.files import problem_of
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers
-from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
-from drover.pipeline.records.metrics import OTHER_ORDER
+from drover.pipeline.records.metrics import OTHER_ORDER, Event, Line
+from drover.pipeline.records.run_facts import RunFacts
 
 if TYPE_CHECKING:
     import numpy as np
 
     from drover.pipeline.data.sampling.loader import TrainingData
-    from drover.tools.ledger import Ledger, Line
+    from drover.tools.sample_history import SampleHistory
 
 ROUNDING = 1e-3
 """Allowed relative difference in the loss of a repeated step if the ranks or the engine changed. Sums are then added in
@@ -81,13 +81,13 @@ class Audit:
                 f"done again, {undone}{self.checkpoints} checkpoints")
         if self.damaged:
             head += f"; {self.damaged} steps had another loss before a damaged token shard was repaired"
-        told = [head, *(f"left out on purpose: {entry}" for entry in self.left_out)]
+        lines = [head, *(f"left out on purpose: {entry}" for entry in self.left_out)]
         if self.repeated and self.why:
-            told.append(f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
+            lines.append(f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
                         f"({self.tolerance:.0e} is allowed)")
         if self.faults:
-            return [*told, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
-        return [*told, f"proven: every {'other ' if self.left_out else ''}sample was used exactly once, in order, and "
+            return [*lines, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
+        return [*lines, f"proven: every {'other ' if self.left_out else ''}sample was used exactly once, in order, and "
                        f"repeated steps gave the same loss{f', within {self.tolerance:.0e}' if self.largest else ''}"]
 
 
@@ -97,28 +97,27 @@ def audit(folder: Path) -> Audit:
     Raises:
         UserError: there is nothing to check.
     """
-    path = folder / "train/metrics.jsonl"
-    logged = sum(1 for _ in read_lines(path))
-    if not logged:
-        raise UserError(f"{path} holds no step; there is nothing to audit.")
-    from drover.tools.ledger import Ledger
+    if not RunFacts(folder).logged:
+        raise UserError(f"{folder / 'train/metrics.jsonl'} holds no step; there is nothing to audit.")
+    from drover.tools.sample_history import SampleHistory
 
-    ledger = Ledger(run_in(folder))
-    starts = [event for event in ledger.events if event["event"] in ("start", "resume")]
+    history = SampleHistory(run_in(folder))
+    starts = [event for event in history.events if event["event"] in ("start", "resume")]
     tolerance, why = _tolerance(starts)
-    result = Audit(restarts=len(starts) - 1, replanned=logged - len(ledger.lines), tolerance=tolerance, why=why)
-    _repeats(ledger, result)
-    gaps = _coverage(ledger.final, result)
-    _left_out(ledger, result)
-    _checkpoints(ledger, result)
+    result = Audit(restarts=len(starts) - 1, replanned=len(history.logged) - len(history.lines), tolerance=tolerance,
+                   why=why)
+    _repeats(history, result)
+    gaps = _coverage(history.final, result)
+    _left_out(history, result)
+    _checkpoints(history, result)
     result.faults += [f"after step {event.get('step')} {OTHER_ORDER} than before: a sequence may come again, or never"
-                     for event in ledger.events if OTHER_ORDER in event.get("changes", ())]
+                     for event in history.events if OTHER_ORDER in event.get("changes", ())]
     if not gaps:  # else their numbers may be anything
-        _sequences(ledger.data, ledger.excluded().remaining(0, result.samples), result)
+        _sequences(history.data, history.excluded().remaining(0, result.samples), result)
     return result
 
 
-def _tolerance(starts: Sequence[Record]) -> tuple[float, str]:
+def _tolerance(starts: Sequence[Event]) -> tuple[float, str]:
     """The allowed relative difference between the losses of a repeated step, and the reason. 0: equal to the last bit.
 
     starts: the start and resume events. Each records whether its device was deterministic.
@@ -131,7 +130,7 @@ def _tolerance(starts: Sequence[Record]) -> tuple[float, str]:
     return 0.0, ""
 
 
-def _repeats(ledger: Ledger, found: Audit) -> None:
+def _repeats(history: SampleHistory, result: Audit) -> None:
     """A step that is repeated after a kill must be the same step.
 
     After a rollback, the steps before the left-out samples are repeated, and later ones see other samples. A step that
@@ -139,32 +138,32 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
     """
     from drover.pipeline.training.data.token_check import DAMAGED
 
-    damages = [event.get("step", 0) for event in ledger.events if event["event"] == DAMAGED]
+    damages = [event.get("step", 0) for event in history.events if event["event"] == DAMAGED]
     last: dict[int, Line] = {}
     other = Counter[int]()
-    for line in ledger.lines:
+    for line in history.lines:
         step, done = line["step"], line.get("rollbacks", 0)
         earlier, last[step] = last.get(step), line
-        if done > len(ledger.rollbacks):
-            found.faults.append(f"step {step} was done after {done} rollbacks, rollbacks.json has "
-                                f"{len(ledger.rollbacks)}")
+        if done > len(history.rollbacks):
+            result.faults.append(f"step {step} was done after {done} rollbacks, rollbacks.json has "
+                                f"{len(history.rollbacks)}")
         if earlier is None:
             continue
-        if ledger.is_abandoned(earlier, done):
-            found.abandoned += 1
+        if history.is_abandoned(earlier, done):
+            result.abandoned += 1
             continue
-        found.repeated += 1
+        result.repeated += 1
         difference = _difference(earlier, line)
-        damaged = difference > found.tolerance and other[step] < sum(newest < step for newest in damages)
+        damaged = difference > result.tolerance and other[step] < sum(newest < step for newest in damages)
         other[step] += damaged
-        found.damaged += damaged
+        result.damaged += damaged
         if not damaged and math.isfinite(difference):
-            found.largest = max(found.largest, difference)
+            result.largest = max(result.largest, difference)
         differing = [key for key in ("samples", "left_out", *(() if damaged else ("skipped",)))
                      if earlier.get(key) != line.get(key)]
-        found.faults += [f"step {step} was done twice with different {key}: {earlier.get(key)} and {line.get(key)}"
-                         for key in [*differing, *(["loss"] if difference > found.tolerance and not damaged else [])]]
-    found.abandoned += len(last) - len(ledger.final)  # and not done again so far
+        result.faults += [f"step {step} was done twice with different {key}: {earlier.get(key)} and {line.get(key)}"
+                         for key in [*differing, *(["loss"] if difference > result.tolerance and not damaged else [])]]
+    result.abandoned += len(last) - len(history.final)  # and not done again so far
 
 
 def _difference(earlier: Line, line: Line) -> float:
@@ -176,72 +175,71 @@ def _difference(earlier: Line, line: Line) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _coverage(final: dict[int, Line], found: Audit) -> bool:
+def _coverage(final: dict[int, Line], result: Audit) -> bool:
     """Each step must begin where the one before it ended. Returns whether samples are missing between two."""
     end, gaps = 0, False
     for before, step in pairwise([0, *final]):
         if step > before + 1:
             absent = f"step {step - 1} has" if step == before + 2 else f"steps {before + 1}-{step - 1} have"
-            found.faults.append(f"{absent} no line in metrics.jsonl (train.log_every above 1?), so the samples are "
+            result.faults.append(f"{absent} no line in metrics.jsonl (train.log_every above 1?), so the samples are "
                                 f"unknown")
         first, stop = final[step]["samples"]
         if first > end:
             gaps = True
-            found.faults.append(f"samples [{end}, {first}) were lost before step {step}")
+            result.faults.append(f"samples [{end}, {first}) were lost before step {step}")
         elif first < end:
-            found.faults.append(f"samples [{first}, {min(end, stop)}) were used again in step {step}")
+            result.faults.append(f"samples [{first}, {min(end, stop)}) were used again in step {step}")
         end = stop
-    found.steps, found.samples = max(final, default=0), end
+    result.steps, result.samples = max(final, default=0), end
     return gaps
 
 
-def _left_out(ledger: Ledger, found: Audit) -> None:
+def _left_out(history: SampleHistory, result: Audit) -> None:
     """What the steps passed over must be what the rollbacks excluded, and only numbers may have been trained on."""
-    for rollback in ledger.rollbacks:
-        if parts := [part for a, b in rollback.samples if a < found.samples
-                     for part in ledger.excluded().within(a, min(b, found.samples))]:
-            found.left_out.append(f"samples {format_ranges(parts)}, by the rollback from step {rollback.step} to step "
+    for rollback in history.rollbacks:
+        if parts := [part for a, b in rollback.samples if a < result.samples
+                     for part in history.excluded().within(a, min(b, result.samples))]:
+            result.left_out.append(f"samples {format_ranges(parts)}, by the rollback from step {rollback.step} to step "
                                   f"{rollback.back_to} ({rollback.why})")
-    for step, line in ledger.final.items():
-        wanted = ledger.excluded(line.get("rollbacks", 0))
+    for step, line in history.final.items():
+        wanted = history.excluded(line.get("rollbacks", 0))
         logged, should = Excluded(line.get("left_out", ())), Excluded(wanted.within(*line["samples"]))
         if lost := [part for a, b in logged.ranges for part in should.remaining(a, b)]:
-            found.faults.append(f"step {step} passed over samples {format_ranges(lost)}, which no rollback excludes: "
-                                f"lost")
+            result.faults.append(f"step {step} passed over samples {format_ranges(lost)}, which no rollback excludes: "
+                                 f"lost")
         if kept := [part for a, b in should.ranges for part in logged.remaining(a, b)]:
-            found.faults.append(f"step {step} used samples {format_ranges(kept)}, which a rollback excludes")
+            result.faults.append(f"step {step} used samples {format_ranges(kept)}, which a rollback excludes")
         loss, norm = line["loss"], line["grad_norm"]
         if "skipped" in line:
-            found.left_out.append(f"samples {format_ranges(logged.remaining(*line['samples']))}, whose update was "
-                                  f"skipped in step {step} ({line['skipped']}: loss {loss}, gradient norm {norm})")
+            result.left_out.append(f"samples {format_ranges(logged.remaining(*line['samples']))}, whose update was "
+                                   f"skipped in step {step} ({line['skipped']}: loss {loss}, gradient norm {norm})")
         elif not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
-            found.faults.append(f"step {step} counts as an update, with loss {loss} and gradient norm {norm}")
+            result.faults.append(f"step {step} counts as an update, with loss {loss} and gradient norm {norm}")
 
 
-def _checkpoints(ledger: Ledger, found: Audit) -> None:
+def _checkpoints(history: SampleHistory, result: Audit) -> None:
     """Checkpoints and the manifest must count what the log does, and the log must be the one that was committed."""
-    skipped = [step for step, line in ledger.final.items() if "skipped" in line]
+    skipped = [step for step, line in history.final.items() if "skipped" in line]
     counted = list[tuple[str, str, int | None, int]]()
-    for path in named_after_steps(ledger.folder / CHECKPOINTS):
-        progress, who = read_marker(path)["progress"], f"checkpoint {path.name}"
-        found.checkpoints += 1
-        if (line := ledger.final.get(progress["step"])) is not None:
-            counted.append((who, "samples", progress.get("samples"), line["samples"][1]))
-        counted.append((who, "skipped updates", (progress.get("guards") or {}).get("skipped_total"),
-                        sum(step <= progress.get("step", 0) for step in skipped)))
-    manifests = {stage: made for stage in STAGES if (made := ledger.run.manifest(stage)) is not None}
-    found.faults += [f"the stage {stage}: {what}" for stage, what in not_as_used(manifests).items()]
-    if (manifest := read_manifest(ledger.folder)) is not None:
-        found.faults += [problem for record in manifest.outputs if record["path"] in RECORDS
-                         if (problem := problem_of(ledger.folder / record["path"], record))]
-        counted += [("the manifest", "samples", manifest.counts.get("samples"), found.samples),
+    for name, progress in history.checkpoints.items():
+        result.checkpoints += 1
+        if (line := history.final.get(progress.step)) is not None:
+            counted.append((f"checkpoint {name}", "samples", progress.samples, line["samples"][1]))
+        counted.append((f"checkpoint {name}", "skipped updates", progress.guards.get("skipped_total"),
+                        sum(step <= progress.step for step in skipped)))
+    manifests = {stage: made for stage in STAGES if (made := history.run.manifest(stage)) is not None}
+    result.faults += [f"the stage {stage}: {what}" for stage, what in not_as_used(manifests).items()]
+    if (manifest := read_manifest(history.train)) is not None:
+        result.faults += [problem for record in manifest.outputs if record["path"] in RECORDS
+                         if (problem := problem_of(history.train / record["path"], record))]
+        counted += [("the manifest", "samples", manifest.counts.get("samples"), result.samples),
                     ("the manifest", "skipped updates", manifest.counts.get("skipped"), len(skipped)),
-                    ("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(ledger.rollbacks))]
-    found.faults += [f"{who} counts {count} {what}, the log {logged}" for who, what, count, logged in counted
+                    ("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(history.rollbacks))]
+    result.faults += [f"{who} counts {count} {what}, the log {logged}" for who, what, count, logged in counted
                      if count not in (None, logged)]
 
 
-def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
+def _sequences(data: TrainingData, used_ranges: Sequence[Range], result: Audit, chunk: int = 1_000_000) -> None:
     """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice, nor a token in
     sequences of several lengths or packings."""
     import numpy as np
@@ -254,14 +252,14 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
         for pool, epoch, space in np.unique(np.stack(located[:3]), axis=1).T.tolist():
             used = seen.setdefault((pool, epoch), {}).setdefault(
                 space, np.zeros(data.spaces[space][pool].count, dtype=np.int64))
-            here = (located.pool == pool) & (located.epoch == epoch) & (located.space == space)
-            np.add.at(used, located.sequence[here], 1)
+            chosen = (located.pool == pool) & (located.epoch == epoch) & (located.space == space)
+            np.add.at(used, located.sequence[chosen], 1)
     for (pool, number), spaces in sorted(seen.items()):
         epoch = f"{number % PHASE_EPOCHS}" + (f" of phase {number // PHASE_EPOCHS}" if number >= PHASE_EPOCHS else "")
         for space, used in spaces.items():
             name, length = data.order.pools[pool].name, data.spaces[space][pool].length
-            found.faults += [f"sequence {sequence} of {name}, of {length} tokens, came {used[sequence]} times in epoch "
-                             f"{epoch}" for sequence in np.flatnonzero(used > 1)]
+            result.faults += [f"sequence {sequence} of {name}, of {length} tokens, came {used[sequence]} times in "
+                              f"epoch {epoch}" for sequence in np.flatnonzero(used > 1)]
         for index, shard in enumerate(data.shards[pool] if len(spaces) > 1 else ()):
             parts = [data.spaces[space][pool].parts(index) for space in spaces]
             mine = [used[part.sequences] > 0 for part, used in zip(parts, spaces.values(), strict=True)]
@@ -269,7 +267,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
                              for side in (1, 2))
             ascending = np.argsort(starts)
             again = np.flatnonzero(starts[ascending][1:] < stops[ascending][:-1])
-            found.faults += [f"tokens of {shard.path} from {starts[ascending][place + 1]} on came twice in epoch "
+            result.faults += [f"tokens of {shard.path} from {starts[ascending][place + 1]} on came twice in epoch "
                              f"{epoch}" for place in again]
 
 

@@ -91,7 +91,7 @@ def opened_model(options: argparse.Namespace) -> OpenedModel:
     return open_model(options.model, device, getattr(torch, dtype))
 
 
-def asked_sampling(options: argparse.Namespace) -> Sampling:
+def requested_sampling(options: argparse.Namespace) -> Sampling:
     """The sampling settings of the command line. UserError with everything that is wrong with them."""
     try:
         given = {own.name: getattr(options, own.name) for own in fields(Sampling) if hasattr(options, own.name)}
@@ -104,7 +104,7 @@ class Session:
     """One model and the texts, or the conversation, that it generates."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        sampling = asked_sampling(options)  # refuses wrong settings before a model is loaded
+        sampling = requested_sampling(options)  # refuses wrong settings before a model is loaded
         self.opened = opened_model(options)
         self.sampling = replace(sampling, stop_ids=ending_ids(self.opened))
         self.template = ChatTemplate(self.opened.tokenizer_folder) if options.chat else None

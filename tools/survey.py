@@ -282,9 +282,9 @@ def _strings(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _strings(value, f"{prefix}{name}.")
 
 
-def _text_field(found: Sequence[Any]) -> str:
+def _text_field(values: Sequence[Any]) -> str:
     """The field with the text of documents, which is in all of these records; NoTextError if there is none."""
-    records = [dict(_strings(record)) for record in found]
+    records = [dict(_strings(record)) for record in values]
     counts = Counter(name for record in records for name in record)
     everywhere = [name for name, count in counts.items() if count == len(records)]
     for known in TEXT_FIELDS:

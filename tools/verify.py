@@ -41,14 +41,12 @@ from drover.pipeline.core.files import (
     opened,
     problem_of,
     read_json,
-    refuse_irregular,
     seal_of,
     sealing,
 )
 from drover.pipeline.core.ordered_map import ordered_map
-from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, valid_marker
 from drover.pipeline.storage.mirror import SENT
-from drover.pipeline.storage.object_files import content_hash
 
 UNREAD = "not finished, quarantined, or listed in a damaged record: not read"
 LOGS = "logs and notes: nothing records their content"
@@ -150,15 +148,9 @@ def check_source(path: Path, record: Record, stage: str, hashed: bool = True) ->
     """Compare an input file with the size and hash that it had when the stage read it."""
     if not path.exists():
         return Note(GONE)
-    if (size := refuse_irregular(path).st_size) != record["bytes"]:
-        return (f"it has {size:,} bytes instead of the {record['bytes']:,} that the stage {stage} read (as "
-                f"{record['name']})")
-    if not hashed:
-        return Note(SIZED)
-    new = content_hash(str(path))
-    return "" if new == record["sha256"] else (
-        f"its content changed after the stage {stage} read it (as {record['name']}): {record['sha256'][:19]} -> "
-        f"{new[:19]}")
+    problem = check_record(path, record, hashed)
+    return problem if not problem or isinstance(problem, Note) else \
+        f"{problem}; the stage {stage} read it as {record['name']}"
 
 
 def check_seal(path: Path, required: bool = False) -> str:
@@ -235,7 +227,7 @@ class Inventory:
                            "those again too (--force)")
         if documents:
             self._documents()
-        self._outside_stages({*folders})
+        self._other_files({*folders})
 
     def _check(self, function: Callable[..., str], path: Path, do: str, *arguments: Any, passing: bool = True) -> None:
         self.checks.append(Check(path, do, function, arguments, passing))
@@ -289,8 +281,8 @@ class Inventory:
             return
         self.recorded.add(path)
         self._seal(path, _CHECKPOINT, True)
-        marker = whole_marker(folder) if _is_sealed(path) else None
-        for record in marker["files"] if marker else ():
+        marker = valid_marker(folder) if _is_sealed(path) else None
+        for record in marker.files if marker else ():
             file = folder / record["path"]
             self.recorded.add(file)
             # If the marker is gone too, a run that is working is removing the checkpoint.
@@ -337,7 +329,7 @@ class Inventory:
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
         return self.share >= 1 or int(digest[:13], 16) / 16**13 < self.share
 
-    def _outside_stages(self, stages: set[str]) -> None:
+    def _other_files(self, stages: set[str]) -> None:
         """Files of the run folder that belong to no stage."""
         for path in _files(self.folder):
             top = path.relative_to(self.folder).parts[0]

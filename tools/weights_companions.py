@@ -110,26 +110,26 @@ def _of_run(checkpoint: Path, context_length: int) -> Companions:
     return result
 
 
-def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[str]]:
+def carried_files(companions: Companions, form: str) -> tuple[list[OutputFile], list[str]]:
     """The files to copy with weights into a format, and sentences about what is copied and what is not."""
     files, sentences = dict[str, Callable[[Path], object]](), list[str]()
-    for name, path in found.files.items():
+    for name, path in companions.files.items():
         files[name] = partial(shutil.copyfile, path)
         if name == SETTINGS:
-            files[name] = text_file(name, settings_text(path, found.context_length)).write
+            files[name] = text_file(name, settings_text(path, companions.context_length)).write
         if name == SETTINGS and names_code(path):
             sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")
-    if found.vocabulary is not None:
-        scored = (found.trained_with.model == "BPE" if found.trained_with
-                  else kind_of_model(found.vocabulary) == "sentencepiece")
+    if companions.vocabulary is not None:
+        scored = (companions.trained_with.model == "BPE" if companions.trained_with
+                  else kind_of_model(companions.vocabulary) == "sentencepiece")
         as_hub_has_it = form == "hf" and not scored
-        files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, found.vocabulary)
+        files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, companions.vocabulary)
     carried = [*files]
-    if form == "hf" and (tokenizer := found.tokenizer):
+    if form == "hf" and (tokenizer := companions.tokenizer):
         for name in TOKENIZER:
             files[name] = lambda path: write_hugging_face(tokenizer, path.parent)
             carried.append(f"{name} (made of {MODEL_FILE})")
-    elif form == "hf" and found.vocabulary and TOKENIZER[0] not in found.files:
+    elif form == "hf" and companions.vocabulary and TOKENIZER[0] not in companions.files:
         sentences.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
     sentences.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
     return [OutputFile(name, 0, write) for name, write in files.items()], sentences

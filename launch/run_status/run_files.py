@@ -26,7 +26,7 @@ from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS, STOP, Progress, StageState, read_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_bytes, read_sealed
-from drover.pipeline.records.starts import Start, read_starts
+from drover.pipeline.records.run_facts import RunFacts, Start
 
 Value = TypeVar("Value")
 
@@ -92,7 +92,7 @@ def read_run(folder: Path) -> RunFiles:
 
 def newest_starts(folder: Path, chain: Chain | None) -> list[Start]:
     """The starts of the newest submission, or of the last command on this machine."""
-    starts = _quietly(lambda: read_starts(folder), list[Start]())
+    starts = _quietly(lambda: RunFacts(folder).starts, list[Start]())
     newest = chain.id if chain else starts[-1].chain if starts else ""
     return [start for start in starts if start.chain == newest]
 

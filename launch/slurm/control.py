@@ -23,7 +23,7 @@ from drover.pipeline.core.command_line import in_colour
 from drover.pipeline.core.console import echo, readable
 from drover.pipeline.core.errors import UserError, printable
 from drover.pipeline.core.files import opened, read_bytes, write_text
-from drover.pipeline.records.starts import Start, read_starts
+from drover.pipeline.records.run_facts import RunFacts, Start
 
 POLL_S = 0.5
 SHOWN, LINES = 10, 10
@@ -85,7 +85,7 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
     shown, file = Path(), None
     with ExitStack() as closing, suppress(KeyboardInterrupt):
         while True:
-            starts = [start for start in read_starts(run_folder) if start.stage == stage]
+            starts = [start for start in RunFacts(run_folder).starts if start.stage == stage]
             path = rank_log(starts[-1].logs(run_folder), rank, starts[-1].ranks_per_node) if starts else shown
             if file is not None:
                 _print(file, rank)  # the rest of an earlier start

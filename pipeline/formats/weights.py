@@ -63,7 +63,7 @@ class CheckpointWeights(Weights):
         try:
             if marker and config is None:
                 rows = self._reader.shape(MODEL + EMBEDDING)[0]
-                config = shape_from({**marker["config"]["model"], "vocab_size": rows})
+                config = shape_from({**marker.config["model"], "vocab_size": rows})
         except (ValueError, LookupError) as error:
             raise UserError(f"{path} does not state its network's shape ({error}). Use another checkpoint.") from None
         super().__init__(path, recorded or config)  # type: ignore[arg-type]

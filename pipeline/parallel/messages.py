@@ -21,7 +21,8 @@ from drover.pipeline.contract.signed import MessageError
 from drover.pipeline.core.errors import UserError
 
 MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
-        "Rollback": "drover.pipeline.records.rollbacks",
+        "Rollback": "drover.pipeline.records.rollbacks", "Marker": "drover.pipeline.records.checkpoints",
+        "TrainingProgress": "drover.pipeline.records.checkpoints",
         "DamagedTokensError": "drover.pipeline.training.data.token_check",
         "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
         "ValidationText": "drover.pipeline.evaluation.bits_per_byte",

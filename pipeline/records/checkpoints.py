@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import TypedDict
 
 from drover.pipeline.core.errors import OtherVersionError, UserError
-from drover.pipeline.core.files import Outputs, Record, like, read_record
+from drover.pipeline.core.files import Outputs, Record, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
@@ -66,40 +66,41 @@ def complete_checkpoints(train: Path) -> list[Path]:
     return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
 
 
-class _Config(TypedDict, total=False):
+class MarkedConfig(TypedDict, total=False):
+    """Sections of the configuration that made a checkpoint."""
+
     model: Record
     train: Record
 
 
-class _Marked(TypedDict):
-    format: int
-    progress: Annotated[Record, like(TrainingProgress)]
-    files: Outputs
-
-
-class Marker(_Marked, total=False):
+@dataclass(frozen=True)
+class Marker:
     """A checkpoint's marker: its progress, the records of its files, and how it was made."""
 
-    config: _Config
-    code: dict[str, str]
-    world_size: int
+    format: int
+    progress: TrainingProgress
+    files: Outputs
+    config: MarkedConfig = field(default_factory=MarkedConfig)
+    code: dict[str, str] = field(default_factory=dict)
+    software: Record = field(default_factory=dict)
+    git: Record = field(default_factory=dict)
+    world_size: int = 0
 
 
-def read_marker(path: Path) -> Record:
+def read_marker(path: Path) -> Marker:
     """The marker of a checkpoint; UserError if the checkpoint is not complete."""
-    marker = whole_marker(path)
+    marker = valid_marker(path)
     if marker is None:
         raise UserError(f"{path} is not a complete checkpoint: {MARKER} is missing or damaged. "
                         f"Run the train stage again; it continues from the newest complete one.")
     return marker
 
 
-def whole_marker(path: Path) -> Record | None:
+def valid_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version."""
     try:
-        marker = read_record(path / MARKER, Marker, "Continue with the version that wrote it (COMPLETE.json has the "
-                             "hashes of its code), or start again with --force, which renames it.", FORMAT)
-        return None if marker is None else dict(marker)
+        return read_record(path / MARKER, Marker, "Continue with the version that wrote it (COMPLETE.json has the "
+                           "hashes of its code), or start again with --force, which renames it.", FORMAT)
     except OtherVersionError:
         raise
     except UserError:

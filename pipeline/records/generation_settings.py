@@ -46,10 +46,10 @@ def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: in
     if path is None:
         (train_folder / FILE).unlink(missing_ok=True)
         return
-    result = stated_settings(weights_folder(path))
-    said = result.get("eos_token_id")
-    ends = said if isinstance(said, list) else [] if said is None else [said]
+    settings = stated_settings(weights_folder(path))
+    stated = settings.get("eos_token_id")
+    ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     if eos_id not in ends:
-        said = [*ends, eos_id] if ends else eos_id
-    kept = {name: value for name, value in result.items() if name not in _OF_THE_WRITER}
-    write_json(train_folder / FILE, {**kept, "bos_token_id": bos_id, "eos_token_id": said})
+        stated = [*ends, eos_id] if ends else eos_id
+    kept = {name: value for name, value in settings.items() if name not in _OF_THE_WRITER}
+    write_json(train_folder / FILE, {**kept, "bos_token_id": bos_id, "eos_token_id": stated})

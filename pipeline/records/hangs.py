@@ -124,16 +124,16 @@ def judge_hang(folder: Path, ranks: int) -> Hang:
     apart = [] if undecided else [record for group in groups[1:] for record in group]
     idle = [record.rank for record in apart if not record.waits]
     late = sorted([*named, *idle]) or ([] if missing else sorted(record.rank for record in apart))
-    told = [_told(group, ranks, nodes) for group in groups]
+    sentences = [_described(group, ranks, nodes) for group in groups]
     if named:
-        told.append(f"{_named(named, nodes)} left no record: the process or its node no longer runs")
+        sentences.append(f"{_named(named, nodes)} left no record: the process or its node no longer runs")
     elif missing:
-        told.append(f"{len(missing)} of {ranks} ranks left no record: their place is unknown")
+        sentences.append(f"{len(missing)} of {ranks} ranks left no record: their place is unknown")
     if undecided or (missing and not late):
-        told.append("the records do not show which of them keeps the others waiting")
+        sentences.append("the records do not show which of them keeps the others waiting")
     elif not late:
-        told.append("no rank is behind the others; the network or a device may be at fault")
-    return Hang(tuple((rank, nodes.get(rank)) for rank in late), "; ".join(told))
+        sentences.append("no rank is behind the others; the network or a device may be at fault")
+    return Hang(tuple((rank, nodes.get(rank)) for rank in late), "; ".join(sentences))
 
 
 def _are_few(missing: Sequence[int], records: Sequence[HungRank], ranks: int) -> bool:
@@ -157,7 +157,7 @@ def _weight(group: Sequence[HungRank]) -> tuple[int, bool]:
     return -len(group), not group[0].waits
 
 
-def _told(group: Sequence[HungRank], ranks: int, nodes: Mapping[int, str]) -> str:
+def _described(group: Sequence[HungRank], ranks: int, nodes: Mapping[int, str]) -> str:
     first = group[0]
     who = "every rank" if len(group) == ranks else _named([record.rank for record in group], nodes)
     functions = " > ".join(call.rpartition(" ")[2] for call in first.calls[-4:])

@@ -3,11 +3,12 @@ events.jsonl."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from drover.pipeline.contract.state import Time
-from drover.pipeline.core.files import Count, Record, read_lines
+from drover.pipeline.core.files import Count, read_lines
 
 PLAN_CHANGED = "plan_changed"
 """The event of a start that continues under another plan or other accepted settings. Its `number` counts such starts.
@@ -51,6 +52,17 @@ class Line(_Line, total=False):
     train_s: float
     look_s: float
     stall_s: float
+    skipped: str
+    tokens: Count
+    validation_bpb: dict[str, Any]
+
+
+class Sample(TypedDict):
+    """A line of samples.jsonl: the continuation of a prompt after a step."""
+
+    step: Count
+    prompt: str
+    text: str
 
 
 class _Event(TypedDict):
@@ -71,14 +83,68 @@ class Event(_Event, total=False):
     look_s: float
     stall_s: float
     lost_s: float
+    reason: str
 
 
-def read_metrics(path: str | Path) -> list[Record]:
+class TrainingRecords:
+    """The records in the folder of the train stage. Each file is read once, when it is first asked for; a missing one
+    has no lines. UserError if it is damaged."""
+
+    def __init__(self, folder: Path, metrics: str = "metrics.jsonl") -> None:
+        self.train = folder
+        self._metrics = metrics
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Starts, checkpoints, rollbacks and so on, the oldest first."""
+        return list(read_lines(self.train / "events.jsonl", Event))
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """The sample texts, in the order of the file."""
+        return list(read_lines(self.train / "samples.jsonl", Sample))
+
+    @cached_property
+    def logged(self) -> list[Line]:
+        """All lines of metrics.jsonl, in the order of the file."""
+        return list(read_lines(self.train / self._metrics, Line))
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """Those that no change of the plan undid, repeated steps included. A start with another plan continues from a
+        checkpoint; later steps in the log before it belong to the former plan. They may have had another learning rate,
+        batch or text, and the new plan may end before them."""
+        return [line for line in self.logged if not any(
+            number > line.get("plan_changes", 0) and line["step"] > step for number, step in self._replanned)]
+
+    @property
+    def steps(self) -> list[Line]:
+        """The last one of each step, in the order of the steps."""
+        return [line for _, line in sorted({line["step"]: line for line in self.lines}.items())]
+
+    @property
+    def plan_changes(self) -> int:
+        """How many starts continued under another plan."""
+        return max((number for number, _ in self._replanned), default=0)
+
+    @cached_property
+    def _replanned(self) -> list[tuple[int, int]]:
+        """(number, steps done) of each start that continued under another plan."""
+        return [(event["number"], event["step"]) for event in self.events
+                if event["event"] == PLAN_CHANGED and {"number", "step"} <= event.keys()]
+
+    def newly_accepted(self, accepted: list[str]) -> list[str]:
+        """The accepted changes of a start that no earlier start had."""
+        before = [event["accepted"] for event in self.events if "accepted" in event] or [[]]
+        return list(dict.fromkeys(accepted[len(before[-1]):]))
+
+
+def read_metrics(path: str | Path) -> list[Line]:
     """The records of a run's train/metrics.jsonl, one per step, in order: for plots and computations.
 
     The file only grows. After a kill training continues from its last checkpoint and repeats the steps since then. A
     rollback also repeats steps, on other samples. So a step may have several lines: the last one counts, the others are
-    of updates that are in no checkpoint. Lines that a change of the plan undid never count: see `standing_lines`. A
+    of updates that are in no checkpoint. Lines that a change of the plan undid never count: see `TrainingRecords`. A
     last line that a kill truncated is skipped.
 
     Args:
@@ -91,30 +157,5 @@ def read_metrics(path: str | Path) -> list[Record]:
     Raises:
         UserError: a line within the file is no such record: it is damaged.
     """
-    return [record for _, record in sorted({record["step"]: record for record in standing_lines(Path(path))}.items())]
-
-
-def standing_lines(path: Path) -> list[Record]:
-    """The lines of a metrics.jsonl in the order of the file, repeated steps included, without those that a change of
-    the plan undid. Such a start continues from a checkpoint; later steps in the log before it belong to the former
-    plan. They may have had another learning rate, batch or text, and the new plan may end before them."""
-    changes = _plan_changes(path.parent)
-    return [record for record in read_lines(path, Line)
-            if not any(number > record.get("plan_changes", 0) and record["step"] > step for number, step in changes)]
-
-
-def plan_changes(folder: Path) -> int:
-    """How many starts of the train stage in `folder` continued under another plan."""
-    return max((number for number, _ in _plan_changes(folder)), default=0)
-
-
-def newly_accepted(folder: Path, accepted: list[str]) -> list[str]:
-    """The accepted changes of a start that no earlier start of the train stage in `folder` had."""
-    known = [event["accepted"] for event in read_lines(folder / "events.jsonl", Event) if "accepted" in event] or [[]]
-    return list(dict.fromkeys(accepted[len(known[-1]):]))
-
-
-def _plan_changes(folder: Path) -> list[tuple[int, int]]:
-    """(number, steps done) of each change of the plan."""
-    return [(event["number"], event["step"]) for event in read_lines(folder / "events.jsonl", Event)
-            if event["event"] == PLAN_CHANGED and {"number", "step"} <= event.keys()]
+    path = Path(path)
+    return TrainingRecords(path.parent, path.name).steps

@@ -10,8 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from drover.pipeline.core.files import Record, read_record, write_sealed
+from drover.pipeline.core.files import read_record, write_sealed
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges
+from drover.pipeline.records.metrics import Line
 
 ROLLBACKS = "rollbacks.json"
 
@@ -62,7 +63,7 @@ def no_longer_left_out(rollbacks: Sequence[Rollback], links: Collection[str]) ->
             for rollback in rollbacks if rollback.plan_sha256 not in links]
 
 
-def is_abandoned(record: Record, rollbacks: Sequence[Rollback], links: Collection[str]) -> bool:
-    """Whether a line of metrics.jsonl is of a step that a later rollback undid, and that will see other samples."""
-    later = excluded_by(rollbacks[record.get("rollbacks", 0):], links).ranges
-    return bool(later) and record["samples"][1] > later[0][0]
+def is_abandoned(line: Line, rollbacks: Sequence[Rollback], links: Collection[str]) -> bool:
+    """Whether a line is of a step that a later rollback undid, and that will see other samples."""
+    later = excluded_by(rollbacks[line.get("rollbacks", 0):], links).ranges
+    return bool(later) and line["samples"][1] > later[0][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import problems, rank_problems
@@ -22,61 +23,52 @@ LONG = 32768
 """Sequences of at least so many tokens are split over ranks (cp) before products are (tp)."""
 
 
-def fit_in_memory(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
+def fit_in_memory(config: Config, rehearsal: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
     """Whether a rank fits a GPU with `memory` bytes, and a sentence about it. If it does not fit, the sentence names
     the largest item, and settings that fit, each of them rehearsed."""
-    size, has = readable(found.peak.bytes), readable(memory)
-    if found.peak.bytes <= TIGHT * memory:
+    size, has = readable(rehearsal.peak.bytes), readable(memory)
+    if rehearsal.peak.bytes <= TIGHT * memory:
         return True, f"{size} of {has}: it fits"
-    if found.peak.bytes <= memory:
+    if rehearsal.peak.bytes <= memory:
         return True, (f"{size} of {has}: it fits, but memory that is not estimated (CUDA's context, NCCL's buffers, "
                       f"fragmentation) takes some GB more")
-    largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
-    config = with_largest(config, found.ranks)
-    item = next(item for item in found.peak.items if item.kind == largest)
-    message = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. The largest part is {largest}, "
-            f"{readable(found.peak.kinds[largest])}, above all {item}.")
-    return False, f"{message} {_advice(config, found, largest, memory, gpu)}"
+    largest = max(rehearsal.peak.kinds, key=lambda kind: rehearsal.peak.kinds[kind])
+    config = with_largest(config, rehearsal.ranks)
+    item = next(item for item in rehearsal.peak.items if item.kind == largest)
+    message = (f"rank {rehearsal.rank:,} would hold {size} where a GPU has {has}. The largest part is {largest}, "
+            f"{readable(rehearsal.peak.kinds[largest])}, above all {item}.")
+    return False, f"{message} {_advice(config, rehearsal, largest, memory, gpu)}"
 
 
-def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: bool) -> str:
-    """The settings that were rehearsed to make it fit, and those that were not, for errors or lack of time."""
-    tried: list[str] = []
-    fitting: list[str] = []
-    left_out: list[str] = []
+def _advice(config: Config, rehearsal: Rehearsal, largest: str, memory: float, gpu: bool) -> str:
+    """Settings that were rehearsed and fit; if none does, those that do not, each with its peak or error."""
     until = time.monotonic() + SEARCH_S
-    for settings in list(ways(config, found, largest))[:TRIED]:
-        if time.monotonic() > until:
-            left_out.append(f"{named(settings)} (no time)")
-            continue
-        other = changed(config, settings)
-        numbers = sorted({found.rank, *ends_and_middle(other, found.ranks)})
-        try:
-            peak = fullest(rehearse_apart(other, found.ranks, numbers, gpu=gpu)).peak.bytes
-        except Exception as error:  # noqa: BLE001 - reported; the job does not fit in any case
-            left_out.append(f"{named(settings)} ({(str(error).splitlines() or [type(error).__name__])[0]})")
-            continue
-        text = f"{named(settings)} ({readable(peak)})"
-        tried.append(text)
-        if peak <= TIGHT * memory:
-            fitting.append(text)
-        if len(fitting) == ENOUGH:
+    fitting: list[str] = []
+    others: list[str] = []
+    for settings in islice(ways(config, rehearsal, largest), TRIED):
+        if len(fitting) == ENOUGH or time.monotonic() > until:
             break
-    rest = f" Not rehearsed: {', '.join(left_out)}." if left_out else ""
+        other = changed(config, settings)
+        numbers = sorted({rehearsal.rank, *ends_and_middle(other, rehearsal.ranks)})
+        try:
+            peak = fullest(rehearse_apart(other, rehearsal.ranks, numbers, gpu=gpu)).peak.bytes
+        except Exception as error:  # noqa: BLE001 - reported; the job does not fit in any case
+            others.append(f"{named(settings)} ({(str(error).splitlines() or [type(error).__name__])[0]})")
+            continue
+        (fitting if peak <= TIGHT * memory else others).append(f"{named(settings)} ({readable(peak)})")
     if fitting:
-        return f"Rehearsed as well, and fitting: {', or '.join(fitting)}.{rest}"
-    if tried:
-        return (f"Rehearsed as well, but not fitting: {', '.join(tried)}. Combine such settings, or take more ranks."
-                f"{rest}")
-    return f"Take more ranks.{rest}"
+        return f"Rehearsed as well, and fitting: {', or '.join(fitting)}."
+    if others:
+        return f"Rehearsed as well, but not fitting: {', '.join(others)}. Combine such settings, or take more ranks."
+    return "Take more ranks."
 
 
-def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[Settings]:
+def ways(config: Config, rehearsal: Rehearsal, largest: str) -> Iterator[Settings]:
     """Settings that need less memory: single ones first, those without recomputation and further collectives before
     others, then several together."""
     train, parallel = config.train, config.parallel
     single: list[Settings] = []
-    micro_batch = BatchPlan.of(train, parallel, found.ranks).micro_batch
+    micro_batch = BatchPlan.of(train, parallel, rehearsal.ranks).micro_batch
     if largest in ("activations", "pipeline buffers") and micro_batch > 1:
         single.append({"train.micro_batch": micro_batch // 2})
     if largest not in ("activations", "logits", "pipeline buffers"):
@@ -92,7 +84,7 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[Settings]:
                              (("cp", "tp") if long else ("tp", "cp")) if size > getattr(parallel, name)]
     together: Settings = dict(checkpointing[-1]) if checkpointing else {}
     for settings in (*single, *split[:2], *({**together, **way} for way in (split[2:] if together else split))):
-        if possible(config, settings, found.ranks):
+        if possible(config, settings, rehearsal.ranks):
             yield settings
 
 

@@ -62,9 +62,9 @@ def ends_and_middle(config: Config, ranks: int) -> list[int]:
     return [place * each for place in sorted({0, config.parallel.pp // 2, config.parallel.pp - 1})]
 
 
-def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
+def lines(config: Config, rehearsals: Sequence[Rehearsal]) -> list[str]:
     """The results as a page for the terminal."""
-    ranks, parallel = found[0].ranks, config.parallel
+    ranks, parallel = rehearsals[0].ranks, config.parallel
     plan, sizes = BatchPlan.of(with_largest(config, ranks).train, parallel, ranks), parallel.sizes(ranks)
     layout = " x ".join(f"{name} {size}" for name, size in zip(
         ("pp", "dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True) if size > 1) or "1"
@@ -73,26 +73,27 @@ def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
         lost = bubble(config.model, parallel, plan.accumulation)
         text = "little, if all kinds of passes take equally long" if lost is None else f"{lost:.0%} of the time used"
         page.append(f"pipeline   {parallel.pp_schedule}, {parallel.stages} stages; lost by waiting: {text}")
-    equal_ranks = [f"rank {one.rank:,}" for one in found]
+    equal_ranks = [f"rank {one.rank:,}" for one in rehearsals]
     page += ["", *aligned([
-        ["memory at its peak", *equal_ranks], ["layers", *(one.layers for one in found)],
-        *([kind, *(readable(one.peak.kinds[kind]) for one in found)] for kind in KINDS),
-        ["all", *(readable(one.peak.bytes) for one in found)]], str.rjust)]
-    page += [f"largest on rank {fullest(found).rank:,}: {'; '.join(map(str, fullest(found).peak.items[:3]))}", ""]
-    channels = sorted({channel for one in found for channel in one.traffic.calls})
+        ["memory at its peak", *equal_ranks], ["layers", *(one.layers for one in rehearsals)],
+        *([kind, *(readable(one.peak.kinds[kind]) for one in rehearsals)] for kind in KINDS),
+        ["all", *(readable(one.peak.bytes) for one in rehearsals)]], str.rjust)]
+    largest = fullest(rehearsals)
+    page += [f"largest on rank {largest.rank:,}: {'; '.join(map(str, largest.peak.items[:3]))}", ""]
+    channels = sorted({channel for one in rehearsals for channel in one.traffic.calls})
     page += aligned([["collectives of the step", "ranks", *equal_ranks],
                      *([f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
-                        *(_counted(one, channel) for one in found)] for channel in channels)], str.rjust)
+                        *(_counted(one, channel) for one in rehearsals)] for channel in channels)], str.rjust)
     page += ["each with calls and bytes: what a rank sends or receives, whichever is more", ""]
-    return page + judgements(found)
+    return page + judgements(rehearsals)
 
 
-def judgements(found: Sequence[Rehearsal]) -> list[str]:
+def judgements(rehearsals: Sequence[Rehearsal]) -> list[str]:
     """Waits, masks and notes, each once."""
-    waits, masks = _places(one.waits for one in found), _places(one.masks for one in found)
+    waits, masks = _places(one.waits for one in rehearsals), _places(one.masks for one in rehearsals)
     return [f"waits      {waits or 'none: the host reads nothing but the result of the step'}",
             f"masks      {masks or 'none of all pairs of tokens'}",
-            *(f"note       {text}" for text in dict.fromkeys(note for one in found for note in one.notes)),
+            *(f"note       {text}" for text in dict.fromkeys(note for one in rehearsals for note in one.notes)),
             "note       CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top"]
 
 
@@ -106,6 +107,6 @@ def _counted(one: Rehearsal, channel: Channel) -> str:
     return f"{calls:,} x, {readable(one.traffic.bytes[channel])}" if calls else "-"
 
 
-def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
+def fullest(rehearsals: Sequence[Rehearsal]) -> Rehearsal:
     """The rank that holds the most."""
-    return max(found, key=lambda one: one.peak.bytes)
+    return max(rehearsals, key=lambda one: one.peak.bytes)

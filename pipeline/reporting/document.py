@@ -155,7 +155,7 @@ class Document:
 
     title: str
     subtitle: str
-    verdict: str
+    result: str
     notices: Sequence[Notice]
     tiles: Sequence[Tile]
     chapters: Sequence[Chapter]
@@ -165,8 +165,8 @@ class _Filled(Formatter):
     """Python's format strings over a record, with our formats, shares, and a dash for absent values."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-        part, *whole = (value(name, kwargs) for name in field_name.split(" / "))
-        for divisor in whole:
+        part, *divisors = (value(name, kwargs) for name in field_name.split(" / "))
+        for divisor in divisors:
             part = part / divisor if divisor and part is not None else None
         return part, field_name
 

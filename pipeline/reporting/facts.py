@@ -12,9 +12,10 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import Record, read_lines, read_record
+from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.records.goodput import Goodput, goodput
-from drover.pipeline.records.metrics import Event, Line, read_metrics
+from drover.pipeline.records.metrics import Event, Line, Sample
+from drover.pipeline.records.run_facts import RunFacts
 from drover.pipeline.reporting.document import value
 
 ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
@@ -43,9 +44,9 @@ class Facts:
     manifests: Mapping[str, Manifest]
     results: Record = field(default_factory=dict)
     goodput: Goodput | None = None
-    metrics: Sequence[Record] = ()
-    samples: Sequence[Record] = ()
-    events: Sequence[Record] = ()
+    metrics: Sequence[Line] = ()
+    samples: Sequence[Sample] = ()
+    events: Sequence[Event] = ()
     tokenizer: Record = field(default_factory=dict)
     changed_code: Mapping[str, list[str]] = field(default_factory=dict)
     reused: Mapping[str, str] = field(default_factory=dict)
@@ -66,11 +67,11 @@ class Facts:
         return self.results.get("validation", {})
 
     @property
-    def updates(self) -> list[Record]:
+    def updates(self) -> list[Line]:
         """The metrics of steps whose update was applied. The loss of other steps may be NaN, as text."""
         return [record for record in self.metrics if "skipped" not in record]
 
-    def series(self, field: str, of: Sequence[Record] | None = None) -> dict[int, float]:
+    def series(self, field: str, of: Sequence[Line] | None = None) -> dict[int, float]:
         """The finite values of a field by step, of all steps or of these records."""
         result = {record["step"]: value(field, record) for record in (self.metrics if of is None else of)}
         return {step: float(number) for step, number in result.items()
@@ -81,14 +82,13 @@ def collect(run: Run) -> Facts:
     """Read the run; UserError for a stage that is not done or a file that is damaged."""
     manifests = {name: run.finished(name) for name in STAGES["report"].needs}
     folder = {name: run.stage_folder(name) for name in manifests}
+    training = RunFacts(folder["train"].parent)
     return Facts(
         config=run.config, manifests=manifests, results=_optional(folder["evaluate"] / "results.json"),
         # The launcher's records are not outputs of a stage: a report does not become stale if they change.
-        goodput=goodput(run.folder),
-        metrics=read_metrics(folder["train"] / "metrics.jsonl"),
-        samples=[sample for sample in read_lines(folder["train"] / "samples.jsonl", Line)
+        goodput=goodput(training), metrics=training.steps, events=training.events,
+        samples=[sample for sample in training.samples
                  if sample["step"] <= manifests["train"].counts["steps"]],  # a plan that was shortened left others
-        events=list(read_lines(folder["train"] / "events.jsonl", Event)),
         tokenizer=_optional(folder["tokenizer"] / "report.json"),
         changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},
         reused={name: folder[name].parent.name for name in manifests if run.is_reused(name)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from drover.pipeline.reporting.chapters.data import data, tokenizer
 from drover.pipeline.reporting.chapters.provenance import provenance
 from drover.pipeline.reporting.chapters.results import export, samples, tasks, validation
-from drover.pipeline.reporting.chapters.summary import notices, tiles, verdict
+from drover.pipeline.reporting.chapters.summary import notices, result, tiles
 from drover.pipeline.reporting.chapters.training import goodput, training
 from drover.pipeline.reporting.document import Chapter, Document
 from drover.pipeline.reporting.facts import Facts
@@ -20,7 +20,7 @@ def compose(facts: Facts) -> Document:
     name, finished = facts.config.name, facts.manifests["evaluate"].finished
     chapters = [Chapter(title, [block for block in blocks(facts) if block]) for title, blocks in CHAPTERS.items()]
     return Document(facts.config.report.title or name, f"Drover run {name}, evaluated {finished[:19].replace('T', ' ')}"
-                    " UTC", verdict(facts), list(notices(facts)), list(tiles(facts)),
+                    " UTC", result(facts), list(notices(facts)), list(tiles(facts)),
                     [chapter for chapter in chapters if chapter.blocks])
 
 

@@ -24,7 +24,7 @@ from drover.pipeline.records.checkpoints import (
     checkpoint_name,
     complete_checkpoints,
     step_of,
-    whole_marker,
+    valid_marker,
 )
 
 
@@ -76,10 +76,10 @@ class Checkpoints:
             if ".damaged" in path.name:
                 damaged += 1
                 continue
-            marker = self.ranks.by_leader(partial(whole_marker, path))
-            problems = self.damage(path, marker["files"]) if marker else [f"{MARKER} is truncated"]
+            marker = self.ranks.by_leader(partial(valid_marker, path))
+            problems = self.damage(path, marker.files) if marker else [f"{MARKER} is truncated"]
             if marker and not problems:
-                return path, TrainingProgress(**marker["progress"])
+                return path, marker.progress
             self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); renamed to "
                      f"{path.name}.damaged, going back to the one before it")
             damaged += 1

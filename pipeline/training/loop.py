@@ -26,7 +26,7 @@ from drover.pipeline.parallel.ranks import Ranks, stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import PLACES
-from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.records.metrics import Line, read_metrics
 from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
@@ -339,7 +339,7 @@ class Loop:
         # Lines beyond the last step were logged before train.steps was lowered: they are of no existing model.
         metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= progress.step]
         # All ranks together have just compared the marker's hashes with the files.
-        outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
+        outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint).files]
         paths = [checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
                  *(path for path in (folder / ROLLBACKS, folder / FILE) if path.is_file())]
         outputs += [output_record(folder, path) for path in paths]
@@ -355,7 +355,7 @@ class Loop:
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True,
             scratch=[folder / PLACES])
 
-    def _consumed(self, metrics: list[Record]) -> Record:
+    def _consumed(self, metrics: list[Line]) -> Record:
         """Epochs of each source, and for each phase the tokens by source, trained on and excluded by rollbacks. With
         packed documents these are estimates by the mean of a source's sequences; `learned` is the counted sum, if
         the log has it."""

@@ -19,7 +19,8 @@ from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.goodput import first_start
-from drover.pipeline.records.metrics import PLAN_CHANGED, plan_changes
+from drover.pipeline.records.metrics import PLAN_CHANGED, TrainingRecords
+from drover.pipeline.records.run_facts import RunFacts
 from drover.pipeline.training.device_facts import allocator_facts, compiled_graphs, memory_mb, peak_flops
 from drover.pipeline.training.engines.engine import StepResult
 from drover.pipeline.training.guards import json_number
@@ -62,7 +63,7 @@ class Recorder:
         self._plan_changes = 0
         if self.ranks.leads:
             self.log = open_log(self.work, progress.step)
-            self._plan_changes = plan_changes(self.work.folder)
+            self._plan_changes = TrainingRecords(self.work.folder).plan_changes
 
     def begin(self, progress: TrainingProgress, **details: Any) -> None:
         """Record that startup is over; the first step comes next."""
@@ -70,7 +71,7 @@ class Recorder:
                    startup_s=round(time.monotonic() - self.work.began, 3), train_s=train_s(progress), **details)
         self.flush()
         if self.ranks.leads:
-            self._first_start = first_start(self.work.run.folder) or self._first_start
+            self._first_start = first_start(RunFacts(self.work.run.folder)) or self._first_start
         self._began = time.perf_counter()
         self.look_s = 0.0
 

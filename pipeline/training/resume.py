@@ -48,7 +48,7 @@ def continued(path: Path, progress: TrainingProgress, plan: str, accepted: bool)
 
 def changed_code(path: Path, code: dict[str, str]) -> str:
     """A warning if the checkpoint at `path` was made by other code than `code`, hashes by file; "" if it was not."""
-    before = read_marker(path).get("code", {})
+    before = read_marker(path).code
     changed = sorted(name for name in before.keys() | code.keys() if before.get(name) != code.get(name))
     return f"warning: trained so far by other code than is here now ({first(changed)})" if before and changed else ""
 
@@ -60,7 +60,7 @@ def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> l
     Raises:
         UserError: a phase that has started has changed; names it, and both values.
     """
-    written = read_marker(path).get("config", {}).get("train", {})
+    written = read_marker(path).config.get("train", {})
     before = PhasePlan.of(TrainConfig.model_validate({key: written[key] for key in OF_A_PLAN if key in written}))
     if not (before.declared or plan.declared):
         return []

@@ -32,7 +32,7 @@ from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import start_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from drover.pipeline.records.hangs import write_places
-from drover.pipeline.records.metrics import OTHER_ORDER, newly_accepted
+from drover.pipeline.records.metrics import OTHER_ORDER, TrainingRecords
 from drover.pipeline.records.rollbacks import no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
@@ -124,8 +124,9 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         newest = (uploads or checkpoints).newest_valid()
 
     with times.part("data"):
+        records = TrainingRecords(work.folder)
         plan_changes = ranks.by_leader(
-            lambda: (newest and changed_future(*newest, plan)) or newly_accepted(work.folder, work.accepted))
+            lambda: (newest and changed_future(*newest, plan)) or records.newly_accepted(work.accepted))
         with paused():  # the rest of an epoch may have to be packed
             guards = GuardRunner(work, ranks, batches.data, say)
         progress = _continued(newest, work, guards, plan_changes)

@@ -425,7 +425,7 @@ class Uploads(Hook):
         def opened() -> Outputs:
             """The files to upload. First makes sure that the store has no complete copy of this step: while its objects
             are replaced one by one, it would be a mixture of both."""
-            files.extend(read_marker(folder)["files"])
+            files.extend(read_marker(folder).files)
             self._refuse_stopped()
             if self.uploaded == step:
                 self.uploaded = -1

@@ -11,7 +11,7 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.core.command_line import find_run
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.records.metrics import plan_changes, read_metrics
+from drover.pipeline.records.metrics import TrainingRecords, read_metrics
 from tests.data.source_files import write_jsonl
 from tests.refusal import refused
 from tests.stand_ins import call, copy_corpus, count_bytes, never
@@ -93,6 +93,6 @@ def test_metrics_of_killed_runs_count_their_last_lines_and_none_of_a_former_plan
         {"event": "plan_changed", "step": step, **({"number": number} if number else {})}
         for number, step in enumerate(changes)])
     assert [(record["step"], record["loss"]) for record in read_metrics(str(metrics))] == [*enumerate(losses, 1)]
-    assert plan_changes(tmp_path) == max(len(changes) - 1, 0)
+    assert TrainingRecords(tmp_path).plan_changes == max(len(changes) - 1, 0)
     metrics.unlink()
     assert read_metrics(str(metrics)) == []

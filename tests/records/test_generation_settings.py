@@ -21,16 +21,16 @@ def kept(weights, folder, bos=1, eos=2):
     return read_json(folder / FILE)
 
 
-@pytest.mark.parametrize(("said", "expected"), table("""
+@pytest.mark.parametrize(("stated", "expected"), table("""
     [5, 2, 6] -> [5, 2, 6]
     2 -> 2
     7 -> [7, 2]
     [7] -> [7, 2]
     null -> 2""", json.loads, json.loads))
-def test_every_id_that_ends_a_text_is_kept_and_eos_is_one(tmp_path, model, said, expected):
+def test_every_id_that_ends_a_text_is_kept_and_eos_is_one(tmp_path, model, stated, expected):
     folder = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
     for name in (FILE, "config.json"):
-        write_json(folder / name, read_json(folder / name) | {"eos_token_id": said})
+        write_json(folder / name, read_json(folder / name) | {"eos_token_id": stated})
     assert kept(folder, tmp_path)["eos_token_id"] == expected
 
 

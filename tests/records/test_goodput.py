@@ -5,7 +5,7 @@ import math
 import pytest
 
 from drover.pipeline.records.goodput import CAUSES, first_start, goodput
-from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.records.run_facts import RunFacts
 from tests.conftest import run_stage
 from tests.records.recorded_time import Recorded
 from tests.stages.training import curve, train_and_kill, train_folder
@@ -16,11 +16,11 @@ def run(tmp_path):
     return Recorded(tmp_path)
 
 
-def parts(found):
+def parts(result):
     """What was lost, by cause; the parts must be the whole."""
-    assert math.isclose(found.effective_s + sum(found.lost.values()), found.wall_s, abs_tol=1e-6)
-    assert list(found.lost) == list(CAUSES) and all(seconds >= 0 for seconds in found.lost.values())
-    return {cause: round(seconds, 2) for cause, seconds in found.lost.items() if seconds > 0.01}
+    assert math.isclose(result.effective_s + sum(result.lost.values()), result.wall_s, abs_tol=1e-6)
+    assert list(result.lost) == list(CAUSES) and all(seconds >= 0 for seconds in result.lost.values())
+    return {cause: round(seconds, 2) for cause, seconds in result.lost.items() if seconds > 0.01}
 
 
 LAUNCHED = """
@@ -63,32 +63,34 @@ KILLED = "start 20; steps 8 {0}; save 0; steps 4 {0}; wait 503; start 30 step=8;
     ("launcher job job=5; wait 9000; launcher job job=6; start 20 job=6; steps 1; end finish", 10, {"start-up": 20},
      ["finished"])])
 def test_planted_times_are_found_again(run, script, effective_s, lost, ends):
-    found = goodput(run.play(script).folder)
-    assert (parts(found), found.effective_s) == (lost, effective_s) and not found.notes
-    assert found.share == pytest.approx(effective_s / (effective_s + sum(lost.values())))
-    assert [start.why for start in found.starts] == ends and found.begun == first_start(run.folder)
+    result = goodput(RunFacts(run.play(script).folder))
+    assert (parts(result), result.effective_s) == (lost, effective_s) and not result.notes
+    assert result.share == pytest.approx(effective_s / (effective_s + sum(lost.values())))
+    assert [start.why for start in result.starts] == ends and result.started == first_start(RunFacts(run.folder))
 
 
-def test_clocks_that_differ_are_told(run):
+def test_clocks_that_differ_are_noted(run):
     run.play("start 20; steps 10").clock -= 60  # the next start is on a node whose clock is behind
-    found = goodput(run.play("start 20 step=10; steps 2; end finish").folder)
-    assert "clocks of nodes differ" in found.notes[0]
-    parts(found)
+    result = goodput(RunFacts(run.play("start 20 step=10; steps 2; end finish").folder))
+    assert "clocks of nodes differ" in result.notes[0]
+    parts(result)
 
 
-def test_nothing_to_tell(run):
-    assert goodput(run.folder) is None and first_start(run.folder) is None
+def test_a_run_without_a_step_has_no_goodput(run):
+    assert goodput(RunFacts(run.folder)) is None and first_start(RunFacts(run.folder)) is None
 
 
 @pytest.mark.slow
 def test_a_real_run_that_was_killed(fresh):
     settings = ["train.steps=40", "train.checkpoint.every_steps=10", "train.checkpoint.background=false"]
     train_and_kill(fresh, *settings, ranks=1, after_step=17)
-    before = curve(fresh)[-1]["step"]
+    killed_at = curve(fresh)[-1]["step"]
     run_stage("train", fresh, *settings)
-    found, metrics = goodput(train_folder(fresh).parent), read_metrics(train_folder(fresh) / "metrics.jsonl")
-    assert parts(found).keys() >= {"recomputed steps", "start-up", "validation and sampling"}
-    assert [(start.last, start.why) for start in found.starts] == [(before, "ended without a record"), (40, "finished")]
-    assert found.starts[1].first == before // 10 * 10 and metrics[-1]["train_s"] == found.effective_s
-    assert found.effective_s == pytest.approx(sum(record["step_s"] for record in metrics), abs=1e-3)
-    assert metrics[-1]["goodput"] == pytest.approx(found.share, rel=0.3)
+    facts = RunFacts(train_folder(fresh).parent)
+    result, metrics = goodput(facts), facts.steps
+    assert parts(result).keys() >= {"recomputed steps", "start-up", "validation and sampling"}
+    assert [(start.last, start.why) for start in result.starts] == [
+        (killed_at, "ended without a record"), (40, "finished")]
+    assert result.starts[1].first == killed_at // 10 * 10 and metrics[-1]["train_s"] == result.effective_s
+    assert result.effective_s == pytest.approx(sum(record["step_s"] for record in metrics), abs=1e-3)
+    assert metrics[-1]["goodput"] == pytest.approx(result.share, rel=0.3)

@@ -35,7 +35,7 @@ def write(folder, ranks):
                 "stack": [call.format(line=rank + 1) for call in stack]})
 
 
-@pytest.mark.parametrize(("ranks", "late", "told"), table("""
+@pytest.mark.parametrize(("ranks", "late", "sentence"), table("""
     RRDR -> 2 -> ranks 0-1, 3 (n0, n1) wait in train > agree > all_reduce
     DR -> 0 -> rank 0 (n0) is in train > next (data/sampling/loader.py) after step 5
     Dd -> nobody -> do not show which
@@ -51,7 +51,7 @@ def write(folder, ranks):
     RRRRRRRRRRRRRRRRRR-- -> 18-19 -> ranks 18-19 (n9) left no record
     RRRRRRRRRRRRRRRRR--- -> nobody -> 3 of 20 ranks left no record
     RRD-- -> 2 -> 2 of 5 ranks left no record"""))
-def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
+def test_who_is_late(tmp_path, monkeypatch, ranks, late, sentence):
     """A neighbour of who reads waits in another place than the others do. Where one leads, the functions of the entry
     that are open differ. Who is ended before it could write is not late: many, or more than wait."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
@@ -60,8 +60,8 @@ def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
     folder = hang_folder(tmp_path)
     assert folder == tmp_path / "hangs/77.0.2"
     write(folder, ranks)
-    found = judge_hang(folder, len(ranks))
-    assert (spelled([rank for rank, _ in found.late]) or "nobody") == late and told in found.text, found.text
+    hang = judge_hang(folder, len(ranks))
+    assert (spelled([rank for rank, _ in hang.late]) or "nobody") == late and sentence in hang.text, hang.text
 
 
 def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):

@@ -49,10 +49,10 @@ def test_a_place_without_weights_is_named_with_the_setting(tmp_path, path):
 
 def test_metas_format_is_refused_with_what_to_download(tmp_path):
     folder = write(tmp_path / "theirs", ["params.json", "consolidated.00.pth"])
-    said = "Meta's format .*download the safetensors of the same model"
-    refused(UserError, f"{folder} holds no weights: .*{said}", weight_files, folder)
+    message = "Meta's format .*download the safetensors of the same model"
+    refused(UserError, f"{folder} holds no weights: .*{message}", weight_files, folder)
     (tmp_path / "c.yaml").write_text(f"train: {{init_from: {folder}}}\n")
-    refused(UserError, f"(?s)train: train.init_from: .*{said}", _refuse_absent_files,
+    refused(UserError, f"(?s)train: train.init_from: .*{message}", _refuse_absent_files,
             load_config(tmp_path / "c.yaml", check=False), ["train"])
     (tmp_path / "c.yaml").write_text(f"model: {{preset: {folder}}}\n")
-    refused(UserError, rf"(?s)c\.yaml:1: .*{said}", load_config, tmp_path / "c.yaml")
+    refused(UserError, rf"(?s)c\.yaml:1: .*{message}", load_config, tmp_path / "c.yaml")

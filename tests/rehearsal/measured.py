@@ -29,10 +29,10 @@ def measured(ranks, gpu=True, **settings):
     on_gpus = step.as_on_gpus(config.train) if gpu else contextlib.nullcontext()
     with mock.patch.object(replacements, "NAME", NAME), on_gpus:
         decided, _, shape = step.rehearsable(config, ranks.world, gpu)
-        found = step.take_step(decided, shape, ranks, all_micro_batches=True).as_json()
+        result = step.take_step(decided, shape, ranks, all_micro_batches=True).as_json()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watching:
             step.take_step(decided, shape, ranks, all_micro_batches=True)
-    mine = pickle.dumps({**found, "allocated": most(watching)})  # its records are none that ranks tell each other
+    mine = pickle.dumps({**result, "allocated": most(watching)})  # its records are none that ranks tell each other
     return {"ranks": [pickle.loads(part) for part in ranks.gather(mine)]}
 
 

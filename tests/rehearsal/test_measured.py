@@ -22,11 +22,11 @@ def test_a_rehearsed_step_is_the_measured_one(ranks, gpu, settings):
     """Calls and bytes of each collective in each group are equal, and so is the peak of memory, kind by kind; in a
     pipeline, where it depends on how fast others are, to 5%. torch's allocator, which also counts what kernels take for
     a moment, has no more than 5% more where the kernels are its own and gloo copies little."""
-    found = run_case(ranks, measured, "rehearsal", gpu=gpu, **settings)["ranks"]
+    real_ranks = run_case(ranks, measured, "rehearsal", gpu=gpu, **settings)["ranks"]
     looked_at = [0, ranks - 1]
     rehearsed = rehearse_apart(config_of(**settings), ranks, looked_at, gpu=gpu, all_micro_batches=True)
     for rank, fake in zip(looked_at, (one.as_json() for one in rehearsed), strict=True):
-        real = found[rank]
+        real = real_ranks[rank]
         assert fake["collectives"] == real["collectives"]
         assert sum(channel["calls"] for channel in fake["collectives"]) > 20
         assert fake["kinds"] == real["kinds"] or "pp" in settings["parallel"]

@@ -35,19 +35,19 @@ class Waits(Sdpa):
 @pytest.mark.slow
 def test_three_micro_batches_stand_for_all():
     config = config_of(train={"batch_tokens": 12 * 512}, parallel={"reshard": "never", "reduce": "last"})
-    [some], [every] = (rehearse_apart(config, 2, [1], all_micro_batches=whole) for whole in (False, True))
+    [some], [every] = (rehearse_apart(config, 2, [1], all_micro_batches=every_batch) for every_batch in (False, True))
     assert some.as_json() | {"notes": []} == every.as_json() | {"notes": []}
     assert "of 6 micro-batches" in some.notes[-1] and not any("micro-batches" in note for note in every.notes)
 
 
 def test_what_makes_a_step_slow_is_named_and_a_plain_step_waits_for_nothing():
     config = config_of(train={"attention": f"{__name__}:Waits"})
-    [found], [plain] = rehearse_apart(config, 2, [0]), rehearse_apart(config_of(), 2, [0])
-    assert next(iter(found.masks.values()))[-2:] == (512, 512)
-    assert any("attention/sdpa.py" in place and "dense_mask" in place for place in found.masks)
-    [place] = found.waits
+    [result], [plain] = rehearse_apart(config, 2, [0]), rehearse_apart(config_of(), 2, [0])
+    assert next(iter(result.masks.values()))[-2:] == (512, 512)
+    assert any("attention/sdpa.py" in place and "dense_mask" in place for place in result.masks)
+    [place] = result.waits
     assert place.startswith("tests/rehearsal/test_rehearsal.py") and place.endswith("(attend)")
-    assert place in "\n".join(lines(config, [found])) and not plain.waits and not plain.masks
+    assert place in "\n".join(lines(config, [result])) and not plain.waits and not plain.masks
     assert "none: the host reads nothing but the result of the step" in "\n".join(lines(config_of(), [plain]))
 
 
@@ -59,32 +59,32 @@ def test_what_cannot_be_rehearsed_is_refused_in_a_paragraph(settings, ranks, ran
     refused(UserError, text, rehearse_apart, config_of(**settings), ranks, [rank])
 
 
-def test_what_does_not_fit_is_told_with_what_does(monkeypatch):
+def test_what_does_not_fit_is_refused_with_what_does(monkeypatch):
     config = config_of(train={"micro_batch": 4})
-    [found] = rehearse_apart(config, 2, [0])
+    [result] = rehearse_apart(config, 2, [0])
 
-    def told(share):
-        return fit_in_memory(config, found, share * found.peak.bytes)
-    assert told(2)[0]
-    tight, text = told(1.05)
+    def fit(share):
+        return fit_in_memory(config, result, share * result.peak.bytes)
+    assert fit(2)[0]
+    tight, text = fit(1.05)
     assert tight and "not estimated" in text
-    fits, text = told(0.8)
+    fits, text = fit(0.8)
     assert not fits and "The largest part is activations" in text and "train.micro_batch=2 (89.2 MB)" in text
 
     def half(config, *arguments, **options):
-        return [replace(found, peak=replace(found.peak, bytes=50_000_000))]
+        return [replace(result, peak=replace(result.peak, bytes=50_000_000))]
 
     monkeypatch.setattr(fitting, "rehearse_apart", half)
     assert ("and fitting: train.micro_batch=2 (50 MB), or train.activation_checkpointing=selective (50 MB), or "
-            "train.activation_checkpointing=full (50 MB).") in told(0.8)[1]
+            "train.activation_checkpointing=full (50 MB).") in fit(0.8)[1]
 
     def fails(*arguments, **options):
         raise RuntimeError("no memory here\nmore of it")
     monkeypatch.setattr(fitting, "rehearse_apart", fails)
-    fits, text = told(0.8)
-    assert not fits and "Take more ranks. Not rehearsed: train.micro_batch=2 (no memory here), " in text
+    fits, text = fit(0.8)
+    assert not fits and "but not fitting: train.micro_batch=2 (no memory here), " in text
     monkeypatch.setattr(fitting, "SEARCH_S", -1.0)
-    assert "Not rehearsed: train.micro_batch=2 (no time), " in told(0.8)[1]
+    assert fit(0.8)[1].endswith(". Take more ranks.")
 
 
 @pytest.mark.parametrize("parallel", [{}, {"pp": 2, "tp": 2}], ids=["FSDP2", "pipeline x tensor"])
@@ -92,11 +92,11 @@ def test_the_plans_estimate_is_about_what_a_step_holds_beside_activations(parall
     """More than weights and moments, less than the peak; in a pipeline it counts gradients spread and whole, which are
     not there at the same time."""
     config = config_of(model={"vocab_size": 512, "layers": 8}, train={"batch_tokens": 32 * 512}, parallel=parallel)
-    [found] = rehearse_apart(config, 8, [0])
-    held = found.peak.kinds
+    [result] = rehearse_apart(config, 8, [0])
+    held = result.peak.kinds
     estimate = state_bytes_per_rank(config, 8)
-    assert held["weights"] + held["optimizer state"] < estimate < found.peak.bytes
-    beside = found.peak.bytes - held["activations"] - held["logits"]
+    assert held["weights"] + held["optimizer state"] < estimate < result.peak.bytes
+    beside = result.peak.bytes - held["activations"] - held["logits"]
     assert estimate == pytest.approx(beside, rel=0.4)
 
 
@@ -131,15 +131,15 @@ def test_the_page_has_the_table_that_the_command_makes(capsys):
 def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(json.dumps({**config_of().model_dump(mode="json"), "tokenizer": {"kind": "byte"}}))
-    said = [str(path), "--ranks", "4"]
-    assert main(["--config", *said, "parallel.pp=2", "--memory", "80"]) == 0
+    arguments = [str(path), "--ranks", "4"]
+    assert main(["--config", *arguments, "parallel.pp=2", "--memory", "80"]) == 0
     page = capsys.readouterr().out
     for part in ("4 ranks = pp 2 x dp_shard 2", "1f1b, 2 stages; lost by waiting: 25% of the time used",
                  "pipeline: send", "it fits"):
         assert part in page
-    assert main(["--config", *said, "--rank", "3", "--json"]) == 0
-    [found] = json.loads(capsys.readouterr().out)["ranks"]
-    assert found["rank"] == 3
-    assert {channel["operation"] for channel in found["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert main(["--config", *arguments, "--rank", "3", "--json"]) == 0
+    [result] = json.loads(capsys.readouterr().out)["ranks"]
+    assert result["rank"] == 3
+    assert {channel["operation"] for channel in result["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert main(["--config", str(path), "--ranks", "3"]) == 2 == main([])
     assert "Give --config" in capsys.readouterr().err

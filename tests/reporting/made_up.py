@@ -29,24 +29,24 @@ def config(folder):
 def recorded():
     """What the stages of the run recorded: `made_by` and `counts` of their manifests, evaluate's `results`, the
     `tokenizer`'s report, `events` of training."""
-    found = read_json(Path(__file__).with_suffix(".json"))
-    cards = found["counts"]["shard"]["cards"].values()
+    result = read_json(Path(__file__).with_suffix(".json"))
+    cards = result["counts"]["shard"]["cards"].values()
     for example in (card["examples"]["length"]["fewer than 20 words"][0] for card in cards):
         example["text"] = f"too\nshort {EVIL}"
-    found["counts"]["shard"]["incomplete_files"][0]["reason"] = EVIL
-    found["results"]["continuations"][0]["text"] = EVIL
-    found["results"]["definitions"] = DEFINITIONS
-    return found
+    result["counts"]["shard"]["incomplete_files"][0]["reason"] = EVIL
+    result["results"]["continuations"][0]["text"] = EVIL
+    result["results"]["definitions"] = DEFINITIONS
+    return result
 
 
 def metrics():
-    found = [{
+    result = [{
         "step": step, "loss": 2.9 + 6 / step, "lr": 3e-3 * min(1, step / 50), "grad_norm": 0.6 + 4 / step,
         "tokens": step * 8192, "tokens_per_s": 28000, "data_wait_s": 0.0004,
         "step_s": 0.29, "memory_mb": 912.5, "mfu": None} for step in range(1, 601)]
-    for record in found[99::100]:
+    for record in result[99::100]:
         record["validation_bpb"] = {"stdlib": 1.85 + 200 / record["step"], "prose": 2.02 + 200 / record["step"]}
-    return found
+    return result
 
 
 def write_run(folder):

@@ -33,8 +33,8 @@ def main():
         subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                         f"--user-data-dir={folder}/profile", "--window-size=1100,1480", f"--screenshot={PICTURE}",
                         page.as_uri()], check=True, capture_output=True)
-    found = {**hashes(), "bits_per_byte": facts.counts("evaluate")["bits_per_byte"]}
-    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    record = {**hashes(), "bits_per_byte": facts.counts("evaluate")["bits_per_byte"]}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

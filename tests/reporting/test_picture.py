@@ -5,6 +5,6 @@ from tests.reporting.picture import RECORD, REPOSITORY, hashes
 
 
 def test_the_picture_is_of_todays_demo():
-    found = read_json(RECORD)
-    assert found == {**found, **hashes()}, "make it again: make demo picture"
-    assert f"**{found['bits_per_byte']:.2f} bits per byte**" in (REPOSITORY / "README.md").read_text()
+    record = read_json(RECORD)
+    assert record == {**record, **hashes()}, "make it again: make demo picture"
+    assert f"**{record['bits_per_byte']:.2f} bits per byte**" in (REPOSITORY / "README.md").read_text()

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from drover.pipeline.records.goodput import goodput
+from drover.pipeline.records.run_facts import RunFacts
 from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import Facts, collect
 from drover.pipeline.reporting.render import compose, html, markdown
@@ -58,7 +59,7 @@ def test_the_page_has_the_same(document, page):
         texts = [part] if isinstance(part, str) else [*part.columns, *chain(*part.columns.values())] \
             if isinstance(part, Table) else [part.title]
         assert [text for text in texts if text not in shown] == []
-    assert shown.count(document.verdict) == 1 and all(tile.value in shown for tile in document.tiles)
+    assert shown.count(document.result) == 1 and all(tile.value in shown for tile in document.tiles)
     assert EVIL in shown
     assert "99.0" not in shown, "the values of steps that were done again"
     assert "step 800" not in shown, "texts of a plan that was longer"
@@ -74,7 +75,7 @@ def test_loss_shows_training_and_validation_without_skipped_updates(document):
 
 def test_where_the_time_went(facts, tmp_path):
     Recorded(tmp_path).play(LAUNCHED)
-    text = markdown(compose(dataclasses.replace(facts, goodput=goodput(tmp_path))))
+    text = markdown(compose(dataclasses.replace(facts, goodput=goodput(RunFacts(tmp_path)))))
     for row in ("| preflight | 17.0 | 0.9% |", "| hang | 610.0 | 32.0% |",
                 " | crashed: rank 1 was killed | 2 | 0 | 6 |", " | hung: rank 3 (n4) was late |"):
         assert row in text

@@ -13,6 +13,7 @@ import pytest
 from drover.launch.slurm.nodes import NODES
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.records.goodput import goodput
+from drover.pipeline.records.run_facts import RunFacts
 from tests.slurm.faults import Training, undisturbed_curve
 from tests.stages.training import curve, difference, lines, proven
 
@@ -107,4 +108,4 @@ def test_training_comes_through_random_faults(cluster, tmp_path, encoded):
     ours = lines(soak.training.config)
     assert {record["step"] for record in curve(soak.training.config)} == set(whole)
     assert proven(soak.training.config) and difference(ours, whole) < BOUND, soak.training.story()
-    assert goodput(soak.training.run) is not None
+    assert goodput(RunFacts(soak.training.run)) is not None

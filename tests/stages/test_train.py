@@ -13,6 +13,7 @@ from drover.pipeline.contract.state import PROGRESS, read_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.goodput import goodput
+from drover.pipeline.records.run_facts import RunFacts
 from drover.tools.audit import audit
 from tests.conftest import run_stage, slow, write_config
 from tests.pages import files
@@ -57,10 +58,10 @@ def test_a_run_trains_and_says_so(fresh):
     assert 0 < start["startup"]["rendezvous"] <= sum(start["startup"].values())
     # The report's time ends with the record of the end: after the last step, before training tells its progress last.
     # That is computed before its file is written, whose time may be a tick of the kernel behind.
-    result = goodput(folder.parent)
+    result = goodput(RunFacts(folder.parent))
     recorded = read_json(folder / PROGRESS)["goodput"]
     written = (folder / PROGRESS).stat().st_mtime + 0.02
-    assert result.effective_s / (written - result.begun) - 0.0001 <= recorded <= result.share + 0.001
+    assert result.effective_s / (written - result.started) - 0.0001 <= recorded <= result.share + 0.001
     assert result.share <= metrics[-1]["goodput"] + 0.001
     counts = manifest_of(fresh).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0

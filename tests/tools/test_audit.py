@@ -44,15 +44,16 @@ def edit(recorded, step, **changes):
 
 def test_rollbacks_and_skipped_updates_are_left_out_on_purpose(recorded):
     assert [line["samples"] for line in lines_of(recorded, 13)] == [[192, 208], [192, 224]]
-    found = audit(recorded.folder)
-    assert found.faults == [] and (found.steps, found.samples, found.restarts, found.checkpoints) == (30, 512, 1, 6)
-    assert found.repeated == 2 + 3 + 2 and found.abandoned == 2  # steps 11 and 12, 16 to 18, 21 and 22 of the second
-    assert found.left_out == [
+    result = audit(recorded.folder)
+    assert result.faults == []
+    assert (result.steps, result.samples, result.restarts, result.checkpoints) == (30, 512, 1, 6)
+    assert result.repeated == 2 + 3 + 2 and result.abandoned == 2  # steps 11 and 12, 16 to 18, 21 and 22 of the second
+    assert result.left_out == [
         "samples [192, 208), by the rollback from step 13 to step 10 (a spike)",
         "samples [368, 384), by the rollback from step 23 to step 20 (a spike)",
         "samples [112, 128), whose update was skipped in step 8 (nonfinite: loss nan, gradient norm 1.0)"]
-    assert "2 undone by rollbacks" in found.lines()[0]
-    assert "proven: every other sample was used exactly once" in found.lines()[-1]
+    assert "2 undone by rollbacks" in result.lines()[0]
+    assert "proven: every other sample was used exactly once" in result.lines()[-1]
 
 
 @pytest.mark.parametrize(("step", "changes", "expected"), table("""
@@ -91,12 +92,12 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
     again = audit(written(recorded))
     assert len(again.faults) == again.repeated == 7
     damaged = {"event": DAMAGED, "step": 15}
-    found = audit(written(recorded, damaged))
-    assert found.damaged == 5 and ["step 11 " in fault or "step 12 " in fault for fault in found.faults] == [True] * 2
-    assert "5 steps had another loss before a damaged token shard was repaired" in found.lines()[0]
+    result = audit(written(recorded, damaged))
+    assert result.damaged == 5 and ["step 11 " in fault or "step 12 " in fault for fault in result.faults] == [True] * 2
+    assert "5 steps had another loss before a damaged token shard was repaired" in result.lines()[0]
     recorded.lines.append({**lines_of(recorded, 16)[-1], "loss": 9.0})
-    found = audit(written(recorded, damaged))
-    assert any("step 16 was done twice with different loss" in fault for fault in found.faults), "one damage, one loss"
+    result = audit(written(recorded, damaged))
+    assert any("step 16 was done twice with different loss" in fault for fault in result.faults), "one damage, one loss"
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl"])
@@ -118,7 +119,7 @@ def test_a_log_that_is_not_what_was_committed_is_named(recorded, file):
     assert "the stage encode: its outputs are not those that train was made from" in audit(folder).faults
 
 
-def test_nothing_to_audit_is_said(tmp_path, capsys):
+def test_a_run_without_steps_is_refused(tmp_path, capsys):
     (tmp_path / "config.yaml").touch()
     assert "nothing to audit" in printed(capsys, main, "--run", tmp_path, expect=2)
 
@@ -130,9 +131,9 @@ def test_a_batch_around_excluded_samples_inside_it_is_followed(tmp_path, encoded
     recorded.spikes, recorded.kills = [16], [7]
     while not recorded.attempt(12):
         pass
-    found = audit(written(recorded))
-    assert found.faults == [] and found.samples == 12 * 16 + 24
-    assert found.left_out == [f"samples {samples}, by the rollback from step 2 to step 0 ({why})" for samples, why in (
+    result = audit(written(recorded))
+    assert result.faults == [] and result.samples == 12 * 16 + 24
+    assert result.left_out == [f"samples {samples}, by the rollback from step 2 to step 0 ({why})" for samples, why in (
         ("[20, 28)", "old"), ("[16, 20) and [28, 40)", "a spike"))]
 
 
@@ -142,8 +143,8 @@ def test_a_run_that_was_killed_within_a_rollback_counts_only_what_still_holds(re
     recorded.lines = recorded.lines[:last + 1]
     recorded.checkpoints = {step: at for step, at in recorded.checkpoints.items() if step <= 20}
     shutil.rmtree(recorded.train / "checkpoints")
-    found = audit(written(recorded))
-    assert found.faults == [] and (found.steps, found.samples, found.abandoned) == (22, 368, 2)
+    result = audit(written(recorded))
+    assert result.faults == [] and (result.steps, result.samples, result.abandoned) == (22, 368, 2)
 
 
 CPU = {"ranks": 1, "device": "cpu", "deterministic": True}
@@ -157,8 +158,8 @@ GPU = {"ranks": 1, "device": "NVIDIA H100 80GB HBM3", "deterministic": False}
     ([GPU], 1e-2, "not deterministic on this device"),
 ])
 def test_a_repeated_step_must_be_as_equal_as_the_device_makes_it(places, allowed, why):
-    tolerance, said = _tolerance(places)
-    assert tolerance == allowed and why in said and bool(why) == bool(said)
+    tolerance, reason = _tolerance(places)
+    assert tolerance == allowed and why in reason and bool(why) == bool(reason)
 
 
 def test_losses_of_repeated_steps_may_differ_by_what_is_allowed(recorded):
@@ -167,12 +168,12 @@ def test_losses_of_repeated_steps_may_differ_by_what_is_allowed(recorded):
     assert "step 12 was done twice with different loss" in audit(written(recorded)).faults[0]
     recorded.place = GPU
     edit(recorded, 12, loss=loss / 1.004)
-    found = audit(written(recorded))
-    assert found.faults == [] and found.largest == pytest.approx(0.004)
-    assert found.lines()[-2] == ("repeated steps: not deterministic on this device (NVIDIA H100 80GB HBM3; "
+    result = audit(written(recorded))
+    assert result.faults == [] and result.largest == pytest.approx(0.004)
+    assert result.lines()[-2] == ("repeated steps: not deterministic on this device (NVIDIA H100 80GB HBM3; "
                                  "train.deterministic=true makes it so); their losses differ by at most 4.0e-03 of the "
                                  "loss (1e-02 is allowed)")
-    assert found.lines()[-1].endswith("repeated steps gave the same loss, within 1e-02")
+    assert result.lines()[-1].endswith("repeated steps gave the same loss, within 1e-02")
 
 
 @pytest.mark.parametrize("name, counted, logged", [("skipped", 3, 1), ("rollbacks", 1, 2), ("samples", 500, 512)])

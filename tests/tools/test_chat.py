@@ -54,15 +54,15 @@ def test_prompts_are_continued_in_their_order(places, model, capsys):
 
 
 def test_the_settings_reach_the_model(places, model, capsys):
-    def said(*arguments):
+    def output(*arguments):
         assert main(["--model", str(places["run"]), "x", "--max-tokens", "20", *arguments]) == 0
         return capsys.readouterr().out
-    assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
+    assert output("--seed", "1") == output("--seed", "1") != output("--seed", "2")
     text = continued(model, "x", 20)
     for one in ("--top-k=1", "--min-p=1", "--top-p=0.0001", "--top-p=1e-300", "--top-p=5e-324"):
-        assert said("--temperature", "2", one) == f"x{text}\n"
-    assert said("--temperature", "0", "--stop", text[4:6]) == f"x{text[:text.find(text[4:6])]}\n"
-    assert said("--temperature", "0", "--repetition-penalty", "5") != f"x{text}\n"
+        assert output("--temperature", "2", one) == f"x{text}\n"
+    assert output("--temperature", "0", "--stop", text[4:6]) == f"x{text[:text.find(text[4:6])]}\n"
+    assert output("--temperature", "0", "--repetition-penalty", "5") != f"x{text}\n"
     assert main(["--model", str(places["run"]), "x", "y", "--temperature", "1e300", "--top-k", str(10**18),
                  "--seed", str(2**63 - 1), "--max-tokens", "1"]) == 0
 
@@ -77,7 +77,7 @@ def test_a_model_that_gives_no_numbers_is_named(tmp_path, capsys, weight, temper
                                                     expect=2)
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "output"), [
     ([], "nothing to continue"), (["x" * 256], "257 tokens, which leaves no room in the model's context of 256"),
     (["x", "--top-p", "0", "--min-p", "3"], "top_p must be above 0 and at most 1, not 0.0. min_p must be"),
     *((["x", *option.split()], "must be") for option in (
@@ -86,10 +86,10 @@ def test_a_model_that_gives_no_numbers_is_named(tmp_path, capsys, weight, temper
         "--repetition-penalty nan", "--seed -1", f"--seed {2**64}")),
     (["x", "--stop", ""], "stop must be"),
     (["x", "--device", "nothing"], "--device nothing cannot be used here"), (["x", "--chat"], "has no chat template")])
-def test_what_cannot_be_done_is_said_in_a_sentence(places, arguments, said, capsys):
+def test_what_cannot_be_done_is_said_in_a_sentence(places, arguments, output, capsys):
     assert main(["--model", str(places["run"]), *arguments]) == 2
-    found = capsys.readouterr()
-    assert said in found.err and found.out == ""
+    captured = capsys.readouterr()
+    assert output in captured.err and captured.out == ""
 
 
 @pytest.fixture
@@ -123,14 +123,14 @@ def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys, mon
     monkeypatch.setattr("drover.model.generation.stream.stream", interrupted)
     typed("one", "  ", KeyboardInterrupt, "x" * 256, "two", "three")
     assert main(["--model", str(places["run"]), *SESSION]) == 0
-    found = capsys.readouterr()
+    captured = capsys.readouterr()
     one, two, three = (f"{prompt}{continued(model, prompt, 25)}" for prompt in ("one", "two", "three"))
-    first, second, third = re.split(r"\n(?=two|three)", found.out)
-    assert (first, third) == (f"{one}\n", f"{three}\n") and "leaves no room" in found.err
+    first, second, third = re.split(r"\n(?=two|three)", captured.out)
+    assert (first, third) == (f"{one}\n", f"{three}\n") and "leaves no room" in captured.err
     assert two.startswith(second) and len("two") < len(second) < len(two)
 
 
-def spelled(messages):
+def ids_of(messages):
     """The ids of a conversation, by hand."""
     special = TOKENIZER.special_tokens
     ids = [special[BOS]]
@@ -143,8 +143,8 @@ def spelled(messages):
 def test_a_conversation_is_written_by_its_template_and_remembered(places, model, typed, capsys):
     typed("Hello é", "And then?", "/new", "Hello é")
     assert main(["--model", str(places["hf"]), *CHAT, "--interactive", "--system", "Be brief."]) == 0
-    first = greedy(model, spelled(history := [("system", "Be brief."), ("user", "Hello é")]), 12)
-    second = greedy(model, spelled([*history, ("assistant", first), ("user", "And then?")]), 12)
+    first = greedy(model, ids_of(history := [("system", "Be brief."), ("user", "Hello é")]), 12)
+    second = greedy(model, ids_of([*history, ("assistant", first), ("user", "And then?")]), 12)
     assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"
 
 
@@ -154,7 +154,7 @@ def test_a_run_has_the_template_of_its_tokenizer_and_ends_where_it_says(model, t
     settings = run / "tokenizer/hf/tokenizer_config.json"
     write_json(settings, {**read_json(settings), "chat_template": TEMPLATE})
     assert printed(capsys, main, "--model", run, *CHAT,
-                   "Hello") == f"{greedy(model, spelled([('user', 'Hello')]), 12)}\n"
+                   "Hello") == f"{greedy(model, ids_of([('user', 'Hello')]), 12)}\n"
 
 
 def test_what_controls_a_terminal_is_not_sent_to_one(capsys, monkeypatch):

@@ -99,6 +99,6 @@ def test_other_items_are_refused():
     --models {home}/hf {home}/run --tasks capitals --limit 0 -> --limit must be above 0
     --models {home}/hf {home}/run --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
     --models {home}/hf {home}/run --validation {home}/empty -> has no validation text"""))
-def test_what_cannot_be_compared_is_said(home, arguments, message, capsys):
-    said = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
-    assert message.format(home=home) in said
+def test_what_cannot_be_compared_is_refused(home, arguments, message, capsys):
+    output = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
+    assert message.format(home=home) in output

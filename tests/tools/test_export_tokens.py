@@ -12,9 +12,8 @@ import pytest
 
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.files import read_json, sha256_file
-from drover.tools.export_tokens import exporting
-from drover.tools.export_tokens.__main__ import main
-from drover.tools.export_tokens.exporting import MANIFEST
+from drover.tools import export_tokens
+from drover.tools.export_tokens import MANIFEST, main
 from tests.cut_off import cut_off
 from tests.refusal import printed
 from tests.token_shards import shards_in
@@ -39,8 +38,8 @@ def indexed(prefix):
 @pytest.fixture
 def exported(capsys):
     """Function: export a run, in this process; what was said."""
-    return lambda run, form, out, *arguments, expect=0: printed(
-        capsys, main, "--run", run, "--format", form, "--out", out, *arguments, expect=expect)
+    return lambda run, out, *arguments, expect=0: printed(
+        capsys, main, "--run", run, "--out", out, *arguments, expect=expect)
 
 
 def documents_of(run, split, source):
@@ -61,74 +60,66 @@ def run(request, tmp_path_factory):
 @pytest.mark.parametrize(("run", "split"), [("uint16", "train"), ("uint32", "validation")], indirect=["run"])
 def test_megatron_reads_every_document_in_order(run, split, tmp_path, exported):
     out, without_bos = tmp_path / "out", split == "validation"
-    exported(run, "megatron", out, "--split", split, *["--without-bos"] * without_bos)
-    told = read_json(out / MANIFEST)
-    assert told["bos"] == (not without_bos) and told["eos"]
-    assert (told["dtype"], told["dtype_code"]) == (("uint16", 8) if split == "train" else ("int32", 4))
+    exported(run, out, "--split", split, *["--without-bos"] * without_bos)
+    manifest = read_json(out / MANIFEST)
+    assert manifest["bos"] == (not without_bos) and manifest["eos"]
+    assert (manifest["dtype"], manifest["dtype_code"]) == (("uint16", 8) if split == "train" else ("int32", 4))
     for source in ("web", "notes"):
-        (kind, found, bounds), wanted = indexed(out / source), documents_of(run, split, source)
-        assert kind == TYPES[told["dtype_code"]] and len(wanted) > 5 and bounds == list(range(len(wanted) + 1))
-        assert found == [tokens[without_bos:].tolist() for _, _, tokens in wanted]
-        assert {(tokens[0], tokens[-1]) for _, _, tokens in wanted} == {(told["bos_id"], told["eos_id"])}
-        assert told["sources"][source] == {**told["sources"][source], "docs": len(wanted),
-                                           "tokens": sum(map(len, found))}
-    assert {path.name for path in out.iterdir()} == {MANIFEST, *(record["path"] for record in told["files"])}
-    for record in told["files"]:
+        (kind, exported_documents, bounds), wanted = indexed(out / source), documents_of(run, split, source)
+        assert kind == TYPES[manifest["dtype_code"]] and len(wanted) > 5 and bounds == list(range(len(wanted) + 1))
+        assert exported_documents == [tokens[without_bos:].tolist() for _, _, tokens in wanted]
+        assert {(tokens[0], tokens[-1]) for _, _, tokens in wanted} == {(manifest["bos_id"], manifest["eos_id"])}
+        assert manifest["sources"][source] == {**manifest["sources"][source], "docs": len(wanted),
+                                           "tokens": sum(map(len, exported_documents))}
+    assert {path.name for path in out.iterdir()} == {MANIFEST, *(record["path"] for record in manifest["files"])}
+    for record in manifest["files"]:
         path = out / record["path"]
         assert (path.stat().st_size, sha256_file(path)) == (record["bytes"], record["sha256"])
 
 
-@pytest.mark.parametrize("arguments, sources", [([], ["web", "notes"]), (["--without-bos", "--source", "notes"],
-                                                                         ["notes"])])
-def test_datasets_reads_every_document_in_order(run, tmp_path, exported, arguments, sources):
-    exported(run, "hf", tmp_path / "out", *arguments)
-    found = datasets.load_from_disk(str(tmp_path / "out"))
-    assert found.column_names == ["input_ids", "key", "source", "bytes"]
-    assert found.to_list() == [
-        {"input_ids": tokens[bool(arguments):].tolist(), "key": key, "source": source, "bytes": size}
-        for source in sources for key, size, tokens in documents_of(run, "train", source)]
-    assert found.features["input_ids"].feature.dtype == "uint16"
+def test_datasets_reads_the_token_shards_themselves(run):
+    rows = datasets.load_dataset("arrow", data_files=str(run / "encode/train/*.arrow"), split="train").to_list()
+    documents = [document for source in ("web", "notes") for document in documents_of(run, "train", source)]
+    assert sorted((row["key"].hex(), row["bytes"], row["tokens"]) for row in rows) == sorted(
+        (key, size, tokens.tolist()) for key, size, tokens in documents)
 
 
 def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_continues(run, tmp_path, exported, monkeypatch):
     """What else may be at the target, or may have been started there, is tested with the weights (test_weights.py)."""
     out, calls = tmp_path / "out", []
 
-    def written(content, path, inner=exporting._write):
+    def written(content, path, inner=export_tokens._write):
         calls.append(path.name)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(content, path)
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "_write", written)
-        assert cut_off(lambda: exported(run, "megatron", out), tmp_path, -1) == -signal.SIGKILL
+        patch.setattr(export_tokens, "_write", written)
+        assert cut_off(lambda: exported(run, out), tmp_path, -1) == -signal.SIGKILL
     assert not out.exists()
     (tmp_path / "out.partial/web.bin").write_bytes(b"torn")
-    assert "continuing: 2 of 4 files" in exported(run, "megatron", out)
-    exported(run, "megatron", tmp_path / "whole")
+    assert "continuing: 2 of 4 files" in exported(run, out)
+    exported(run, tmp_path / "whole")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-    assert "exists already, with these tokens" in exported(run, "megatron", out)
+    assert "exists already, with these tokens" in exported(run, out)
 
 
 def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):
-    monkeypatch.setattr(exporting, "_write", lambda content, path, inner=exporting._write: inner(
+    monkeypatch.setattr(export_tokens, "_write", lambda content, path, inner=export_tokens._write: inner(
         content, path)[::-1])
-    said = exported(run, "megatron", tmp_path / "out", expect=2)
-    assert "web.bin has other content than was written there" in said and not (tmp_path / "out").exists()
+    output = exported(run, tmp_path / "out", expect=2)
+    assert "web.bin has other content than was written there" in output and not (tmp_path / "out").exists()
 
 
-def test_a_source_that_is_not_there_is_refused(run, tmp_path, exported):
-    said = exported(run, "megatron", tmp_path / "out", "--source", "books", expect=2)
-    assert "has no source books; it has web, notes" in said and not [*tmp_path.iterdir()]
-
-
-def test_a_changed_token_shard_is_refused(run, tmp_path, exported):
+def test_a_source_that_is_not_there_and_a_changed_token_shard_are_refused(run, tmp_path, exported):
+    output = exported(run, tmp_path / "out", "--source", "books", expect=2)
+    assert "has no source books; it has web, notes" in output and not [*tmp_path.iterdir()]
     shutil.copytree(run, tmp_path / "mini")
     path = next((tmp_path / "mini/encode/train").iterdir())
-    for change, told in ((lambda: path.write_bytes(path.read_bytes()[:-1] + b"x"), "is not what the stage encode"),
+    for change, manifest in ((lambda: path.write_bytes(path.read_bytes()[:-1] + b"x"), "is not what the stage encode"),
                          (path.unlink, "is missing")):
         change()
-        said = exported(tmp_path / "mini", "hf", tmp_path / "out", expect=2)
-        assert f"{path} {told}" in said and not (tmp_path / "out").exists()
+        output = exported(tmp_path / "mini", tmp_path / "out", expect=2)
+        assert f"{path} {manifest}" in output and not (tmp_path / "out").exists()

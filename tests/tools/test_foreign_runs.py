@@ -28,7 +28,7 @@ TOOLS = table("""
     audit --run {data} -> 0
     verify --run {data} -> 0
     copy-tokens --run {data} --to file://{out} -> 0
-    export-tokens --run {data} --out {out} --format megatron -> 0
+    export-tokens --run {data} --out {out} -> 0
     chat --model {model} x --max-tokens 1 -> 0
     compare --models {out} {tasks} --validation {data} -> 2
     weights --from {model} --to {out} --format hf -> 0""", str, int)
@@ -72,10 +72,10 @@ def test_a_tool_imports_what_its_user_names(home, ran, tmp_path, monkeypatch, ca
     plugin = str(home / "foreign_code.py")
     places = {"data": home / "data", "model": home / "model", "tasks": home / "tasks", "out": tmp_path / "out"}
     name, *arguments = [*words.format(**places).split(), *(["--plugin", plugin] if named else [])]
-    found = main([name, *arguments])
-    assert (ran.exists(), found) == (named, expected)
-    said = capsys.readouterr().err
-    assert said.count(FOREIGN.format(plugin)) == (not named) and (named or f"--plugin {plugin}" in said)
+    result = main([name, *arguments])
+    assert (ran.exists(), result) == (named, expected)
+    output = capsys.readouterr().err
+    assert output.count(FOREIGN.format(plugin)) == (not named) and (named or f"--plugin {plugin}" in output)
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["reused", "named"])
@@ -83,9 +83,9 @@ def test_a_tool_imports_what_its_user_names(home, ran, tmp_path, monkeypatch, ca
 def test_who_reuses_a_run_imports_what_its_own_configuration_names(home, ran, fresh, capsys, way, named):
     program, arguments = REUSING[way]
     plugin = home / "foreign_code.py"
-    found = program([*arguments.split(), "--config", str(fresh), f"reuse={home / 'data'}",
+    result = program([*arguments.split(), "--config", str(fresh), f"reuse={home / 'data'}",
                      *([f"plugins=[{plugin}]"] if named else [])])
-    assert (ran.exists(), found) == (named, 0)
+    assert (ran.exists(), result) == (named, 0)
     assert capsys.readouterr().err.count(FOREIGN.format(plugin)) == (not named)
 
 

@@ -83,8 +83,8 @@ def zoo(folder):
 def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     wanted, others = zoo(tmp_path / "zoo")
-    told = printed(capsys, main, "zoo", "--minutes", "1")
-    assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", told)} == set()
+    output = printed(capsys, main, "zoo", "--minutes", "1")
+    assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", output)} == set()
     assert run_here("shard", "zoo.yaml", "launch.processes=1", "shard.validation_rule=hash",
                     "shard.validation_share=0.5") == 0
     run = Run(load_config("zoo.yaml"))
@@ -102,11 +102,11 @@ def test_a_test_split_and_descriptions_of_data_sets_are_left_out(tmp_path, files
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"description": wide(number)} if name.endswith("json") else
                                                 {"text": wide(number)}))
-    found = look(tmp_path)
-    assert found.files == len(files.split()) - len(left_out)
-    assert {name for name in files.split() if re.search(rf"left out: (.*, )?{name}[:,]", "\n".join(found.remarks))
+    result = look(tmp_path)
+    assert result.files == len(files.split()) - len(left_out)
+    assert {name for name in files.split() if re.search(rf"left out: (.*, )?{name}[:,]", "\n".join(result.remarks))
             } == set(left_out)
-    source = files_source(*(path for own in found.sources.values() for path in own))
+    source = files_source(*(path for own in result.sources.values() for path in own))
     assert {name for name, _ in input_files(config_of(source))} & {f"s/{name}" for name in left_out} == set()
 
 
@@ -119,8 +119,8 @@ def test_a_folder_that_is_closed_is_left_out_by_name(notes, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", folder)
         return real(folder)
     monkeypatch.setattr(os, "scandir", scan)
-    found = look(notes)
-    assert found.files == 7 and "left out: deep/closed: it cannot be read: Permission denied" in found.remarks
+    result = look(notes)
+    assert result.files == 7 and "left out: deep/closed: it cannot be read: Permission denied" in result.remarks
     refused(UserError, "deep/closed cannot be read: Permission denied. Make it readable", input_files,
             config_of(files_source(notes / "**/*.md")))
 
@@ -133,8 +133,8 @@ def test_a_long_text_is_divided_into_documents(notes, monkeypatch):
 
 def test_of_many_files_some_are_opened(notes, monkeypatch):
     monkeypatch.setattr(survey, "OPENED", 2)
-    found = look(notes)
-    assert found.files == 6 and "4 of 7 files were opened" not in found.remarks and "5 of 7" in found.remarks[-1]
+    result = look(notes)
+    assert result.files == 6 and "4 of 7 files were opened" not in result.remarks and "5 of 7" in result.remarks[-1]
 
 
 def test_few_files_are_a_corpus_with_held_out_text(notes):
@@ -152,8 +152,8 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
     1e8 -> 0.1 -> null -> % of your text -> 2
     1e11 -> 10 -> 30000000 -> epochs of your text -> 8""", float, float, json.loads, str, int))
 def test_what_the_text_or_the_time_allows(notes, flops, minutes, params, limit, depth):
-    found = propose(look(notes), flops, minutes, params)
-    assert limit in found.limit and found.shape.layers == depth and not found.shape.problems()
+    result = propose(look(notes), flops, minutes, params)
+    assert limit in result.limit and result.shape.layers == depth and not result.shape.problems()
 
 
 def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
@@ -161,13 +161,13 @@ def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     assert propose(look(tmp_path), 1e11, 10, None).steps == 20
 
 
-@pytest.mark.parametrize(("arguments", "said"), table("""
+@pytest.mark.parametrize(("arguments", "message"), table("""
     'my notes' --minutes 0 -> above 0
     'my notes' --params many -> above 0
     nowhere -> is no folder
     pictures -> left out: photo.png: the name does
     'my notes' --to pictures -> there already""", shlex.split))
-def test_what_cannot_be_is_refused(notes, arguments, said, capsys):
+def test_what_cannot_be_is_refused(notes, arguments, message, capsys):
     (notes.parent / "pictures").mkdir()
     (notes.parent / "pictures/photo.png").touch()
-    assert said in printed(capsys, main, *arguments, expect=2) and not (notes.parent / "my-notes.yaml").exists()
+    assert message in printed(capsys, main, *arguments, expect=2) and not (notes.parent / "my-notes.yaml").exists()

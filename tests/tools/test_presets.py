@@ -33,18 +33,18 @@ def test_the_table_has_every_preset_with_its_numbers(capsys):
     llama2_70b --tokens-per-parameter 1 --budget -> 4,096; 6.898e+10; 3.066e+22""", shlex.split))
 def test_one_presets_numbers(capsys, arguments, parts):
     """By hand."""
-    said = printed(capsys, main, *arguments)
-    assert all(part in said for part in parts.split("; ")), said
+    output = printed(capsys, main, *arguments)
+    assert all(part in output for part in parts.split("; ")), output
 
 
 def test_programs_get_json(capsys):
-    [found] = json.loads(printed(capsys, main, "llama3_8b", "--json", "--batch", 2, "--length", 10))
-    assert found["kv_cache_bytes"] == 2 * 10 * 131072
+    [result] = json.loads(printed(capsys, main, "llama3_8b", "--json", "--batch", 2, "--length", 10))
+    assert result["kv_cache_bytes"] == 2 * 10 * 131072
 
 
-@pytest.mark.parametrize(("arguments", "said"), table("""
+@pytest.mark.parametrize(("arguments", "output"), table("""
     llama4 -> There is no preset 'llama4'
     llama3_8b --batch 0 -> --batch must be above 0, not 0
     llama3_8b --budget --tokens-per-parameter nan -> --tokens-per-parameter must be above 0, not nan""", shlex.split))
-def test_what_makes_no_sense_is_refused(capsys, arguments, said):
-    assert said in printed(capsys, main, *arguments, expect=2)
+def test_what_makes_no_sense_is_refused(capsys, arguments, output):
+    assert output in printed(capsys, main, *arguments, expect=2)

@@ -18,8 +18,8 @@ def recorded(tmp_path_factory, encoded):
 
 def shown(capsys, recorded, words):
     """First lines, and the sample numbers of the pieces, each once."""
-    said = printed(capsys, main, "--run", recorded.folder, *words.split())
-    head, *pieces = re.split(r"^(?=sample )", said, flags=re.M)
+    output = printed(capsys, main, "--run", recorded.folder, *words.split())
+    head, *pieces = re.split(r"^(?=sample )", output, flags=re.M)
     return head, sorted({int(piece.split()[1]) for piece in pieces})
 
 

@@ -10,7 +10,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.data.text_shards import read_shard, shard_records
-from drover.tools.ledger import Ledger
+from drover.tools.sample_history import SampleHistory
 from drover.tools.trace.__main__ import main
 from drover.tools.trace.tracing import Search, Steps
 from tests.conftest import slow
@@ -43,39 +43,38 @@ def recorded(request, tmp_path_factory, traced):
     return Recorded(tmp_path_factory.mktemp("backwards") / "mini", traced, settings=settings, spikes=spikes)
 
 
-def asked(capsys, recorded, *arguments, expect=0):
+def answer(capsys, recorded, *arguments, expect=0):
     capsys.readouterr()
     assert main(["--run", str(recorded.folder), "--json", *arguments]) == expect
-    told = capsys.readouterr()
-    return json.loads(told.out) if expect == 0 else told.err
+    output = capsys.readouterr()
+    return json.loads(output.out) if expect == 0 else output.err
 
 
 def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded, request):
     seen = defaultdict(set)
     for step in range(1, PLANNED + 1):
-        for piece in asked(capsys, recorded, "--step", str(step))["pieces"]:
+        for piece in answer(capsys, recorded, "--step", str(step))["pieces"]:
             seen[piece["key"]].add((step, piece["sample"], *piece["tokens"]))
-    steps = Steps(Ledger(run_in(recorded.folder)))
-    search, order = Search(steps), steps.ledger.data.order
-    undone = {rollback.samples[0][0]: rollback for rollback in steps.ledger.rollbacks}
+    steps = Steps(SampleHistory(run_in(recorded.folder)))
+    search, order = Search(steps), steps.history.data.order
+    undone = {rollback.samples[0][0]: rollback for rollback in steps.history.rollbacks}
     assert list(undone) == list(ORDERS[request.node.callspec.params["recorded"]][1])
     for rollback in undone.values():
-        for piece in asked(capsys, recorded, "--samples", *map(str, rollback.samples[0]))["pieces"]:
+        for piece in answer(capsys, recorded, "--samples", *map(str, rollback.samples[0]))["pieces"]:
             seen[piece["key"]].add((rollback.step, piece["sample"], *piece["tokens"]))
     left_out = {sample for rollback in undone.values() for samples in rollback.samples for sample in range(*samples)}
     assert max(order.epochs(steps.end).values()) > 2, "some documents are read several times"
-    reads_anew, found = steps.phases.declared and not steps.ledger.data.packings, []
+    reads_anew, readings = steps.phases.declared and not steps.history.data.packings, []
     for key in random.Random(2).sample(sorted(seen), 60):
-        [document] = search.records(search.with_key(key), text=False)
-        found += document["readings"]
-        assert {(one["step"], one["sample"], *one["tokens"]) for one in document["readings"]} == seen[key]
-    for one in found:
-        step = one["step"]
-        assert one["what"] == ("left out" if one["sample"] in left_out else "skipped" if step == 8 else
-                               "to come" if step > 30 else "trained")
-        assert one.get("own_phase", 0) == (2 if reads_anew and 10 <= step <= 18 else 0)
-    assert any("own_phase" in one for one in found) == reads_anew
-    assert {one["what"] for one in found} == {"left out", "skipped", "to come", "trained"}
+        [document] = search.traced(search.with_key(key), text=False)
+        readings += document.readings
+        assert {(one.step, one.sample, *one.tokens) for one in document.readings} == seen[key]
+    for one in readings:
+        assert one.what == ("left out" if one.sample in left_out else "skipped" if one.step == 8 else
+                            "to come" if one.step > 30 else "trained")
+        assert one.own_phase == (2 if reads_anew and 10 <= one.step <= 18 else None)
+    assert any(one.own_phase for one in readings) == reads_anew
+    assert {one.what for one in readings} == {"left out", "skipped", "to come", "trained"}
 
 
 def test_a_phase_counts_its_own_epochs_and_its_own_ranks(capsys, tmp_path, traced):
@@ -87,55 +86,57 @@ def test_a_phase_counts_its_own_epochs_and_its_own_ranks(capsys, tmp_path, trace
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, traced):
+def plain(tmp_path_factory, traced):
     return Recorded(tmp_path_factory.mktemp("whole") / "mini", traced, kills=(), spikes=(), unsound=())
 
 
-def test_documents_by_id_and_by_key(capsys, whole, traced):
-    [page] = asked(capsys, whole, "--id", "p50")["documents"]
-    assert asked(capsys, whole, "--id", "pages.jsonl:52")["documents"] == [page], "after line 40 is one that is no JSON"
+def test_documents_by_id_and_by_key(capsys, plain, traced):
+    [page] = answer(capsys, plain, "--id", "p50")["documents"]
+    [at_line] = answer(capsys, plain, "--id", "pages.jsonl:52")["documents"]
+    assert at_line == page, "after line 40 is one that is no JSON"
     assert (page["id"], page["place"], page["source"]) == ("p50", "pages.jsonl:52", "web")
-    [same] = asked(capsys, whole, "--document", page["key"][:9], "--text")["documents"]
-    assert same.pop("text").startswith("Page 50 says") and same == page
-    said = printed(capsys, main, "--run", whole.folder, "--id", "notes.txt:8", "--text")
-    assert "id notes.txt:8\n    trained on in " in said and "    | Note 7: " in said
+    [same] = answer(capsys, plain, "--document", page["key"][:9], "--text")["documents"]
+    assert same["text"].startswith("Page 50 says") and same | {"text": None} == page
+    shown = printed(capsys, main, "--run", plain.folder, "--id", "notes.txt:8", "--text")
+    assert "id notes.txt:8\n    trained on in " in shown and "    | Note 7: " in shown
     text = "".join(path.read_text() for path in (traced.parent / "in").iterdir())
-    for piece in asked(capsys, whole, "--samples", "0", "3", "--text")["pieces"]:
+    for piece in answer(capsys, plain, "--samples", "0", "3", "--text")["pieces"]:
         assert len(piece["text"]) > 5 and piece["text"] in text
 
 
-def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, whole, traced):
+def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, plain, traced):
     shard = traced.parent / "runs/mini/shard"
     held = next(read_shard(shard, shard_records(read_manifest(shard), "validation")[0]))
-    assert "validation text: no step trains on it" in printed(capsys, main, "--run", whole.folder, "--id", held.id)
-    [found] = asked(capsys, whole, "--document", held.key)["documents"]
-    assert (found["split"], found["readings"], found["id"]) == ("validation", [], held.id)
-    [kept] = asked(capsys, whole, "--id", "p3")["documents"]
+    assert "validation text: no step trains on it" in printed(capsys, main, "--run", plain.folder, "--id", held.id)
+    [document] = answer(capsys, plain, "--document", held.key)["documents"]
+    assert (document["split"], document["readings"], document["id"]) == ("validation", [], held.id)
+    [kept] = answer(capsys, plain, "--id", "p3")["documents"]
     path = (shard / kept["shard"]).with_suffix(".tar")
     path.rename(tmp_path / "aside")
     try:
-        [told] = asked(capsys, whole, "--document", kept["key"])["documents"]
-        assert told == {name: value for name, value in kept.items() if name not in ("id", "place")}
-        assert "is missing" in asked(capsys, whole, "--id", "p4", expect=2)
+        [output] = answer(capsys, plain, "--document", kept["key"])["documents"]
+        assert output == kept | {"id": None, "place": None}
+        assert "is missing" in answer(capsys, plain, "--id", "p4", expect=2)
     finally:
         (tmp_path / "aside").rename(path)
 
 
-@pytest.mark.parametrize(("arguments", "told"), table("""
+@pytest.mark.parametrize(("arguments", "output"), table("""
     --document xyz -> asked: xyz
     --document 00000000 -> No document whose key begins with 00000000
     --id p20 -> No document with the id p20""", shlex.split))
-def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
-    assert told in printed(capsys, main, "--run", whole.folder, *arguments, expect=2)
+def test_what_is_not_there_or_makes_no_sense_is_said(capsys, plain, arguments, output):
+    assert output in printed(capsys, main, "--run", plain.folder, *arguments, expect=2)
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
     recorded = Recorded(tmp_path / "mini", traced, settings=(PACKED,))
-    answers = [asked(capsys, recorded, *question) for question in (("--step", "3"), ("--id", "p3"))]
+    answers = [answer(capsys, recorded, *question) for question in (("--step", "3"), ("--id", "p3"))]
     next((recorded.train / "packing").rglob("*.bins")).unlink()
     before = sorted(tmp_path.rglob("*"))
-    assert asked(capsys, recorded, "--id", "p3") == answers[1]
+    assert answer(capsys, recorded, "--id", "p3") == answers[1]
     main(["--run", str(recorded.folder), "--json", "--step", "3"])
-    told = capsys.readouterr()
-    assert json.loads(told.out) == answers[0] and "It is made in a temporary folder, for this command only" in told.err
+    output = capsys.readouterr()
+    assert json.loads(output.out) == answers[0]
+    assert "It is made in a temporary folder, for this command only" in output.err
     assert sorted(tmp_path.rglob("*")) == before

@@ -176,9 +176,9 @@ def test_records_without_a_checksum(copied):
     write_json(manifest, content)
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
     note.write_text("{")
-    found = {problem.file: problem.what for problem in verify(copied).problems}
+    problems = {problem.file: problem.what for problem in verify(copied).problems}
     missing = "its checksum is missing: it was cut or edited"
-    assert found == {str(manifest): missing, str(config): missing, str(note): found[str(note)]}
+    assert problems == {str(manifest): missing, str(config): missing, str(note): problems[str(note)]}
 
 
 @slow
@@ -235,8 +235,8 @@ def test_a_changed_byte_of_a_ledger_is_found_and_a_torn_line_is_none(tmp_path):
 @pytest.mark.parametrize(("make", "size", "expected"), [
     (lambda path: path.symlink_to("/dev/zero"), 0, "it is not a regular file"),
     (os.mkfifo, 0, "it is not a regular file"),
-    (lambda path: path.write_bytes(b"x" * 10), 9, "has 10 bytes instead of the 9 that the stage shard read (as a/b)"),
-    (OTHERWISE["hole"], 9, "it has 4,398,046,511,104 bytes instead of the 9 that")])
+    (lambda path: path.write_bytes(b"x" * 10), 9, "it has 10 bytes instead of 9; the stage shard read it as a/b"),
+    (OTHERWISE["hole"], 9, "it has 4,398,046,511,104 bytes instead of 9; ")])
 def test_an_input_that_cannot_be_what_was_read_is_not_hashed(tmp_path, make, size, expected):
     make(path := tmp_path / "source")
     record = {"name": "a/b", "bytes": size, "sha256": "0" * 64, "mtime_ns": 0}

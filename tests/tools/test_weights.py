@@ -76,15 +76,15 @@ def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tm
     settings = source / "tokenizer_config.json"
     plain = read_json(settings)
     write_json(settings, {**plain, "auto_map": {"AutoTokenizer": ["evil.E", None]}})
-    said = carry(capsys, source, tmp_path / "drover", "drover")
-    assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in said
-    assert "tokenizer_config.json named code (auto_map), which is left out" in said
-    said = carry(capsys, tmp_path / "drover", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
+    output = carry(capsys, source, tmp_path / "drover", "drover")
+    assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in output
+    assert "tokenizer_config.json named code (auto_map), which is left out" in output
+    output = carry(capsys, tmp_path / "drover", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
     before, after = contents(source), contents(tmp_path / "hf")
     assert after.keys() - before.keys() == {"weights.json"} and before.keys() - after.keys() == {"README.md"}
     assert json.loads(after.pop(settings.name)) == plain
     assert {name for name in after.keys() & before.keys() if after[name] != before[name]} == set()
-    assert "Carried over: tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja" in said
+    assert "Carried over: tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja" in output
 
 
 def with_tokenizer_model_alone(folder, model):
@@ -98,8 +98,8 @@ def with_tokenizer_model_alone(folder, model):
 def test_metas_tokenizer_becomes_one_for_transformers(source, model, tmp_path, capsys):
     theirs = with_tokenizer_model_alone(tmp_path / "theirs", model)
     shutil.copy(tmp_path / "tokenizer.model", theirs)
-    said = carry(capsys, theirs, tmp_path / "hf", "hf")
-    assert "original/tokenizer.model, tokenizer.json (made of tokenizer.model)" in said
+    output = carry(capsys, theirs, tmp_path / "hf", "hf")
+    assert "original/tokenizer.model, tokenizer.json (made of tokenizer.model)" in output
     assert not (tmp_path / "hf/tokenizer.model").exists()  # llama.cpp's converter would read it as sentencepiece's
     assert (tmp_path / "hf/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     config = read_json(tmp_path / "hf/config.json")
@@ -111,14 +111,14 @@ def test_metas_tokenizer_becomes_one_for_transformers(source, model, tmp_path, c
 def test_so_does_that_of_llama_2(model, tmp_path, corpus, capsys):
     sentencepiece = pytest.importorskip("sentencepiece")
     theirs = with_tokenizer_model_alone(tmp_path / "theirs", model)
-    for name, settings, told in (
+    for name, settings, message in (
             ("without", {}, "No tokenizer.json with equal ids can be made of tokenizer.model."),  # since it normalises
             ("again", {"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
              "Carried over: tokenizer.model, tokenizer.json (made of tokenizer.model)")):
         sentencepiece.SentencePieceTrainer.train(
             input=str(next(corpus.glob("*.txt"))), model_prefix=str(theirs / "tokenizer"), model_type="bpe",
             vocab_size=400, byte_fallback=True, **settings)
-        assert told in carry(capsys, theirs, tmp_path / name, "hf")
+        assert message in carry(capsys, theirs, tmp_path / name, "hf")
     assert read_json(tmp_path / "again/config.json")["bos_token_id"] == 1
 
 
@@ -127,13 +127,13 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
     run = write_run(tmp_path / "runs/mini", {7: model}, tokenizer)
     vocabulary(run / "tokenizer")
     write_hugging_face(tokenizer, run / "tokenizer/hf")
-    said = carry(capsys, run, tmp_path / "hf", "hf")
-    assert "step-00000007 (drover)" in said and "tokenizer.json, tokenizer_config.json" in said
+    output = carry(capsys, run, tmp_path / "hf", "hf")
+    assert "step-00000007 (drover)" in output and "tokenizer.json, tokenizer_config.json" in output
     assert read_json(tmp_path / "hf/config.json")["bos_token_id"] == 256
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (run / "tokenizer/hf" / name).read_bytes()
-    said = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "drover", "drover")
-    assert "Carried over: tokenizer.json, tokenizer_config.json, tokenizer.model." in said
+    output = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "drover", "drover")
+    assert "Carried over: tokenizer.json, tokenizer_config.json, tokenizer.model." in output
 
 
 @pytest.mark.parametrize(("algorithm", "place"), [("bpe", "tokenizer.model"), ("unigram", "original/tokenizer.model")])
@@ -154,17 +154,17 @@ def test_a_sentencepiece_model_of_a_run_is_put_where_llama_cpp_reads_it_right(
 def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):
     """In the type that was asked for."""
     made = tmp_path / "run/train/checkpoints/step-00000005"
-    said = carry(capsys, source, made, "drover", "--dtype", "bf16")
-    assert "in fp32" in said and "parameters in bf16" in said
+    output = carry(capsys, source, made, "drover", "--dtype", "bf16")
+    assert "in fp32" in output and "parameters in bf16" in output
     with open_weights(made) as weights:
         assert weights.form == "drover" and weights.config == SHAPE
         assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
     assert complete_checkpoints(tmp_path / "run/train") == []
     refused(UserError, "is not a complete checkpoint", read_marker, made)
-    for name, change, said in (("index.json", ("weights-00000", "../weights-00000"), "no path inside"),
+    for name, change, output in (("index.json", ("weights-00000", "../weights-00000"), "no path inside"),
                                ("weights.json", ('"', ""), r"weights\.json is damaged")):
         (made / name).write_text((made / name).read_text().replace(*change))
-        refused(UserError, said, open_weights, made)
+        refused(UserError, output, open_weights, made)
 
 
 class Killed(BaseException):
@@ -172,16 +172,16 @@ class Killed(BaseException):
 
 
 def test_killed_before_any_change_of_files_it_goes_on_and_comes_out_the_same(source, tmp_path, capsys):
-    whole, target, going_on = tmp_path / "whole", tmp_path / "target", False
+    complete, target, going_on = tmp_path / "whole", tmp_path / "target", False
     arguments = ["--from", str(source), "--format", "hf", "--shard-gb", "0.00006", "--to"]
-    assert main([*arguments, str(whole)]) == 0
+    assert main([*arguments, str(complete)]) == 0
     for number in itertools.count(1, 4):
         if cut_off(lambda: main([*arguments, str(target)]), target, number) == 0:
             break
         capsys.readouterr()
         assert main([*arguments, str(target)]) == 0
         going_on |= "was finished before" in capsys.readouterr().out
-        assert {**contents(target), "weights.json": b""} == {**contents(whole), "weights.json": b""}
+        assert {**contents(target), "weights.json": b""} == {**contents(complete), "weights.json": b""}
         assert not (tmp_path / "target.partial").exists()
         shutil.rmtree(target)
     assert number > 25 and going_on
@@ -234,35 +234,35 @@ def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkey
     assert [path.name for path in new.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize(("more", "said"), table("""
+@pytest.mark.parametrize(("more", "output"), table("""
     --format hf --shard-gb nan -> --shard-gb must be above 0
     --format drover --shard-gb 0 -> --shard-gb must be above 0""", shlex.split))
-def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
-    assert said in printed(capsys, main, "--from", source, "--to", tmp_path / "x", *more, expect=2)
+def test_what_makes_no_sense_is_refused(more, output, source, tmp_path, capsys):
+    assert output in printed(capsys, main, "--from", source, "--to", tmp_path / "x", *more, expect=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()
 
 
-@pytest.mark.parametrize(("value", "told"), [
+@pytest.mark.parametrize(("value", "message"), [
     (1e5, "beyond the largest of fp16, 65,504"), (float("nan"), "has NaN or infinite values (1)")])
-def test_values_that_are_no_numbers_or_none_of_fp16_are_refused_by_the_tensors_name(source, value, told, tmp_path,
+def test_values_that_are_no_numbers_or_none_of_fp16_are_refused_by_the_tensors_name(source, value, message, tmp_path,
                                                                                     capsys):
     file = sorted(source.glob("*.safetensors"))[0]
     tensors = load_file(file)
     name = "model.embed_tokens.weight"
     tensors[name][0, 0] = value
     save_file(tensors, file, {"format": "pt"})
-    said = carry(capsys, source, tmp_path / "to", "drover", "--dtype", "fp16", expect=2)
-    assert told in said and f"{name} in " in said
+    output = carry(capsys, source, tmp_path / "to", "drover", "--dtype", "fp16", expect=2)
+    assert message in output and f"{name} in " in output
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize(("error", "said", "status"), [
+@pytest.mark.parametrize(("error", "output", "status"), [
     (OSError(28, os.strerror(28)), "is exhausted", 2),
     (KeyboardInterrupt(), "x.partial keeps what is finished; the same command continues", 130)])
-def test_a_full_disk_and_an_interruption_are_said_and_the_rest_follows(error, said, status, source, tmp_path, capsys,
+def test_a_full_disk_and_an_interruption_are_said_and_the_rest_follows(error, output, status, source, tmp_path, capsys,
                                                                        monkeypatch):
     monkeypatch.setattr(huggingface, "write_tensors", Mock(side_effect=error))
-    assert said in carry(capsys, source, tmp_path / "x", "hf", expect=status)
+    assert output in carry(capsys, source, tmp_path / "x", "hf", expect=status)
     monkeypatch.undo()
     carry(capsys, source, tmp_path / "x", "hf")
 

@@ -40,11 +40,11 @@ def work(options: argparse.Namespace) -> None:
     from drover.pipeline.contract.run import run_in
 
     run = run_in(options.run)
-    from drover.tools.ledger import Ledger
+    from drover.tools.sample_history import SampleHistory
     from drover.tools.trace.tracing import Steps, show_documents, show_samples
 
     show = show_documents if options.step is None and options.samples is None else show_samples
-    show(Steps(Ledger(run)), options)
+    show(Steps(SampleHistory(run)), options)
 
 
 main = Program("python -m drover.tools.trace", __doc__, add_options, work)

@@ -7,7 +7,8 @@ import json
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,14 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.core.console import ProgressBar, echo, first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.exclusion import format_ranges, ranges_of, sample_numbers
+from drover.pipeline.data.exclusion import Range, format_ranges, ranges_of, sample_numbers
 from drover.pipeline.data.provenance import pieces, pieces_of
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
+from drover.pipeline.records.metrics import Line
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
-from drover.tools.ledger import Ledger, trained_on
+from drover.tools.sample_history import SampleHistory, trained_on
 
 SHORTEST_KEY = 4
 DocumentId = tuple[int, int]
@@ -37,13 +39,12 @@ class Steps:
         planned: the last step of the plan.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.phases = ledger, PhasePlan.of(ledger.run.config.train)
-        self.planned, self.done = self.phases.steps, max(ledger.final, default=0)
-        self._excluded = ledger.excluded()
-        logged = sorted((line["samples"][0], step) for step, line in ledger.final.items())
-        self._firsts, self._logged = [sample for sample, _ in logged], [step for _, step in logged]
-        if any(event.get("accepted") for event in ledger.events):
+    def __init__(self, history: SampleHistory) -> None:
+        self.history, self.phases = history, PhasePlan.of(history.run.config.train)
+        self.planned, self.done = self.phases.steps, max(history.final, default=0)
+        self._excluded = history.excluded()
+        self._logged = sorted(history.final.values(), key=_first_sample)
+        if any(event.get("accepted") for event in history.events):
             echo("warning: the settings of this run were changed (--accept-changes); earlier steps may have trained on "
                  "other text than is shown here", file=sys.stderr)
 
@@ -51,30 +52,77 @@ class Steps:
     def end(self) -> int:
         """The sample after the last one of the log and of the plan."""
         planned = self._excluded.take(0, self.phases.sequences_between(0, self.planned)).end
-        return max([planned, *(line["samples"][1] for line in self.ledger.final.values())])
+        return max([planned, *(line["samples"][1] for line in self.history.final.values())])
 
     def samples(self, step: int) -> np.ndarray:
         """The sample numbers of a step (from 1), ascending."""
-        if (line := self.ledger.final.get(step)) is None:
+        if (line := self.history.final.get(step)) is None:
             before = self.phases.sequences_between(0, step - 1)
             return self._excluded.numbers(0, before, self.phases.sequences_between(0, step) - before)
         return sample_numbers(trained_on(line))
 
     def skipped(self, step: int) -> str:
         """Why a step's update was skipped; "" if it was not."""
-        return str(self.ledger.final.get(step, {}).get("skipped", ""))
+        line = self.history.final.get(step)
+        return line.get("skipped", "") if line else ""
 
-    def use_of(self, sample: int) -> Record:
-        """How a sample was used, or will be: the step, and whether it was trained, skipped, left out or is to come."""
-        for rollback in self.ledger.rollbacks:
-            if rollback.plan_sha256 in self.ledger.data.order.links and any(
-                    begin <= sample < end for begin, end in rollback.samples):
-                return {"step": rollback.step, "what": "left out", "why": rollback.why}
-        step = self._logged[place] if (place := bisect_right(self._firsts, sample) - 1) >= 0 else 0
-        if not step or not any(begin <= sample < end for begin, end in trained_on(self.ledger.final[step])):
+    def use_of(self, sample: int) -> tuple[int, str, str]:
+        """How a sample was used, or will be: the step; `trained`, `skipped`, `left out` or `to come`; and why."""
+        for rollback in self.history.rollbacks:
+            if rollback.plan_sha256 in self.history.data.order.links and _is_in(sample, rollback.samples):
+                return rollback.step, "left out", rollback.why
+        place = bisect_right(self._logged, sample, key=_first_sample)
+        if place and _is_in(sample, trained_on(self._logged[place - 1])):
+            step = self._logged[place - 1]["step"]
+        else:
             step = self.phases.step_of(sample - sum(end - begin for begin, end in self._excluded.within(0, sample)))
         why = self.skipped(step)
-        return {"step": step, "what": "skipped" if why else "trained" if step <= self.done else "to come", "why": why}
+        return step, "skipped" if why else "trained" if step <= self.done else "to come", why
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A part of a document in a sample. step, what, why: see `Steps.use_of`. own_phase: the phase, if its sequences do
+    not divide a chunk: it counts its own epochs."""
+
+    step: int
+    what: str
+    why: str
+    sample: int
+    epoch: int
+    own_phase: int | None
+    tokens: tuple[int, int]
+
+    @property
+    def in_epoch(self) -> str:
+        """The epoch, as text."""
+        return f"{self.epoch}" + (f" of phase {self.own_phase}" if self.own_phase else "")
+
+
+@dataclass
+class TracedDocument:
+    """A document of a token shard, by its number there, and all its readings. id, place, text: from its text shard, if
+    that is there."""
+
+    key: str
+    source: str
+    split: str
+    shard: str
+    document: int
+    tokens: int
+    bytes: int
+    readings: list[Reading] = field(default_factory=list)
+    id: str | None = None
+    place: str | None = None
+    text: str | None = None
+
+
+def _first_sample(line: Line) -> int:
+    return line["samples"][0]
+
+
+def _is_in(sample: int, ranges: Iterable[Range]) -> bool:
+    return any(begin <= sample < end for begin, end in ranges)
 
 
 def show_samples(steps: Steps, options: argparse.Namespace) -> None:
@@ -88,23 +136,24 @@ def show_samples(steps: Steps, options: argparse.Namespace) -> None:
         samples = sample_numbers([(begin, end)])
     else:
         samples = _of_step(steps, options, notes)
-    tokenizer = load_tokenizer(steps.ledger.work.input("tokenizer")[0]) if options.text else None
-    title, records = "" if options.step is None else f"step {options.step}: ", list[Record]()
-    if not options.json:
-        echo(*notes, f"{title}samples {format_ranges(ranges_of(samples))}")
-    for piece in pieces(steps.ledger.data, samples):
-        shard, key = piece.shard.path.name, piece.key
-        text = tokenizer.decode(piece.ids().tolist()) if tokenizer else None
-        if options.json:
-            records.append({"sample": piece.sample, "source": piece.shard.source, "shard": shard,
-                            "document": piece.document, "key": key, "tokens": [piece.start, piece.stop],
-                            **({} if text is None else {"text": text})})
-            continue
-        echo(f"sample {piece.sample}  {shard}  document {piece.document}  key {key}  tokens "
-             f"{piece.start}..{piece.stop}", *([] if text is None else ["    " + text.replace("\n", "\n    ")]))
+    tokenizer = load_tokenizer(steps.history.work.input("tokenizer")[0]) if options.text else None
+    records: list[Record] = [
+        {"sample": piece.sample, "source": piece.shard.source, "shard": piece.shard.path.name,
+         "document": piece.document, "key": piece.key, "tokens": [piece.start, piece.stop],
+         **({"text": tokenizer.decode(piece.ids().tolist())} if tokenizer else {})}
+        for piece in pieces(steps.history.data, samples)]
     if options.json:
         print(json.dumps({"step": options.step, "samples": ranges_of(samples), "notes": notes, "pieces": records},
                          ensure_ascii=False))
+        return
+    title = "" if options.step is None else f"step {options.step}: "
+    echo(*notes, f"{title}samples {format_ranges(ranges_of(samples))}")
+    for record in records:
+        start, stop = record["tokens"]
+        echo(f"sample {record['sample']}  {record['shard']}  document {record['document']}  key {record['key']}  "
+             f"tokens {start}..{stop}")
+        if tokenizer:
+            echo("    " + record["text"].replace("\n", "\n    "))
 
 
 def _of_step(steps: Steps, options: argparse.Namespace, notes: list[str]) -> np.ndarray:
@@ -136,12 +185,12 @@ def show_documents(steps: Steps, options: argparse.Namespace) -> None:
     if not documents:
         raise UserError(f"No document whose key begins with {', '.join(keys)} is in the token shards of "
                         f"{search.folder}.")
-    records = search.records(documents, text=options.text)
+    traced = search.traced(documents, text=options.text)
     if options.json:
-        print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned, "documents": records},
-                         ensure_ascii=False))
+        print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned,
+                          "documents": [asdict(document) for document in traced]}, ensure_ascii=False))
     else:
-        echo(*(line for record in records for line in _lines(record, steps)))
+        echo(*(line for document in traced for line in _lines(document, steps)))
 
 
 def _prefix(text: str) -> str:
@@ -157,8 +206,8 @@ class Search:
     """Finds documents of a run, and the samples that have a part of them."""
 
     def __init__(self, steps: Steps) -> None:
-        run, self.steps, self.table = steps.ledger.run, steps, steps.ledger.table
-        self.folder, self.texts = steps.ledger.work.input("encode")[0], run.stage_folder("shard")
+        run, self.steps, self.table = steps.history.run, steps, steps.history.table
+        self.folder, self.texts = steps.history.work.input("encode")[0], run.stage_folder("shard")
         manifest = run.finished("shard")
         self.text_records = {record["path"]: record for split in SPLITS for record in shard_records(manifest, split)}
 
@@ -194,66 +243,60 @@ class Search:
                             f"Give more digits.")
         return [*matching]
 
-    def records(self, documents: list[DocumentId], *, text: bool) -> list[Record]:
-        """What there is to print of documents, with all their readings."""
-        end, data = self.steps.end, self.steps.ledger.data
-        records = {(self.table.paths[row], number): self._record(row, number, text=text) for row, number in documents}
+    def traced(self, documents: list[DocumentId], *, text: bool) -> list[TracedDocument]:
+        """The documents with all their readings. text: and their text."""
+        end, data = self.steps.end, self.steps.history.data
+        traced = {(self.table.paths[row], number): self._document(row, number, text=text) for row, number in documents}
         with ProgressBar("trace", "order", end, "samples", sys.stderr) as progress:
             for piece in pieces_of(data, documents, end, progress.advance):
                 phase, epoch = divmod(int(data.order.locate(np.array([piece.sample])).epoch[0]), PHASE_EPOCHS)
-                records[piece.shard.record["path"], piece.document]["readings"].append({
-                    **self.steps.use_of(piece.sample), "sample": piece.sample, "epoch": epoch,
-                    **({"own_phase": phase} if phase else {}), "tokens": [piece.start, piece.stop]})
-        return [*records.values()]
+                traced[piece.shard.record["path"], piece.document].readings.append(Reading(
+                    *self.steps.use_of(piece.sample), piece.sample, epoch, phase or None, (piece.start, piece.stop)))
+        return [*traced.values()]
 
-    def _record(self, row: int, number: int, *, text: bool) -> Record:
+    def _document(self, row: int, number: int, *, text: bool) -> TracedDocument:
         shard = self._shard(row)
         begin, end = shard.document_span(number)
-        record: Record = {
-            "key": shard.document_key(number), "source": shard.source, "split": shard.record["split"],
-            "shard": shard.record["path"], "document": number, "tokens": end - begin,
-            "bytes": shard.document_bytes(number), "readings": []}
+        traced = TracedDocument(shard.document_key(number), shard.source, shard.record["split"], shard.record["path"],
+                                number, end - begin, shard.document_bytes(number))
         text_record = self.text_records.get(Path(shard.record["path"]).with_suffix(".tar").as_posix())
         if text_record and (self.texts / text_record["path"]).is_file():
             [document] = read_shard(self.texts, text_record, only=[number])
-            record |= {"id": document.id, **({"place": document.place} if document.place else {}),
-                       **({"text": document.text} if text else {})}
-        return record
+            traced.id = document.id
+            traced.place = document.place or None
+            traced.text = document.text if text else None
+        return traced
 
     def _shard(self, row: int) -> TokenShard:
         record = self.table.record(row)
         return TokenShard(self.folder / record["path"], record)
 
 
-def _lines(record: Record, steps: Steps) -> Iterator[str]:
+def _lines(document: TracedDocument, steps: Steps) -> Iterator[str]:
     """The lines of one document."""
-    yield (f"document {record['key']}  source {record['source']}  {record['shard']} document {record['document']}  "
-           f"{record['tokens']:,} tokens, {record['bytes']:,} bytes"
-           + "".join(f"  {name} {record[name]}" for name in ("id", "place") if name in record))
-    yield f"    {_summary(record, steps)}"
-    for one in record["readings"]:
-        what = {"trained": "", "skipped": f"  update skipped ({one['why']})", "to come": "  to come",
-                "left out": f"  left out by the rollback of this step ({one['why']})"}[one["what"]]
-        yield (f"    step {one['step']}  sample {one['sample']}  epoch {_epoch(one)}  "
-               f"tokens {one['tokens'][0]}..{one['tokens'][1]}{what}")
-    if "text" in record:
-        yield "    | " + record["text"].replace("\n", "\n    | ")
+    yield (f"document {document.key}  source {document.source}  {document.shard} document {document.document}  "
+           f"{document.tokens:,} tokens, {document.bytes:,} bytes"
+           + (f"  id {document.id}" if document.id else "") + (f"  place {document.place}" if document.place else ""))
+    yield f"    {_summary(document, steps)}"
+    for reading in document.readings:
+        what = {"trained": "", "skipped": f"  update skipped ({reading.why})", "to come": "  to come",
+                "left out": f"  left out by the rollback of this step ({reading.why})"}[reading.what]
+        start, stop = reading.tokens
+        yield (f"    step {reading.step}  sample {reading.sample}  epoch {reading.in_epoch}  "
+               f"tokens {start}..{stop}{what}")
+    if document.text is not None:
+        yield "    | " + document.text.replace("\n", "\n    | ")
 
 
-def _summary(record: Record, steps: Steps) -> str:
-    if record["split"] == "validation":
+def _summary(document: TracedDocument, steps: Steps) -> str:
+    if document.split == "validation":
         return "validation text: no step trains on it"
-    if not record["readings"]:
+    if not document.readings:
         return f"read in none of the {max(steps.done, steps.planned)} steps that are done or planned"
-    of = {what: sorted({one["step"] for one in record["readings"] if one["what"] == what})
+    of = {what: sorted({reading.step for reading in document.readings if reading.what == what})
           for what in ("trained", "skipped", "left out", "to come")}
-    epochs = ", ".join(dict.fromkeys(_epoch(one) for one in record["readings"] if one["what"] == "trained"))
+    epochs = ", ".join(dict.fromkeys(reading.in_epoch for reading in document.readings if reading.what == "trained"))
     parts = [f"trained on in {len(of['trained'])} of {steps.done} steps" + (f" (epochs {epochs})" if epochs else "")]
     parts += [f"{text} {len(of[what])}" for what, text in (("skipped", "skipped in"), ("left out", "left out of"))
               if of[what]]
     return "; ".join([*parts, *(f"next in step {step}" for step in of["to come"][:1])])
-
-
-def _epoch(one: Record) -> str:
-    """The epoch of a reading. A phase whose sequences do not divide a chunk counts its own epochs."""
-    return str(one["epoch"]) + (f" of phase {one['own_phase']}" if "own_phase" in one else "")

@@ -36,7 +36,7 @@ NOTES = {
 """The text for each fact, if it exists."""
 
 
-def verdict(facts: Facts) -> str:
+def result(facts: Facts) -> str:
     """One sentence."""
     total, start = facts.validation.get("overall", {}), facts.config.train.init_from
     made = filled("A Llama with {parameters:k} parameters, {begun}trained on {tokens:k} tokens of {names}", {

@@ -120,7 +120,7 @@ def _events(facts: Facts) -> Table:
     return Table("Events", {"time (UTC)": "{at}", "event": "{kind}", "step": "{step:,}", "details": "{details}"}, [
         {**event, "at": str(event.get("time", "")).replace("T", " ")[:19], "kind": words(event["event"]),
          "details": shareable("; ".join(
-             f"{words(key)}: {written(event[key])}" for key in EVENT_FIELDS if event.get(key)))}
+             f"{words(key)}: {written(event.get(key))}" for key in EVENT_FIELDS if event.get(key)))}
         for event in shown[:MOST_EVENTS]],
         f"The first {MOST_EVENTS} of {len(shown):,}; all are in train/events.jsonl."
         if len(shown) > MOST_EVENTS else "")
