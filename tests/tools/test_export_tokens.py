@@ -12,8 +12,9 @@ import pytest
 
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.files import read_json, sha256_file
-from drover.tools import export_tokens
-from drover.tools.export_tokens import MANIFEST, main
+from drover.tools import megatron
+from drover.tools.export_tokens import main
+from drover.tools.megatron import MANIFEST
 from tests.cut_off import cut_off
 from tests.refusal import printed
 from tests.token_shards import shards_in
@@ -88,13 +89,13 @@ def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_continues(run
     """What else may be at the target, or may have been started there, is tested with the weights (test_weights.py)."""
     out, calls = tmp_path / "out", []
 
-    def written(content, path, inner=export_tokens._write):
+    def written(content, path, inner=megatron._write):
         calls.append(path.name)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(content, path)
     with monkeypatch.context() as patch:
-        patch.setattr(export_tokens, "_write", written)
+        patch.setattr(megatron, "_write", written)
         assert cut_off(lambda: exported(run, out), tmp_path, -1) == -signal.SIGKILL
     assert not out.exists()
     (tmp_path / "out.partial/web.bin").write_bytes(b"torn")
@@ -107,7 +108,7 @@ def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_continues(run
 
 
 def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):
-    monkeypatch.setattr(export_tokens, "_write", lambda content, path, inner=export_tokens._write: inner(
+    monkeypatch.setattr(megatron, "_write", lambda content, path, inner=megatron._write: inner(
         content, path)[::-1])
     output = exported(run, tmp_path / "out", expect=2)
     assert "web.bin has other content than was written there" in output and not (tmp_path / "out").exists()
