@@ -32,12 +32,6 @@ COMMANDS = {
     "doctor": ("launch.doctor:main", "ask a Slurm site what Drover needs to know, and write a profile"),
 }
 """Command: `module:program`, and what it does."""
-REPLACED = {
-    "serve": "serve a run's convert/hf with transformers serve, vLLM or llama.cpp (docs/tutorial-export.md).",
-    "parity": "use drover compare, and the loss curves of both runs (docs/precision.md).",
-    "lab": "it is test equipment, started in a checkout with python -m tests.slurm_lab (docs/slurm.md).",
-}
-"""Former command: what to use instead."""
 SHELLS = ("bash", "zsh")
 HELP = """\
 usage: drover COMMAND ...
@@ -81,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         return program(name)(rest, f"drover {name}")
     complain(f"drover completion takes {' or '.join(SHELLS)}." if name == "completion" else
-             f"there is no command {name}; {REPLACED.get(name) or meant(name, COMMANDS, 'drover --help shows all.')}")
+             f"there is no command {name}; {meant(name, COMMANDS, 'drover --help shows all.')}")
     return UserError.exit_status
 
 

@@ -1,7 +1,6 @@
 """The command `drover`: every subcommand, and what a shell completes."""
 
 import json
-import re
 import shlex
 import subprocess
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drover.__main__ import COMMANDS, REPLACED, SHELLS, completion, main, program
+from drover.__main__ import COMMANDS, SHELLS, completion, main, program
 from drover.pipeline.contract.stages import STAGES
 from tests.conftest import REPOSITORY, run_python
 from tests.refusal import refused, table
@@ -50,13 +49,6 @@ def test_a_run_that_is_not_there_is_told_in_one_way(arguments, tmp_path, monkeyp
     completion fish -> error: drover completion takes bash or zsh.""", shlex.split))
 def test_a_wrong_command_is_answered(arguments, message, capsys):
     assert main(arguments) == 2 and capsys.readouterr().err == f"{message}\n"
-
-
-@pytest.mark.parametrize("name", REPLACED)
-def test_a_former_command_names_what_replaces_it(name, capsys):
-    assert name not in COMMANDS and main([name, "--model", "demo"]) == 2
-    assert capsys.readouterr().err == f"error: there is no command {name}; {REPLACED[name]}\n"
-    assert all((REPOSITORY / page).is_file() for page in re.findall(r"docs/[\w-]+\.md", REPLACED[name]))
 
 
 def test_run_and_plan_take_all_stages_unless_some_are_asked_for():

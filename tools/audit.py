@@ -84,11 +84,11 @@ class Audit:
         lines = [head, *(f"left out on purpose: {entry}" for entry in self.left_out)]
         if self.repeated and self.why:
             lines.append(f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
-                        f"({self.tolerance:.0e} is allowed)")
+                         f"({self.tolerance:.0e} is allowed)")
         if self.faults:
             return [*lines, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
         return [*lines, f"proven: every {'other ' if self.left_out else ''}sample was used exactly once, in order, and "
-                       f"repeated steps gave the same loss{f', within {self.tolerance:.0e}' if self.largest else ''}"]
+                        f"repeated steps gave the same loss{f', within {self.tolerance:.0e}' if self.largest else ''}"]
 
 
 def audit(folder: Path) -> Audit:
@@ -111,7 +111,7 @@ def audit(folder: Path) -> Audit:
     _left_out(history, result)
     _checkpoints(history, result)
     result.faults += [f"after step {event.get('step')} {OTHER_ORDER} than before: a sequence may come again, or never"
-                     for event in history.events if OTHER_ORDER in event.get("changes", ())]
+                      for event in history.events if OTHER_ORDER in event.get("changes", ())]
     if not gaps:  # else their numbers may be anything
         _sequences(history.data, history.excluded().remaining(0, result.samples), result)
     return result
@@ -146,7 +146,7 @@ def _repeats(history: SampleHistory, result: Audit) -> None:
         earlier, last[step] = last.get(step), line
         if done > len(history.rollbacks):
             result.faults.append(f"step {step} was done after {done} rollbacks, rollbacks.json has "
-                                f"{len(history.rollbacks)}")
+                                 f"{len(history.rollbacks)}")
         if earlier is None:
             continue
         if history.is_abandoned(earlier, done):
@@ -159,10 +159,12 @@ def _repeats(history: SampleHistory, result: Audit) -> None:
         result.damaged += damaged
         if not damaged and math.isfinite(difference):
             result.largest = max(result.largest, difference)
-        differing = [key for key in ("samples", "left_out", *(() if damaged else ("skipped",)))
-                     if earlier.get(key) != line.get(key)]
+        compared = ["samples", "left_out", *([] if damaged else ["skipped"])]
+        differing = [key for key in compared if earlier.get(key) != line.get(key)]
+        if difference > result.tolerance and not damaged:
+            differing.append("loss")
         result.faults += [f"step {step} was done twice with different {key}: {earlier.get(key)} and {line.get(key)}"
-                         for key in [*differing, *(["loss"] if difference > result.tolerance and not damaged else [])]]
+                          for key in differing]
     result.abandoned += len(last) - len(history.final)  # and not done again so far
 
 
@@ -182,7 +184,7 @@ def _coverage(final: dict[int, Line], result: Audit) -> bool:
         if step > before + 1:
             absent = f"step {step - 1} has" if step == before + 2 else f"steps {before + 1}-{step - 1} have"
             result.faults.append(f"{absent} no line in metrics.jsonl (train.log_every above 1?), so the samples are "
-                                f"unknown")
+                                 f"unknown")
         first, stop = final[step]["samples"]
         if first > end:
             gaps = True
@@ -200,7 +202,7 @@ def _left_out(history: SampleHistory, result: Audit) -> None:
         if parts := [part for a, b in rollback.samples if a < result.samples
                      for part in history.excluded().within(a, min(b, result.samples))]:
             result.left_out.append(f"samples {format_ranges(parts)}, by the rollback from step {rollback.step} to step "
-                                  f"{rollback.back_to} ({rollback.why})")
+                                   f"{rollback.back_to} ({rollback.why})")
     for step, line in history.final.items():
         wanted = history.excluded(line.get("rollbacks", 0))
         logged, should = Excluded(line.get("left_out", ())), Excluded(wanted.within(*line["samples"]))
@@ -236,7 +238,7 @@ def _checkpoints(history: SampleHistory, result: Audit) -> None:
                     ("the manifest", "skipped updates", manifest.counts.get("skipped"), len(skipped)),
                     ("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(history.rollbacks))]
     result.faults += [f"{who} counts {count} {what}, the log {logged}" for who, what, count, logged in counted
-                     if count not in (None, logged)]
+                      if count not in (None, logged)]
 
 
 def _sequences(data: TrainingData, used_ranges: Sequence[Range], result: Audit, chunk: int = 1_000_000) -> None:
@@ -268,7 +270,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], result: Audit, 
             ascending = np.argsort(starts)
             again = np.flatnonzero(starts[ascending][1:] < stops[ascending][:-1])
             result.faults += [f"tokens of {shard.path} from {starts[ascending][place + 1]} on came twice in epoch "
-                             f"{epoch}" for place in again]
+                              f"{epoch}" for place in again]
 
 
 def add_options(parser: Parser) -> None:

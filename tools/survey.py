@@ -165,7 +165,8 @@ def _by_kind(paths: Sequence[Path]) -> _Files:
     for path in paths:
         of_ending[_ending(path)].append(path)
     for own in of_ending.values():
-        guesses, step = _Guesses(), -(-len(own) // OPENED)
+        guesses = Counter[str]()
+        step = -(-len(own) // OPENED)
         for at in range(0, len(own), step):
             files.opened += 1
             try:
@@ -179,7 +180,7 @@ def _by_kind(paths: Sequence[Path]) -> _Files:
     return files
 
 
-def _kind(path: Path, guesses: _Guesses) -> tuple[FileKind, str]:
+def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
     """What a file is read as, and its first text; NoTextError if it holds none."""
     form = file_format(path)
     if not path.is_file():
@@ -300,29 +301,24 @@ def _text_field(values: Sequence[Any]) -> str:
     return longest
 
 
-class _Guesses:
-    """Guessed encodings of the files with one ending."""
-
-    def __init__(self) -> None:
-        self._made = Counter[str]()
-
-    def of(self, data: bytes) -> str:
-        """The encoding of text that is not UTF-8; NoTextError if none fits."""
-        import charset_normalizer
-        common = [name for name, _ in self._made.most_common(1)] if self._made.total() >= GUESSED else []
-        if not common:
-            lines = b"\n".join(line[:1000] for line in data.splitlines() if not line.isascii())[:4096]
-            best = next(filter(None, (charset_normalizer.from_bytes(lines, cp_isolation=likely).best()
-                                      for likely in (["cp1252"], LIKELY))), None)
-            common = [best.encoding] if best is not None else []
-        for name in common:
-            if _fits(data, name):
-                self._made[name] += 1
-                return codecs.lookup(name).name
+def _guessed(data: bytes, guesses: Counter[str]) -> str:
+    """The encoding of text that is not UTF-8; NoTextError if none fits. guesses: of other files with this ending; this
+    one is added."""
+    import charset_normalizer
+    if guesses.total() >= GUESSED:
+        name = guesses.most_common(1)[0][0]
+    else:
+        lines = b"\n".join(line[:1000] for line in data.splitlines() if not line.isascii())[:4096]
+        best = next(filter(None, (charset_normalizer.from_bytes(lines, cp_isolation=likely).best()
+                                  for likely in (["cp1252"], LIKELY))), None)
+        name = best.encoding if best is not None else ""
+    if not name or not _fits(data, name):
         raise NoTextError("the encoding cannot be guessed; convert it to UTF-8 (iconv)")
+    guesses[name] += 1
+    return codecs.lookup(name).name
 
 
-def _encoding(data: bytes, form: str, guesses: _Guesses) -> str:
+def _encoding(data: bytes, form: str, guesses: Counter[str]) -> str:
     for mark, name in UNICODE:
         if data.startswith(mark):
             return name
@@ -333,7 +329,7 @@ def _encoding(data: bytes, form: str, guesses: _Guesses) -> str:
     text = data.decode("utf-8", "replace")
     broken, others = text.count("\ufffd"), len(re.findall(r"[^\x00-\x7f\ufffd]", text))
     if others < 2 * broken:
-        return guesses.of(data)
+        return _guessed(data, guesses)
     if form == "txt" or broken * 1000 > data.count(b"\n"):
         raise NoTextError("UTF-8 with broken bytes in it; repair it")
     return "utf-8"  # a broken byte costs its record

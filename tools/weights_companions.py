@@ -52,7 +52,6 @@ class Companions:
     context_length: int | None = None
     trained_with: Tokenizer | None = None
 
-
     @property
     def qwens(self) -> bool:
         """Whether the tokenizer is Qwen2's, or there is none."""
@@ -80,12 +79,10 @@ def companions_of(weights: Weights) -> Companions:
 
 
 def _in_folder(folder: Path) -> Companions:
-    result = Companions({name: folder / name for name in NAMES if (folder / name).is_file()})
-    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
-        result.files[f"{TEMPLATES}/{path.name}"] = path
-    places = (folder / MODEL_FILE, folder / _KEPT_BY_THE_HUB)
-    result.vocabulary = next((path for path in places if path.is_file()), None)
-    return result
+    names = [*NAMES, *(f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja")))]
+    vocabularies = [path for path in (folder / MODEL_FILE, folder / _KEPT_BY_THE_HUB) if path.is_file()]
+    return Companions({name: folder / name for name in names if (folder / name).is_file()},
+                      vocabularies[0] if vocabularies else None)
 
 
 def _of_run(checkpoint: Path, context_length: int) -> Companions:
@@ -112,12 +109,12 @@ def _of_run(checkpoint: Path, context_length: int) -> Companions:
 
 def carried_files(companions: Companions, form: str) -> tuple[list[OutputFile], list[str]]:
     """The files to copy with weights into a format, and sentences about what is copied and what is not."""
-    files, sentences = dict[str, Callable[[Path], object]](), list[str]()
-    for name, path in companions.files.items():
-        files[name] = partial(shutil.copyfile, path)
-        if name == SETTINGS:
-            files[name] = text_file(name, settings_text(path, companions.context_length)).write
-        if name == SETTINGS and names_code(path):
+    files: dict[str, Callable[[Path], object]] = {
+        name: partial(shutil.copyfile, path) for name, path in companions.files.items()}
+    sentences = list[str]()
+    if settings := companions.files.get(SETTINGS):
+        files[SETTINGS] = text_file(SETTINGS, settings_text(settings, companions.context_length)).write
+        if names_code(settings):
             sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")
     if companions.vocabulary is not None:
         scored = (companions.trained_with.model == "BPE" if companions.trained_with

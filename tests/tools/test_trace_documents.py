@@ -77,12 +77,9 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
     assert {one.what for one in readings} == {"left out", "skipped", "to come", "trained"}
 
 
-def test_a_phase_counts_its_own_epochs_and_its_own_ranks(capsys, tmp_path, traced):
+def test_a_phase_counts_its_own_epochs(capsys, tmp_path, traced):
     phased = Recorded(tmp_path / "mini", traced, settings=ORDERS["phases"][0], kills=(), spikes=(), unsound=())
     assert "of phase 2  tokens" in printed(capsys, main, "--run", phased.folder, "--id", "p50")
-    for step, status in ((20, 0), (30, 2)):
-        assert main(["--run", str(phased.folder), "--step", str(step), "--rank", "0", "--ranks", "16"]) == status
-    assert "the 8 sequences of step 30; asked: 16 ranks" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

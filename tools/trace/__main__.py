@@ -1,7 +1,6 @@
 """Which documents did a training step see, and which steps saw a document?
 
-    drover trace runs/demo --step 120
-    drover trace runs/demo --step 120 --rank 1 --ranks 2 --text
+    drover trace runs/demo --step 120 --text
     drover trace runs/demo --samples 304 320 --text
     drover trace runs/demo --document 1f3a9c04
     drover trace runs/demo --id pages.jsonl:17
@@ -29,8 +28,6 @@ def add_options(parser: Parser) -> None:
     what.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")
     what.add_argument("--id", help="documents with this id: one of their own, file:record or file@offset; reads the "
                                    "text shards")
-    parser.add_argument("--rank", type=int, help="of a step, only this data-parallel rank's samples (with --ranks)")
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks that the step ran on")
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
     add_json(parser)
 

@@ -126,16 +126,22 @@ def _is_in(sample: int, ranges: Iterable[Range]) -> bool:
 
 
 def show_samples(steps: Steps, options: argparse.Namespace) -> None:
-    """Print the documents of `--step` or `--samples`, as lines or with `--json` as one object."""
-    notes = list[str]()
-    if options.step is None:
+    """Print the documents of `--step` or `--samples`, as lines or with `--json` as one object. A step's samples are
+    those of the log, or the planned ones if it is not done yet."""
+    notes, step = list[str](), options.step
+    if step is None:
         begin, end = options.samples
-        if not 0 <= begin < end or options.rank is not None:
-            raise UserError(f"--samples takes FIRST and END with 0 <= FIRST < END, and no --rank; asked: {begin} "
-                            f"{end}.")
+        if not 0 <= begin < end:
+            raise UserError(f"--samples takes FIRST and END with 0 <= FIRST < END; asked: {begin} {end}.")
         samples = sample_numbers([(begin, end)])
     else:
-        samples = _of_step(steps, options, notes)
+        if step < 1:
+            raise UserError(f"--step counts from 1; asked: step {step}.")
+        if step > steps.done:
+            notes.append(f"this run has done {steps.done} steps; these are the planned samples of step {step}")
+        if why := steps.skipped(step):
+            notes.append(f"the update of step {step} was skipped ({why})")
+        samples = steps.samples(step)
     tokenizer = load_tokenizer(steps.history.work.input("tokenizer")[0]) if options.text else None
     records: list[Record] = [
         {"sample": piece.sample, "source": piece.shard.source, "shard": piece.shard.path.name,
@@ -143,10 +149,10 @@ def show_samples(steps: Steps, options: argparse.Namespace) -> None:
          **({"text": tokenizer.decode(piece.ids().tolist())} if tokenizer else {})}
         for piece in pieces(steps.history.data, samples)]
     if options.json:
-        print(json.dumps({"step": options.step, "samples": ranges_of(samples), "notes": notes, "pieces": records},
+        print(json.dumps({"step": step, "samples": ranges_of(samples), "notes": notes, "pieces": records},
                          ensure_ascii=False))
         return
-    title = "" if options.step is None else f"step {options.step}: "
+    title = "" if step is None else f"step {step}: "
     echo(*notes, f"{title}samples {format_ranges(ranges_of(samples))}")
     for record in records:
         start, stop = record["tokens"]
@@ -154,23 +160,6 @@ def show_samples(steps: Steps, options: argparse.Namespace) -> None:
              f"tokens {start}..{stop}")
         if tokenizer:
             echo("    " + record["text"].replace("\n", "\n    "))
-
-
-def _of_step(steps: Steps, options: argparse.Namespace, notes: list[str]) -> np.ndarray:
-    """The sample numbers of a step (and rank), as logged, or as planned if it is not done yet. Adds remarks to
-    `notes`."""
-    step, rank, ranks = options.step, options.rank, options.ranks
-    if step < 1 or not 0 <= (rank or 0) < ranks:
-        raise UserError(f"--step counts from 1, --rank from 0 below --ranks; asked: step {step}, rank {rank} of "
-                        f"{ranks}.")
-    if (sequences := steps.phases.phase_of(step).sequences) % ranks:
-        raise UserError(f"--ranks must divide the {sequences} sequences of step {step}; asked: {ranks} ranks.")
-    if step > steps.done:
-        notes.append(f"this run has done {steps.done} steps; these are the planned samples of step {step}")
-    if why := steps.skipped(step):
-        notes.append(f"the update of step {step} was skipped ({why})")
-    samples = steps.samples(step)
-    return samples if rank is None else np.array_split(samples, ranks)[rank]
 
 
 def show_documents(steps: Steps, options: argparse.Namespace) -> None:
