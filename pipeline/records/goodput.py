@@ -120,7 +120,7 @@ def goodput(facts: RunFacts) -> Goodput | None:
     starts = _starts(facts)
     if not starts:
         return None
-    actions = _actions(facts, starts[0].began)
+    actions = _launcher_actions(facts, starts[0].began)
     run_began = _run_began(starts[0].began, actions)
     hangs = _hang_times(facts.train)
     lost = dict.fromkeys(CAUSES, 0.0)
@@ -143,7 +143,7 @@ def goodput(facts: RunFacts) -> Goodput | None:
 def first_start(facts: RunFacts) -> float | None:
     """When training of this run first started, as `goodput` counts it; None if it has not. Seconds since 1970."""
     began = next((_seconds(event["time"]) - event["startup_s"] for event in facts.events if _is_start(event)), None)
-    return None if began is None else _run_began(began, _actions(facts, began))
+    return None if began is None else _run_began(began, _launcher_actions(facts, began))
 
 
 def _run_began(began: float, actions: Sequence[Action]) -> float:
@@ -233,7 +233,7 @@ def _between(lost: dict[str, float], actions: Sequence[Action], end: float, late
     lost[cause] += max(0.0, later.ready - at)
 
 
-def _actions(facts: RunFacts, began: float) -> list[Action]:
+def _launcher_actions(facts: RunFacts, began: float) -> list[Action]:
     """What the launcher did for train, from the job on in which training first began."""
     actions = [Action(_seconds(event["at"]), event["event"], event.get("status", ""), event.get("reason", ""),
                       event.get("next", ""), event.get("seconds", 0.0))
