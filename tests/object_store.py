@@ -82,26 +82,28 @@ class Bucket:
     def seen(self):
         return self.server.seen
 
-    def fail(self, kind, times=1, *, method="", path="", seconds=0.0, after=0):
-        """Have the next `times` requests fail whose method and path match (path: a regular expression that is searched
-        for), but for the first `after` of them. `Fault.met` counts those that did."""
-        assert kind in FAULTS
-        fault = Fault(kind, times, method, path, seconds, after)
+    def fail(self, kind, **fields):
+        """Have requests fail as a `Fault` with these fields says, which is returned."""
+        fault = Fault(kind, **fields)
         self.server.faults.append(fault)
         return fault
 
 
 @dataclass
 class Fault:
-    """A way in which requests fail."""
+    """A way in which the next `times` requests fail whose method and path match (path: a regular expression that is
+    searched for), but for the first `after` of them. `met` counts those that did."""
 
     kind: str
-    times: int
-    method: str
-    path: str
-    seconds: float
-    after: int
+    times: int = 1
+    method: str = ""
+    path: str = ""
+    seconds: float = 0.0
+    after: int = 0
     met: int = 0
+
+    def __post_init__(self):
+        assert self.kind in FAULTS
 
     def meets(self, method, path):
         if self.met >= self.times or (self.method and self.method != method) or not re.search(self.path, path):
@@ -159,9 +161,9 @@ def _truncated(application, environ, start):
 
 def answered(application, environ):
     """An application's status, headers and body."""
-    answers_ = []
-    data = b"".join(application(environ, lambda *answer: answers_.append(answer)))
-    return (*answers_[0][:2], data)
+    started = []
+    data = b"".join(application(environ, lambda *answer: started.append(answer)))
+    return (*started[0][:2], data)
 
 
 def refuse(start, status, code, message):

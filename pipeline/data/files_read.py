@@ -132,8 +132,7 @@ def incomplete(files: Iterable[FileRead]) -> list[FileRead]:
 
 def named(files: Sequence[FileRead]) -> str:
     """The first of some files, with what was read of them, as text for a message."""
-    more = f", and {len(files) - FEW_NAMED:,} more" if len(files) > FEW_NAMED else ""
-    return "; ".join(map(str, files[:FEW_NAMED])) + more
+    return first(list(map(str, files)), FEW_NAMED)
 
 
 def dataset_remarks(source: HubSource, dataset: dict[str, Any], documents: int) -> Iterator[str]:

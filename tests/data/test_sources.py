@@ -75,13 +75,6 @@ def test_links_lead_to_a_folder_once(tmp_path, links, pattern, wanted):
         [f"file://{tmp_path}/d/{name}" for name in wanted]
 
 
-def test_links_that_lead_nowhere_are_told(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "b.txt").symlink_to("gone")
-    (tmp_path / "c.txt").symlink_to("c.txt")
-    refused(UserError, r"2 links that match .*\(b.txt, c.txt\)", names, files_source(tmp_path / "*.txt"))
-
-
 def test_stdlib_sources_are_read_in_the_encoding_they_declare(tmp_path, monkeypatch):
     for name, data in (("latin.py", "# coding: latin-1\nname = 'Grüße'\n".encode("latin-1")),
                        ("wrong.py", b"name = '\xff'\n"), ("unknown.py", b"# coding: klingon\n"),
@@ -105,6 +98,9 @@ def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
     for problem in ("*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.doc", ".parquet"):
         assert problem in message
     assert read(second.model_copy(update={"format": "txt"}))[0][0].text == "x"
+    for link in ("b.doc", "c.doc"):
+        (tmp_path / link).symlink_to("c.doc")
+    refused(UserError, r"2 links that match .*\(b.doc, c.doc\)", names, second)
     (tmp_path / "data/web").mkdir(parents=True)
     for pattern, problem in (("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
                           ("dat/web/*.txt", f"(looked in {tmp_path}, where there is no dat/web)."),
