@@ -82,9 +82,9 @@ class Bucket:
     def seen(self):
         return self.server.seen
 
-    def fail(self, kind, **fields):
+    def fail(self, kind, times=1, **fields):
         """Have requests fail as a `Fault` with these fields says, which is returned."""
-        fault = Fault(kind, **fields)
+        fault = Fault(kind, times, **fields)
         self.server.faults.append(fault)
         return fault
 
@@ -95,7 +95,7 @@ class Fault:
     searched for), but for the first `after` of them. `met` counts those that did."""
 
     kind: str
-    times: int = 1
+    times: int
     method: str = ""
     path: str = ""
     seconds: float = 0.0
