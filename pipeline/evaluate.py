@@ -143,8 +143,10 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
     from drover.pipeline.evaluation.harness import HarnessModel
     from drover.pipeline.evaluation.running import measure_task
 
-    settings, log = work.config.evaluate, work.folder / "lm_eval.log"
-    results, failed = dict[str, Any](), list[str]()
+    settings = work.config.evaluate
+    log = work.folder / "lm_eval.log"
+    results = dict[str, Any]()
+    failed = list[str]()
     model = HarnessModel(opened, batch=settings.batch, length=length, ranks=ranks)
     identity = _identity(work, ("tokenizer", "convert"), (
         "sequence_length", "dtype", "task_limit", "bootstrap_iters"))
@@ -180,7 +182,8 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[Reco
     from drover.pipeline.evaluation.open_model import named_if_nan
     from drover.pipeline.evaluation.prompts import eos_ids, prompt_ids
 
-    settings, context = work.config.evaluate, opened.config.context_length
+    settings = work.config.evaluate
+    context = opened.config.context_length
     prompts = [prompt_ids(opened, prompt) for prompt in settings.prompts]
     for number, ids in enumerate(prompts):
         if len(ids) >= context:

@@ -94,7 +94,9 @@ def network(config: Config) -> ModelConfig:
 
 def _rules(config: Config) -> Rules:
     model, train, parallel, shard = config.model, config.train, config.parallel, config.shard
-    context, evaluate, average = model.context_length, config.evaluate, config.convert.average
+    context = model.context_length
+    evaluate = config.evaluate
+    average = config.convert.average
     yield train.sample_tokens >= context, "<train.sample_tokens> leaves no room for a prompt in <model.context_length>."
     yield (evaluate.prompt_tokens >= context,
            "<evaluate.prompt_tokens> leaves no room for a prompt in <model.context_length>.")
@@ -150,8 +152,10 @@ def _rules(config: Config) -> Rules:
            "<launch.device> computes in fp32 with parallel.engine fsdp2 only, not <train.precision> with "
            "<parallel.engine>.")
 
-    tokenizer, known = config.tokenizer, vocabulary_size(config) or 0
-    kind, given = tokenizer.kind, tokenizer.path is not None
+    tokenizer = config.tokenizer
+    known = vocabulary_size(config) or 0
+    kind = tokenizer.kind
+    given = tokenizer.path is not None
     yield (kind in ("tiktoken", "huggingface") and not given,
            "<tokenizer.kind> needs tokenizer.path: it is read from a file, not trained.")
     yield (kind in ("bpe", "byte", "char") and given,

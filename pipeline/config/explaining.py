@@ -63,7 +63,9 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
     """execution: nothing in the section decides what is computed."""
     texts = field_texts(section)
     for name, field in section.model_fields.items():
-        key, current, how = f"{prefix}{name}", getattr(value, name, None), execution or is_execution(field)
+        key = f"{prefix}{name}"
+        current = getattr(value, name, None)
+        how = execution or is_execution(field)
         kind, text = texts[name]
         if (nested := section_of(field)) is not None:
             yield key, f"{key}: {text}"

@@ -48,7 +48,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     Raises:
         UserError: naming every problem with its file, line and key.
     """
-    path, typed = Path(path), dict(map(_parted, overrides))
+    path = Path(path)
+    typed = dict(map(_parted, overrides))
     tree = _of_a_run(_with_bases(path, (), "Give an existing file with --config."), path)
     if "model.preset" in typed:
         tree.pop("model", None)
@@ -110,7 +111,8 @@ def _parted(override: str) -> tuple[str, str]:
 
 def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     """A file merged over its bases. above: the files that named it as a base."""
-    own, chain = read_yaml(path, advice, pipe=not above), (*above, path.resolve())
+    own = read_yaml(path, advice, pipe=not above)
+    chain = (*above, path.resolve())
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
                         f"`base:`.")
@@ -134,7 +136,8 @@ def _of_a_run(tree: Tree, path: Path) -> Tree:
     if path.name != "config.yaml" or not any(next(folder.glob(f"*/{name}"), None) for name in OF_A_STAGE):
         return tree
     config = _validated(tree, path, {}, extra="ignore")
-    same, place = config.folder.resolve() == folder.resolve(), f"the run folder {folder}"
+    same = config.folder.resolve() == folder.resolve()
+    place = f"the run folder {folder}"
     return merge(config.model_dump(mode="json"), {} if same else {
         Key.at("runs_dir", place): str(folder.parent), Key.at("name", place): folder.name})
 

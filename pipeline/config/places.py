@@ -60,7 +60,8 @@ def blocked(folder: Path, *, write: bool = False) -> str | None:
 
     write: also why nothing could be written into it, or into the folder where it would be made. Makes nothing.
     """
-    made, folder = f"runs_dir and name make the folder {folder}", folder.absolute()
+    made = f"runs_dir and name make the folder {folder}"
+    folder = folder.absolute()
     nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not nearest.is_dir():
         return f"{made}, but {nearest} is not a folder: set another runs_dir, or move it away."

@@ -67,7 +67,8 @@ def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> d
         counts: byte counts of the whole text, (256,) int64.
         training_counts: byte counts of the training text, (256,) int64. One is added for each byte value.
     """
-    smoothed, shares = training_counts.astype(np.float64) + 1, counts[counts > 0] / counts.sum()
+    smoothed = training_counts.astype(np.float64) + 1
+    shares = counts[counts > 0] / counts.sum()
     return {"unigram": float((counts * (np.log2(smoothed.sum()) - np.log2(smoothed))).sum() / counts.sum()),
             "gzip -9": 8 * len(gzip.compress(text, compresslevel=9, mtime=0)) / len(text),
             "xz -9": 8 * len(lzma.compress(text, filters=_lzma(len(text)))) / len(text),
@@ -94,7 +95,8 @@ def sizes_in_stream(texts: Sequence[bytes]) -> list[int]:
     packed = lzma.compress(joined, lzma.FORMAT_RAW, filters=filters)
     decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=filters)
     ends = list(accumulate(map(len, texts)))
-    begins, made = [0], 0
+    begins = [0]
+    made = 0
     for end in range(1, len(packed) + 1):
         made += len(decoder.decompress(packed[end - 1:end]))
         while len(begins) < len(texts) and made >= ends[len(begins) - 1]:
@@ -120,14 +122,19 @@ def compare(work: Work) -> Compared:
     `evaluate.compressed_mb` of all sources together, the same amount of each, and as much training text, evenly from
     all of it.
     """
-    (folder, manifest), most = work.input("shard"), int(work.config.evaluate.compressed_mb * 1e6)
-    shards, chosen = shards_of(work, "validation"), chosen_documents(work)
+    folder, manifest = work.input("shard")
+    most = int(work.config.evaluate.compressed_mb * 1e6)
+    shards = shards_of(work, "validation")
+    chosen = chosen_documents(work)
     counts, training = training_text(folder, manifest, TRAINING_BYTES, min(most, LZMA_WINDOW))
     size = sum(int(documents.text_bytes.sum()) for documents in chosen.values())
     of_source = most if size <= most else most / len(chosen)
-    compared, texts, everywhere = Compared(), dict[str, bytes](), np.zeros(256, np.int64)
+    compared = Compared()
+    texts = dict[str, bytes]()
+    everywhere = np.zeros(256, np.int64)
     for source, documents in chosen.items():
-        text, own = bytearray(), np.zeros(256, np.int64)
+        text = bytearray()
+        own = np.zeros(256, np.int64)
         for document in validation_texts(folder, manifest, source, shards[source], documents):
             own += byte_counts(document)
             if len(text) < of_source:
@@ -137,6 +144,7 @@ def compare(work: Work) -> Compared:
         everywhere += own
     if len(chosen) > 1:
         compared[OVERALL] = baselines(b"".join(texts.values()), everywhere, counts)
-    after, of_training = after_training(training, texts), training_bytes(manifest)
+    after = after_training(training, texts)
+    of_training = training_bytes(manifest)
     return {source: {**values, **after[source], "training_bytes": len(training), "of_training_bytes": of_training}
             for source, values in compared.items()}

@@ -82,7 +82,11 @@ class ValidationBatches:
 
     def __init__(self, texts: Mapping[str, ValidationText], *, length: int, batch: int, rank: int = 0,
                  world: int = 1) -> None:
-        self.texts, self.length, self.batch, self.rank, self.world = dict(texts), length, batch, rank, world
+        self.texts = dict(texts)
+        self.length = length
+        self.batch = batch
+        self.rank = rank
+        self.world = world
         self._windows: list[tuple[str, list[TextPiece]]] = []
         self.targets: dict[str, int] = {}
         for name, text in self.texts.items():

@@ -25,7 +25,9 @@ class Cached:
     """
 
     def __init__(self, work: Work, ranks: Ranks) -> None:
-        self.ledger, self.ranks, self.say = Ledger(work.folder / TASKS / "measured"), ranks, work.say
+        self.ledger = Ledger(work.folder / TASKS / "measured")
+        self.ranks = ranks
+        self.say = work.say
         self.seconds: dict[str, float] = {}
         self._keys: dict[str, str] = {}
         self._made_by = [code_hashes(STAGES[work.name]), library_versions()]
@@ -36,7 +38,8 @@ class Cached:
         identity: all inputs of the result, as JSON, besides the code and the libraries that measure. If those change,
         the part is measured again, so that the manifest names the code that made it.
         """
-        record, how = self.ranks.by_leader(lambda: self.record(name, identity)), "measured before, kept"
+        record = self.ranks.by_leader(lambda: self.record(name, identity))
+        how = "measured before, kept"
         if record is None:
             start = time.monotonic()
             value = json.loads(json.dumps(measure()))  # the same value whether cached or not

@@ -68,7 +68,8 @@ def _validation(model: HarnessModel, run: Run, documents: int | None) -> Record:
     if not texts:
         raise UserError(f"The run {run.folder} has no validation text. Omit --validation, or give a run with "
                         f"shard.validation_share above 0.")
-    tokenizer, length = model.opened.tokenizer, model.max_length
+    tokenizer = model.opened.tokenizer
+    length = model.max_length
     windows = []
     for text in texts.values():
         ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]

@@ -58,7 +58,10 @@ class HarnessModel(HFLM):
         context = opened.config.context_length
         if length is not None and length > context:
             raise UserError(f"Windows of {length} tokens are more than the model's context of {context}.")
-        self.opened, self.ranks, self.truncated, self._ends = opened, ranks, 0, eos_ids(opened)
+        self.opened = opened
+        self.ranks = ranks
+        self.truncated = 0
+        self._ends = eos_ids(opened)
         described = SimpleNamespace(device=exact(opened.device), config=None)
         tokenizer = hugging_face_tokenizer(opened.tokenizer_folder)
         with messages_in(Path(os.devnull)):  # it warns that the model is not one of transformers
@@ -124,7 +127,8 @@ class HarnessModel(HFLM):
         """A context's ids, without their beginning if the new tokens need the room, and how the task samples."""
         how = normalize_gen_kwargs(settings, self.max_gen_toks)
         new = max(1, min(how["max_gen_toks"], self.max_length // 2))
-        ids, room = self.tok_encode(context), self.max_length - new
+        ids = self.tok_encode(context)
+        room = self.max_length - new
         self.truncated += len(ids) > room
         return ids[-room:], Sampling(
             max_tokens=new, seed=seed, stop_ids=self._ends, temperature=how.get("temperature", 0.0),

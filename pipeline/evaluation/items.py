@@ -60,7 +60,8 @@ def _answer(task: Any, sample: Record) -> tuple[float | None, Item]:
     """An item's share of right choices, None without choices; and the model's bits for the right answer given the
     question, with the answer's UTF-8 bytes including its leading blank, None if no choice is right. If several choices
     are right, the first counts."""
-    chance, number = None, 0
+    chance = None
+    number = 0
     if task.OUTPUT_TYPE == "multiple_choice":
         choices, gold = right_choices(task, sample["doc"])
         chance = len(gold) / len(choices)

@@ -85,7 +85,8 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, *, tokenize
     from drover.pipeline.formats.weights import open_weights
 
     with open_weights(path) as weights:
-        tokenizer, vocabulary = tokenizer or _tokenizer(path, weights), weights.config.vocab_size or 0
+        tokenizer = tokenizer or _tokenizer(path, weights)
+        vocabulary = weights.config.vocab_size or 0
         if vocabulary < tokenizer.used:
             raise UserError(f"The model in {weights.path} knows {vocabulary} ids, but its tokenizer has "
                             f"{tokenizer.used}. They do not belong together: use the tokenizer that the model was "

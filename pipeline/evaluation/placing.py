@@ -52,7 +52,8 @@ class Placed:
         Raises:
             UserError: another rank failed, which would otherwise keep this one waiting.
         """
-        made, error = list[Any](), None
+        made = list[Any]()
+        error = None
         try:
             with self.together:
                 made = [function(item) for item in work[ranks.rank::ranks.world]]

@@ -42,7 +42,9 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
     Raises:
         UserError: the task cannot be loaded or scored; one sentence, on every rank. The traceback is in the log.
     """
-    result, problem, is_rank_zero = None, None, model.ranks.leads
+    result = None
+    problem = None
+    is_rank_zero = model.ranks.leads
     try:
         with messages_in(log if is_rank_zero else Path(os.devnull)):
             # The harness bootstraps in one process per core, so only one rank does it.
@@ -61,7 +63,8 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
 def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int) -> Record:
     from lm_eval.evaluator import evaluate
 
-    name, truncated = task_file.name, model.truncated
+    name = task_file.name
+    truncated = model.truncated
     with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder:
         try:
             task = _load(task_file, Path(folder))
@@ -167,7 +170,8 @@ def _metrics(results: Record, failed: dict[str, str]) -> dict[str, Record]:
         if not comma or metric.endswith("_stderr"):
             continue
         shown = shown_name(metric, filter_name)
-        known, error = _is_finite(value), results.get(f"{metric}_stderr,{filter_name}", math.nan)
+        known = _is_finite(value)
+        error = results.get(f"{metric}_stderr,{filter_name}", math.nan)
         if not known and metric not in failed:
             failed[shown] = f"it is {str(value)[:80]}."
         metrics[shown] = {"value": float(value) if known else None,

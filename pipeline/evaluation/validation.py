@@ -61,7 +61,8 @@ def validation_texts(folder: Path, manifest: Manifest, source: str, shards: Shar
     """
     records = {Path(record["path"]).stem: record for record in shard_records(manifest, "validation", source)}
     for number in np.unique(chosen.shards):
-        shard, places = shards[number], chosen.places[chosen.shards == number].tolist()
+        shard = shards[number]
+        places = chosen.places[chosen.shards == number].tolist()
         record = records[shard.path.stem]
         for place, document in zip(places, read_shard(folder, record, set(places)), strict=True):  # both in order
             if document.key != shard.document_key(place):
@@ -83,9 +84,11 @@ def training_text(folder: Path, manifest: Manifest, counted: int, given: int) ->
     """
     records = shard_records(manifest, "train")
     share, part = counted / max(1, len(records)), given / max(1, given, training_bytes(manifest))
-    counts, text = np.zeros(256, np.int64), bytearray()
+    counts = np.zeros(256, np.int64)
+    text = bytearray()
     for record in records:
-        taken, end = 0, len(text) + int(part * record["text_bytes"])
+        taken = 0
+        end = len(text) + int(part * record["text_bytes"])
         for document in read_shard(folder, record):
             encoded = document.text.encode()
             if taken < share:

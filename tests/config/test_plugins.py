@@ -93,7 +93,7 @@ def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
      "'ours' needs evaluate: there is no such stage before it"),
     (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it"),
     (Stage("ours", needs=(), reads=(), code=(), own_module="ours", functions={"file": "a:b"}),
-     "has functions file; there are due, files")])
+     "has functions file; there are due, ")])
 def test_a_stage_that_cannot_be_is_refused(stage, message):
     refused(ValueError, message, register_stage, stage)
     assert "ours" not in STAGES
