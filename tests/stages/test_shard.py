@@ -86,7 +86,7 @@ def documents(config, split, name="a"):
 
 
 
-def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(tmp_path, capsys):
+def test_bytes_are_equal_for_any_processes_and_place_and_lost_files_return(tmp_path, capsys):
     once, config = (corpus_config(tmp_path / name) for name in ("one", "deeper/other"))
     assert run(once) == 0
     output = run_stage("shard", config, "launch.processes=3").stdout
@@ -106,7 +106,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     assert {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp} == {lost, cut}
 
 
-def test_documents_that_are_html_pages_are_counted_and_told(tmp_path, capsys):
+def test_documents_that_are_html_pages_are_counted_and_printed(tmp_path, capsys):
     page = "<?xml version='1.0'?><!-- a -->\n<!DOCTYPE html>"
     for name, beginning in (("web", page), ("api", "<html lang='en'>"), ("few", "plain ")):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{beginning if number < 2 else ''}{name} {number}"}
@@ -191,7 +191,7 @@ def corpus(tmp_path):
     return write_config(tmp_path, sources, validation_share=0.2, near_duplicates={"verify": 0.5})
 
 
-def test_near_duplicates_are_written_with_what_they_are_copies_of_and_equal_ones_if_dropped_ones_are_kept(corpus):
+def test_dropped_duplicates_are_written_with_the_kept_document(corpus):
     """What stays: tests/data/planning/test_near_duplicates.py."""
     equal = ["shard.near_duplicates=null", "shard.filters=[]"]
     for name, more, kinds in (("a", [], {"duplicate", "near_duplicate"}), ("b", equal, set()),
@@ -209,7 +209,7 @@ def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run):
 
 
 @pytest.mark.parametrize("cleared", [0, 1, 2])
-def test_what_a_kill_leaves_of_a_finished_stage_is_named_and_goes_with_the_next_command(tmp_path, monkeypatch, capsys,
+def test_what_a_kill_leaves_of_a_finished_stage_is_removed_next(tmp_path, monkeypatch, capsys,
                                                                                          cleared):
     """It is killed while it clears: before all, within the staging, or behind it."""
     def clear(folder, manifest):

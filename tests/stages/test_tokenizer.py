@@ -91,7 +91,7 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
         assert manifest_of(copy, "tokenizer") is None
 
 
-def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_read(run, tmp_path, corpus,
+def test_of_a_large_corpus_only_a_sample_is_read(run, tmp_path, corpus,
                                                                                      monkeypatch):
     """Two sources of many small shards: the vocabulary is trained on some, and checked on some validation text."""
     many = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "validation_share": 0.3, "sources": halves(corpus)})

@@ -39,13 +39,13 @@ def test_the_file_does_not_depend_on_threads_or_hash_seeds(trained, chunks, tmp_
     assert path.read_bytes() == trained.read_bytes()
 
 
-def test_a_vocabulary_too_large_for_the_text_is_told_how_many_ids_it_supports(tmp_path):
+def test_the_error_for_a_too_large_vocabulary_counts_the_ids_that_fit(tmp_path):
     text = ["hello world, hello there\n" * 9, "".join(chr(0x4E00 + number) for number in range(400))]
     size = largest_that_fits(r"vocab_size 32768 is too large .* supports \d+ ids", lambda size:
                              train_bpe(text, TokenizerConfig(kind="bpe", vocab_size=size), tmp_path / "m"))
     assert open_tokenizer("bpe", tmp_path / "m").size == size
 
 
-def test_no_text_is_said_to_be_none(tmp_path):
+def test_no_text_is_refused(tmp_path):
     refused(UserError, "There is nothing to merge", train_bpe, [], TokenizerConfig(kind="bpe", vocab_size=640),
             tmp_path / "m")

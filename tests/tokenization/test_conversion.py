@@ -38,7 +38,7 @@ def test_ids_are_those_of_the_library_on_real_odd_and_mutated_text(vocabularies,
     assert not agrees("some text", other)
 
 
-def test_names_in_a_text_of_which_the_vocabulary_lacks_characters_stay_text(tmp_path, trained_model):
+def test_names_with_characters_beyond_the_vocabulary_stay_text(tmp_path, trained_model):
     """A unigram model of `tokenizers` would rather take the id of `<s>` than an unknown character."""
     path = trained_model(model_type="unigram", byte_fallback=True, hard_vocab_limit=False, text="ab cd\n" * 50)
     vocabulary = open_tokenizer("sentencepiece", path)

@@ -41,7 +41,7 @@ def test_every_added_token_is_named_and_however_many_there_are_the_random_string
     assert [text for text in many if "<unused>" not in text] == few and len(many) == len(few) + 5000
 
 
-def test_what_somebody_added_to_a_tokenizer_is_found_in_texts_and_its_special_tokens_are_not(tmp_path, byte_level):
+def test_added_tokens_match_in_texts_and_special_tokens_do_not(tmp_path, byte_level):
     from tokenizers import AddedToken
     ready = with_special(byte_level, "<s>", "</s>")
     ready.add_tokens([AddedToken("->", normalized=False), AddedToken("lstrip", lstrip=True, normalized=False)])

@@ -27,7 +27,7 @@ def test_what_is_in_the_cache_is_taken_from_there(cache):
     assert fetched("someone/some-model", FILES) == result
 
 
-def test_the_hub_is_asked_where_the_cache_has_nothing(cache, monkeypatch):
+def test_the_hub_is_contacted_if_the_cache_has_nothing(cache, monkeypatch):
     wanted, real = [], huggingface_hub.snapshot_download
 
     def download(name, **wishes):
@@ -44,7 +44,7 @@ def test_where_there_is_no_network_it_says_what_to_do(cache):
             fetched, "someone/some-model", FILES)
 
 
-def test_what_lies_here_is_never_taken_for_the_hub(tmp_path, monkeypatch):
+def test_local_paths_are_never_taken_for_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert names_the_hub("meta-llama/Llama-3.2-1B")
     (tmp_path / "meta-llama").mkdir()

@@ -72,7 +72,7 @@ def test_a_token_far_beyond_the_others_is_refused_before_it_takes_memory(tmp_pat
     <|endoftext|> <|im_start|> -> {"bos_token": null, "eos_token": "<|endoftext|>"} -> <|endoftext|> <|endoftext|>
     """, str.split, str, lambda text: tuple(text.split())),
     (["</s>"], "", None)])
-def test_bos_and_eos_are_found_or_it_is_said_what_to_add(tmp_path, byte_level, tokens, settings, bounds):
+def test_bos_and_eos_are_known_or_the_error_names_what_to_add(tmp_path, byte_level, tokens, settings, bounds):
     path = tmp_path / "tokenizer.json"
     with_special(byte_level, *tokens).save(str(path))
     if settings:

@@ -40,7 +40,7 @@ def test_an_outlier_has_more_than_three_times_the_share_and_one_percent_more(unk
         assert result["fallback_tokens"] == fallback + 20
 
 
-def test_they_are_said_and_in_the_report():
+def test_outliers_are_printed_and_reported():
     result = rare_ids([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
     lines = warnings(result["outliers"])
     assert len(lines) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in lines[0] and "25 more" in lines[-1]

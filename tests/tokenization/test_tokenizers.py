@@ -102,7 +102,7 @@ def test_very_long_runs_are_cut_as_meta_cuts_them(vocabularies):
         assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
-def test_characters_are_sorted_and_unknown_ones_are_spelled_in_bytes(vocabularies, texts):
+def test_characters_are_sorted_and_unknown_ones_are_bytes(vocabularies, texts):
     vocabulary = vocabularies["char"]
     known = sorted(set().union(*texts))
     assert vocabulary.encode("".join(known)) == list(range(len(known)))

@@ -63,6 +63,6 @@ def test_what_cannot_be_trained_says_what_to_change(tmp_path, texts, size, messa
     refused(UserError, message, train_sentencepiece, texts, settings, tmp_path / "m", tmp_path / "log")
 
 
-def test_a_too_large_vocabulary_is_told_the_largest_that_fits(tmp_path, texts):
+def test_the_error_for_a_too_large_vocabulary_names_the_largest_that_fits(tmp_path, texts):
     largest_that_fits("", lambda size: train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m",
                                                            tmp_path / "log"))

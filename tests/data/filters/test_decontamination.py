@@ -164,7 +164,7 @@ def test_a_task_is_read_as_its_file_says():
     a.yaml -> "dataset_kwargs: {data_files: {test: b-*.jsonl}}\n" -> [] -> no file matches
     a.jsonl -> "" -> [] -> `fields` is missing
     a.txt -> "" -> ["x"] -> is no file of items""", str, literal_eval, literal_eval))
-def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, message):
+def test_files_that_are_no_sets_are_refused(tmp_path, name, content, fields, message):
     (tmp_path / name).write_text(content)
     with pytest.raises((UserError, ValidationError), match=message):
         filter_of((tmp_path / name, fields)).open()

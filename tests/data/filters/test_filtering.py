@@ -48,7 +48,7 @@ def done(tmp_path_factory):
                            logged=logged.getvalue())
 
 
-def test_counts_add_up_and_are_told(done):
+def test_counts_add_up_and_are_printed(done):
     counts = done.counts
     for source, own in (*counts["sources"].items(), (None, counts)):
         aside = [line for line in done.dropped if source in (None, line["source"])]
@@ -139,7 +139,7 @@ def in_a_process(config, *overrides):
     return run_stage("shard", config, *overrides, PYTHONPATH=f"{REPOSITORY}{os.pathsep}{config.parent}").stdout
 
 
-def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys, monkeypatch):
+def test_an_external_filter_is_used_and_recorded_with_its_code(mine, capsys, monkeypatch):
     output = in_a_process(mine)
     assert "filters of the module my_filters are not Drover's" in output and "filter Mine: 2 documents" in output
     manifest = read_manifest(folder_of(mine))
@@ -197,7 +197,7 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
     my_filters:Absent -> cannot be imported (AttributeError
     no_such_module:X -> shard.filters.0.kind names no_such_module:X
     no_such_module:X -> on PYTHONPATH"""))
-def test_what_is_wrong_with_a_filter_from_outside_is_said_before_anything_starts(mine, capsys, wrong, logged):
+def test_a_wrong_external_filter_is_refused_before_anything_starts(mine, capsys, wrong, logged):
     from drover.launch.submit import main
     override = f"shard.filters=[{{kind: {wrong}}}]"
     assert main(["--stage", "shard", "--config", str(mine), "--cluster", "local", "name=c", override]) == 2

@@ -42,13 +42,13 @@ def test_labels_are_those_of_the_model():
             made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
 
 
-def test_only_the_beginning_is_looked_at_where_that_is_asked_for():
+def test_characters_limits_the_text_that_is_classified():
     text, wanted = f"{ENGLISH} {GERMAN * 20}", {"kind": "language", "path": str(TWO), "languages": ["en"]}
     assert outcome(made(**wanted, characters=len(ENGLISH)), text) is None
     assert outcome(made(**wanted), text) == "of another language"
 
 
-def test_what_is_no_model_is_told_of(tmp_path):
+def test_what_is_no_model_is_refused(tmp_path):
     path = tmp_path / "lid.ftz"
     own = made(kind="language", path=str(path), languages=["en"])
     refused(UserError, "is not there", own.open)

@@ -211,7 +211,7 @@ PIECES = st.sampled_from([
 @settings(max_examples=600)
 @given(st.lists(PIECES, min_size=1, max_size=120).map("".join) | st.randoms(use_true_random=False).map(real_or_dirty),
        st.sampled_from(sorted(KINDS)), st.data())
-def test_any_text_under_any_thresholds_gets_the_same_verdict(text, kind, data):
+def test_any_text_under_any_thresholds_gets_the_same_decision(text, kind, data):
     names = data.draw(st.lists(st.sampled_from(sorted(PROBED[kind])), max_size=4, unique=True))
     wanted = {name: data.draw(st.sampled_from(PROBED[kind][name])) for name in names}
     if text.strip():

@@ -54,7 +54,7 @@ def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, mo
 
 @given(digests=st.lists(st.tuples(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.sampled_from([0, 7, 2**64 - 1])),
                         min_size=1, max_size=30))
-def test_digests_that_agree_in_a_half_are_told_apart(digests):
+def test_digests_that_agree_in_a_half_differ(digests):
     high, low = np.array(digests, np.uint64).T
     for last, numbers in ((False, range(len(digests))), (True, reversed(range(len(digests))))):
         order = sorted(numbers, key=digests.__getitem__)

@@ -24,7 +24,7 @@ LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
        wanted=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9), st.integers(-8, 40), st.integers(1, 12)),
                       min_size=1, max_size=6), packed=st.booleans())
 @settings(max_examples=40)
-def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, documents, length, shares, wanted,
+def test_batches_are_their_samples_whatever_was_read_before(tmp_path_factory, documents, length, shares, wanted,
                                                              packed):
     """In steps and at random. The shards that a batch is read from are known before. What a sample is made of,
     test_over_phases.py has."""
@@ -69,7 +69,7 @@ def test_the_prefetcher_keeps_the_order_of_slow_and_fast_batches():
     ahead.close()
 
 
-def test_the_prefetcher_reads_in_its_threads_before_it_is_asked_and_raises_without_waiting_for_others():
+def test_the_prefetcher_reads_ahead_in_threads_and_raises_without_waiting():
     began, free = threading.Event(), threading.Event()
 
     def make(step):

@@ -68,7 +68,7 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [False, True])
-def test_an_id_outside_the_vocabulary_is_found_in_its_shard(tmp_path, kind):
+def test_the_shard_of_an_id_beyond_the_vocabulary_is_named(tmp_path, kind):
     data = training_data(tmp_path, write_numbered(tmp_path, [[30, 4], [7, 40]]), packed=kind)
     every = np.arange(sum(sequences.count for sequences in data.spaces[0]))
     data.vocabulary = 48

@@ -82,7 +82,7 @@ def test_a_text_shorter_than_a_sequence_gets_a_length_that_works(length, tokens,
     assert BatchPlan.of(shorter.train, shorter.parallel, 2) and planned(shorter, {"web": tokens}).tokens(TOGETHER)
 
 
-def test_what_was_used_is_found_while_phases_are_laid_out_anew(monkeypatch):
+def test_used_samples_keep_their_places_while_phases_are_laid_out_again(monkeypatch):
     """A rollback lays them out anew while threads beside the loader ask where samples come from."""
     order, used = order_of([{"until": 640}, {"until": 1280, "sequence_length": 32}], 900, 500, 400), np.arange(40)
     before, seen, continued = order.locate(used), [], order.space.continued
@@ -107,7 +107,7 @@ def plan_for(config):
     return planned(config, train_tokens(config, COUNTS))
 
 
-def test_limits_and_what_is_said():
+def test_limits_and_printed_lines():
     """Limits of a plan in phases, test_packed_phases.py has and tests/launch/test_phases.py."""
     freely = config_of(phases=[{"until": 6400}, {"until": 14_400, "mixture": {"web": 1, "code": 1, "books": 1}},
                                {"until": 20_000, "mixture": {"web": 0, "code": 0, "books": 1}}])
