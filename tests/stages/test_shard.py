@@ -85,7 +85,6 @@ def documents(config, split, name="a"):
             for document in read_shard(folder_of(config, name), record)]
 
 
-
 def test_bytes_are_equal_for_any_processes_and_place_and_lost_files_return(tmp_path, capsys):
     once, config = (corpus_config(tmp_path / name) for name in ("one", "deeper/other"))
     assert run(once) == 0
@@ -209,8 +208,7 @@ def test_what_cannot_work_is_refused_before_anything_is_read(corpus, run):
 
 
 @pytest.mark.parametrize("cleared", [0, 1, 2])
-def test_what_a_kill_leaves_of_a_finished_stage_is_removed_next(tmp_path, monkeypatch, capsys,
-                                                                                         cleared):
+def test_what_a_kill_leaves_of_a_finished_stage_is_removed_next(tmp_path, monkeypatch, capsys, cleared):
     """It is killed while it clears: before all, within the staging, or behind it."""
     def clear(folder, manifest):
         for path in [*(folder / "staging").iterdir()][:[0, 3, None][cleared]]:

@@ -91,8 +91,7 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
         assert manifest_of(copy, "tokenizer") is None
 
 
-def test_of_a_large_corpus_only_a_sample_is_read(run, tmp_path, corpus,
-                                                                                     monkeypatch):
+def test_of_a_large_corpus_only_a_sample_is_read(run, tmp_path, corpus, monkeypatch):
     """Two sources of many small shards: the vocabulary is trained on some, and checked on some validation text."""
     many = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "validation_share": 0.3, "sources": halves(corpus)})
     run_stage("shard", many)
@@ -102,16 +101,15 @@ def test_of_a_large_corpus_only_a_sample_is_read(run, tmp_path, corpus,
     full, records = shard.counts["text_bytes"]["train"], shard_records(shard, "train")
     settings = [f"tokenizer.train_mb={full / 10e6}", "tokenizer.vocab_size=640", "tokenizer.check_mb=0.02",
                 "tokenizer.document_characters=500"]
-    logged, made = run("tokenizer", many, *settings).out, manifest_of(many, "tokenizer")
+    run("tokenizer", many, *settings)
+    made = manifest_of(many, "tokenizer")
     sample = made.counts["trained_on"]
     assert 0 < sample["shards"] == len(read) < sample["of_shards"] == len(records)
     assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * full
     assert 0 < sample["text_bytes"] <= 2 * 500 * sum(record["docs"] for record in read)
     assert {record["source"] for record in read} == {"code", "more"}
-    assert f"in {len(read)} shards, chosen from {full / 1e6:.1f} MB in {len(records)}" in logged
     report, count = read_json(stage_folder(many) / "report.json"), shard.counts["validation"]
     assert report["validation_documents"] == count > report["total"]["documents"] > 0
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
-    assert f"{report['total']['documents']} of {count} validation" in logged
     run_stage("tokenizer", many, "--force", *settings)
     assert manifest_of(many, "tokenizer").digest == made.digest

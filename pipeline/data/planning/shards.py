@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -137,11 +136,12 @@ def _checked(path: Path, members: Iterable[tuple[str, bytes]]) -> Iterator[tuple
 
 def _keys(picks: np.ndarray) -> Iterator[str]:
     """Names of documents in their shard; equal ones are numbered."""
-    before = Counter[bytes]()
+    seen: dict[bytes, int] = {}
     for high, low in zip(picks["high"].tolist(), picks["low"].tolist(), strict=True):
         digest = struct.pack(">QQ", high, low)
-        yield document_key(digest, before[digest])
-        before[digest] += 1
+        before = seen.get(digest, 0)
+        yield document_key(digest, before)
+        seen[digest] = before + 1
 
 
 def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]) -> Iterator[bytes]:
