@@ -68,9 +68,9 @@ def known_form(text: str) -> str:
 
 def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
     """Files, relative to `folder`, that contain a secret of a known form, with its kind."""
-    found = {}
+    files = {}
     for name in names:
         path = folder / name
         if path.stat().st_size <= LARGEST and (what := known_form(path.read_text(errors="replace"))):
-            found[name.as_posix()] = what
-    return found
+            files[name.as_posix()] = what
+    return files

@@ -19,7 +19,7 @@ from drover.launch.job.host import Host, StepEnd, process_end
 from drover.launch.job.runner import Runner
 from drover.launch.job.spec import JobSpec
 from drover.launch.plan import Job, Machine, Options
-from drover.launch.processes import Each, Environment, run_here, stop_requests, tell
+from drover.launch.processes import Each, Environment, run_local, show, stop_requests
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS
 from drover.pipeline.config.tree import Config
@@ -47,7 +47,7 @@ class LocalHost(Host):
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
         """The output goes to the terminal too."""
-        group = run_here(command, environment, each, spec.stage, self.requests, spec.ranks, folder / ONE_PROCESS)
+        group = run_local(command, environment, each, spec.stage, self.requests, spec.ranks, folder / ONE_PROCESS)
         end = process_end(group.status)
         if not spec.ranks or not group.failed:
             return end
@@ -59,7 +59,7 @@ class LocalHost(Host):
         with suppress(OSError), open(self.log, "a") as log:
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", file=log)
         if not quiet:
-            tell(sys.stderr, text)
+            show(sys.stderr, text)
 
 
 def find_machine(device: str = "auto") -> Machine:
@@ -86,14 +86,14 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
                 return status
     report = run.folder / "report.html"
     what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {run.folder}"
-    tell(sys.stdout, f"\nall done in {duration(time.monotonic() - began)}; {what}")
+    show(sys.stdout, f"\nall done in {duration(time.monotonic() - began)}; {what}")
     return 0
 
 
 def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[int]) -> int:
     again = f"the same command{' without --force' if job.forced else ''} continues"
     if requests:
-        tell(sys.stderr, f"\nstopped before {job.stage}; {again}")
+        show(sys.stderr, f"\nstopped before {job.stage}; {again}")
         return INTERRUPTED
     job = replace(job, state=run.state(job.stage))
     if not job.to_run:
@@ -111,14 +111,14 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
     if decision and decision.status == "done":
         return 0
     if requests or (decision and decision.status == "preempted"):
-        tell(sys.stderr, f"\nstopped in {job.stage}; {again}")
+        show(sys.stderr, f"\nstopped in {job.stage}; {again}")
         return INTERRUPTED
     if decision is None or runner.last is None:  # nothing was started: `launch/stop` exists
         return status
     folder, end = runner.last
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
-    tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
+    show(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
                      f"{folder / ONE_PROCESS}. Once the cause is fixed, {again}.")
     return end.status or 1
 

@@ -120,7 +120,7 @@ def free_port() -> int:
                     f"out what uses them (ss -ltn), or leave the node out (launch.exclude).")
 
 
-def tell(target: IO[str], text: str) -> None:
+def show(target: IO[str], text: str) -> None:
     """Print, and ignore a closed terminal or pipe: it must not end a run, and the logs have the same lines."""
     with suppress(OSError):
         echo(text, file=target)
@@ -133,7 +133,7 @@ def pass_on(source: int, other_end: int, target: IO[str], log: IO[bytes]) -> Non
     """
     os.close(other_end)
     rest = b""
-    with suppress(OSError, ValueError):  # a closed pseudo-terminal; a log that `run_here` has closed
+    with suppress(OSError, ValueError):  # a closed pseudo-terminal; a log that `run_local` has closed
         while chunk := os.read(source, CHUNK):
             with suppress(OSError):  # a closed terminal must not end the run
                 target.buffer.write(chunk)  # type: ignore[attr-defined]
@@ -183,7 +183,10 @@ class Group:
 
     def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", requests: Sequence[int] = (),
                  readers: Sequence[threading.Thread] = ()) -> None:
-        self.stage, self.requests, self._running, self._readers = stage, requests, dict(enumerate(running)), readers
+        self.stage = stage
+        self.requests = requests
+        self._running = dict(enumerate(running))
+        self._readers = readers
         self.failed: list[tuple[int, int]] = []
         self.killed = False
         self._until = math.inf
@@ -212,7 +215,7 @@ class Group:
             if len(self.requests) > handled:
                 handled = len(self.requests)
                 if self.stage:
-                    tell(sys.stderr, f"\nkilling {self.stage}" if handled > 1 else
+                    show(sys.stderr, f"\nkilling {self.stage}" if handled > 1 else
                          f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
                 self._end_within(0 if handled > 1 else SHUTDOWN_S)
             if not each():
@@ -232,7 +235,7 @@ class Group:
                 process.terminate()
 
 
-def run_here(command: Sequence[str], environment: Environment, each: Each = lambda: True, stage: str = "",
+def run_local(command: Sequence[str], environment: Environment, each: Each = lambda: True, stage: str = "",
              requests: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> Group:
     """Run a command on this machine to its end. If this process has a terminal, the command gets one.
 
@@ -246,8 +249,8 @@ def run_here(command: Sequence[str], environment: Environment, each: Each = lamb
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()]
     (_, out), (_, errors) = pipes
-    with open(log, "ab", buffering=0) as kept:
-        readers = [threading.Thread(target=pass_on, args=(*pipe, stream, kept), daemon=True)
+    with open(log, "ab", buffering=0) as log_file:
+        readers = [threading.Thread(target=pass_on, args=(*pipe, stream, log_file), daemon=True)
                    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
         group = Group([started(command, {**environment, **variables}, out, errors) for variables in own],
                       stage, requests, readers)

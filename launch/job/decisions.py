@@ -20,9 +20,9 @@ Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143
 """Exit status of a runner after a request to end (128 + SIGTERM)."""
 FRUITLESS = ("crashed", "hung")
-OUTSIDE = "requeued"
+REQUEUED = "requeued"
 """Status of a start that Slurm ended and queued again, and nothing failed: a preemption, `scontrol requeue`."""
-MOST_OUTSIDE = 20
+MOST_REQUEUED = 20
 """So many in a row that brought no new checkpoint end the stage as well: a node that dies and is back at once looks the
 same."""
 
@@ -73,14 +73,14 @@ STOPPED = Decision("stop", "preempted", "a request to end came (cancelled, or at
 def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     """What follows from a start's end."""
     state, end, cause = outcome.state, outcome.end, outcome.end.cause
-    said = state.status if state else None
+    status = state.status if state else None
     # Without a record in this start, a stage that ended well was done before and did nothing. One that failed before
     # its first record may have an old manifest, which it was about to replace.
-    if outcome.committed and (said in ("done", "running") or (said is None and end.status == 0)):
+    if outcome.committed and (status in ("done", "running") or (status is None and end.status == 0)):
         return Decision("leave", "done", "done")
-    if state and said == "failed":
+    if state and status == "failed":
         return Decision("stop", "failed", state.reason or "the stage gave up", 1)
-    if state and said == "preempted":
+    if state and status == "preempted":
         return _preempted(state, spec, stopping=outcome.stopping)
     if outcome.stopping and end.lost:
         return Decision("stop", "crashed", f"{cause}, and a request to end came", TERMINATED)
@@ -89,14 +89,14 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
     if end.exit_code == UserError.exit_status and not outcome.again:
         return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)
-    status = "hung" if outcome.hang else "crashed"
+    failure = "hung" if outcome.hang else "crashed"
     reason = outcome.hang or cause or (f"ended with exit status {end.status} without a word" if end.status else
                                        "ended as if all were well, but is not done")
     if outcome.fruitless > spec.max_restarts:
-        return _given_up(status, outcome.fruitless, reason, spec)
+        return _given_up(failure, outcome.fruitless, reason, spec, spec.max_restarts)
     if (end.started or outcome.others) and not end.abandoned:
-        return Decision("restart", status, reason)
-    return _requeue(Decision("requeue", status, reason), spec)
+        return Decision("restart", failure, reason)
+    return _requeue(Decision("requeue", failure, reason), spec)
 
 
 def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:
@@ -163,14 +163,21 @@ def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], k
     """
     if committed and (state is None or state.status in ("done", "running")):
         return Decision("requeue", "done", "done")
-    reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}" if down else \
-        "its runner was killed (out of memory, perhaps)" if killed else \
-        "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
-    status = "preempted" if state and state.status == "preempted" else "crashed" if down or killed else OUTSIDE
+    status = "crashed"
+    if down:
+        reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}"
+    elif killed:
+        reason = "its runner was killed (out of memory, perhaps)"
+    else:
+        reason = "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
+        status = REQUEUED
+    if state and state.status == "preempted":
+        status = "preempted"
     events = [*events, {"event": "ended", "status": status, "step": step}]
-    for counted, most in (FRUITLESS, spec.max_restarts), ((*FRUITLESS, OUTSIDE), max(MOST_OUTSIDE, spec.max_restarts)):
+    limits = {FRUITLESS: spec.max_restarts, (*FRUITLESS, REQUEUED): max(MOST_REQUEUED, spec.max_restarts)}
+    for counted, most in limits.items():
         if (count := fruitless(events, counted)) > most:
-            return _given_up("crashed", count, reason, spec, OUTSIDE in counted)
+            return _given_up("crashed", count, reason, spec, most)
     return Decision("requeue", status, reason)
 
 
@@ -180,7 +187,8 @@ def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUI
 
     events: logged of one stage by one submission's jobs, or by one job (an array's elements do not follow each other).
     """
-    count, best = 0, None
+    count = 0
+    best = None
     for event in events:
         if event["event"] == "attempt" and best is None:
             best = event.get("from") or 0
@@ -188,16 +196,17 @@ def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUI
             continue
         step = event.get("step") or 0
         if best is not None and step > best:
-            count, best = 0, step
+            count = 0
+            best = step
         elif event.get("status") in counted:
             count += 1
-        elif event.get("status") != OUTSIDE:
+        elif event.get("status") != REQUEUED:
             count = 0
     return count
 
 
-def _given_up(status: str, count: int, last: str, spec: JobSpec, outside: bool = False) -> Decision:
-    limit = f"at most {max(MOST_OUTSIDE, spec.max_restarts)}" if outside else f"launch.max_restarts={spec.max_restarts}"
+def _given_up(status: str, count: int, last: str, spec: JobSpec, most: int) -> Decision:
+    limit = f"launch.max_restarts={most}" if most == spec.max_restarts else f"at most {most}"
     # After the first start nothing was given up: no restart is allowed.
     reason = last if count == 1 else (f"given up after {count} starts in a row without a new checkpoint "
                                       f"({limit}); the last one: {last}")

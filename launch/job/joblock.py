@@ -25,7 +25,7 @@ HOLDING = (*WITH_NODES, "COMPLETING", "STAGE_OUT")
 """States of jobs that may have processes."""
 CHAIN_S = 180.0
 """Seconds that a job waits for a job of its own chain to end: a link starts while the one before it is ending."""
-LOOK_S = 3.0
+RETRY_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class JobLock:
         self.scheduler = scheduler
         self.path = run_folder / "launch" / f"{stage}.lock"
         self.own = Holder(job, restart, platform.node(), chain)
-        self._next_beat = 0.0
+        self._next_renewal = 0.0
 
     def acquire(self, say: Say, requests: Sequence[int] = ()) -> None:
         """Take the lock: at once from an earlier start of this job, from another job once it is dead.
@@ -80,14 +80,14 @@ class JobLock:
             if not waits:
                 say(f"waits for the end of the job {held.job} on {held.host}, which works on {self.stage}")
             waits = True
-            time.sleep(LOOK_S)
+            time.sleep(RETRY_S)
         self._write()
 
-    def beat(self, *, at_once: bool = False) -> bool:
+    def renew(self, *, at_once: bool = False) -> bool:
         """Give a heartbeat if one is due; False once another start has taken the stage over."""
-        if not at_once and time.monotonic() < self._next_beat:
+        if not at_once and time.monotonic() < self._next_renewal:
             return True
-        self._next_beat = time.monotonic() + HEARTBEAT_S  # also after a failure
+        self._next_renewal = time.monotonic() + HEARTBEAT_S  # also after a failure
         with suppress(OSError):  # such as a full disk: Slurm still knows that this job runs
             held = self.holder()
             if held is None:
@@ -120,4 +120,4 @@ class JobLock:
 
     def _write(self) -> None:
         write_json(self.path, asdict(self.own))
-        self._next_beat = time.monotonic() + HEARTBEAT_S
+        self._next_renewal = time.monotonic() + HEARTBEAT_S

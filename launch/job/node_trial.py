@@ -50,7 +50,7 @@ make it look slow."""
 
 @dataclass
 class Report:
-    """What a rank found.
+    """What a rank reports.
 
     problems: of the node, by kind; from its first rank.
     times: seconds of each measurement, the best of several; empty before it has met the others.
@@ -197,7 +197,8 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
 
 def read_reports(folder: Path) -> list[Report]:
     """The newest report of each rank, from the nodes' logs. Other lines are skipped."""
-    texts, found = defaultdict[int, bytes](bytes), dict[int, Report]()
+    texts = defaultdict[int, bytes](bytes)
+    reports = dict[int, Report]()
     for path in folder.glob("node*.log"):
         with suppress(OSError), open(path, "rb") as file:
             for rank, text in labelled(file):
@@ -205,8 +206,8 @@ def read_reports(folder: Path) -> list[Report]:
     for rank, text in sorted(texts.items()):
         for line in text.splitlines():
             with suppress(ValueError, TypeError):
-                found[rank] = Report(**json.loads(line))
-    return list(found.values())
+                reports[rank] = Report(**json.loads(line))
+    return list(reports.values())
 
 
 if __name__ == "__main__":

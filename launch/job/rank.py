@@ -78,14 +78,14 @@ def defaults(environment: Environment) -> dict[str, str]:
     folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{local}"),
                "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN", **folders}
-    found = {name: value for name, value in wanted.items() if name not in environment}
-    if inside := [name for name in folders if name in found]:
+    missing = {name: value for name, value in wanted.items() if name not in environment}
+    if inside := [name for name in folders if name in missing]:
         try:
             private_folder(caches)
         except OSError as error:
             raise UserError(f"{error} (on {node}). Remove it there (`rm -r {caches}`), or set {' and '.join(inside)} "
                             f"in launch.environment to folders that only you can write.") from None
-    return found
+    return missing
 
 
 def main(stage: str, ranks: str, gpus: str, *command: str) -> int:

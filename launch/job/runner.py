@@ -242,7 +242,7 @@ class Runner:
                 clear_failures(self.run_folder, host.nodes)
         if decision.action == "restart" and host.info().left_s < spec.signal_s + SLURM_EARLY_S:
             decision = too_late(decision, spec)
-        if self.lock is not None and not self.lock.beat(at_once=True):
+        if self.lock is not None and not self.lock.renew(at_once=True):
             raise UserError("Another start of this job has taken the stage over.")
         if decision.action in ("restart", "requeue") and not host.is_current():
             decision = taken_away(decision)
@@ -408,7 +408,7 @@ class Runner:
 
     def tick(self) -> bool:
         """Called while something runs; False if it must end because the stage is another start's."""
-        return self.lock is None or self.lock.beat()
+        return self.lock is None or self.lock.renew()
 
     # ---- records
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from drover.launch.processes import free_port, run_here
+from drover.launch.processes import free_port, run_local
 from drover.pipeline.contract import broadcast, entry
 from drover.pipeline.contract.broadcast import Channel, await_ranks
 from drover.pipeline.contract.entry import stage_main
@@ -39,7 +39,7 @@ stop_ranks()
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_on_this_machine_listen_on_loopback_only(tmp_path, ranks):
     log = tmp_path / "log"
-    group = run_here([sys.executable, "-c", LISTENING], {**environment(), "CUDA_VISIBLE_DEVICES": ""}, ranks=ranks,
+    group = run_local([sys.executable, "-c", LISTENING], {**environment(), "CUDA_VISIBLE_DEVICES": ""}, ranks=ranks,
                      log=log)
     printed = [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("listens")]
     assert group.status == 0 and len(printed) == ranks, log.read_text()

@@ -57,11 +57,11 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
         launcher.done("shard", "tokenizer")
         write_state(launcher.run / "shard", "done")
 
-    def start(here, spec, command, environment, folder, each):
+    def start(host, spec, command, environment, folder, each):
         end, *said = left.pop(0).split()
         commands.append(command)
         (folder / "output.log").touch()
-        here.requests += [signal.SIGTERM] * ("request" in said)
+        host.requests += [signal.SIGTERM] * ("request" in said)
         if "done" in said:
             launcher.done(spec.stage)
         for word in {"done", "preempted"}.intersection(said):

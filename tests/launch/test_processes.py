@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drover.launch import processes
-from drover.launch.processes import pass_on, run_here, stop_requests, tell
+from drover.launch.processes import pass_on, run_local, show, stop_requests
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
@@ -36,14 +36,15 @@ def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status,
     monkeypatch.chdir(tmp_path)
     for name in ("SHUTDOWN_S", "KILL_S"):
         monkeypatch.setattr(processes, name, 0.2 if name == limit else HANG_S)
-    ready, asked = Path("ready0").exists, []
+    ready = Path("ready0").exists
+    signals = []
 
     def each():
-        asked.extend([signal.SIGINT] * (ready() and requests in (1, 2) and len(asked) < requests))
+        signals.extend([signal.SIGINT] * (ready() and requests in (1, 2) and len(signals) < requests))
         return not (ready() and requests == "tick")
 
     with redirect_stderr(io.TextIOWrapper(io.BytesIO())) as errors:
-        stage = run_here(script(setup), os.environ, each, "x", asked)
+        stage = run_local(script(setup), os.environ, each, "x", signals)
         assert stage.status == status and said in errors.buffer.getvalue().decode()
     assert stage.killed == (status == 137)
     wait_for(lambda: not runs(Path("below")))
@@ -53,7 +54,7 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fails = "os.environ['RANK'] == '1' and os._exit(7)"
     waits = "[time.sleep(0.01) for _ in iter(lambda: len([f for f in os.listdir() if f.startswith('here')]), 3)]"
-    ranks = run_here(script(f"open('here' + os.environ['RANK'], 'w').close(); {waits}; {fails}"), os.environ, ranks=3)
+    ranks = run_local(script(f"open('here' + os.environ['RANK'], 'w').close(); {waits}; {fails}"), os.environ, ranks=3)
     assert ranks.status == 7 and ranks.failed[0] == (1, 7) and set(ranks.failed[1:]) == {(0, 143), (2, 143)}
 
 
@@ -62,9 +63,9 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path, monkeypatch):
 def test_requests_are_noted(number, given):
     """Jobs in a shell's background inherit that SIGINT is ignored; after nohup a closed terminal is no request."""
     before = signal.signal(number, given)
-    with stop_requests() as asked:
+    with stop_requests() as signals:
         signal.raise_signal(number)
-        assert asked == [number] * ((number, given) != (signal.SIGHUP, signal.SIG_IGN))
+        assert signals == [number] * ((number, given) != (signal.SIGHUP, signal.SIG_IGN))
     assert signal.signal(number, before) == given
 
 
@@ -77,7 +78,7 @@ def test_a_live_line_is_shown_unchanged_and_logged_once():
         read, write = os.pipe()
         os.write(write, b"\r\x1b[K1/3\r\x1b[Kdone 3/3\nnext\r\nrest")
         pass_on(read, write, target, log)
-    tell(target, "nobody reads this")
+    show(target, "nobody reads this")
     with suppress(BrokenPipeError):
         target.close()
     assert shown.buffer.getvalue() == b"\r\x1b[K1/3\r\x1b[Kdone 3/3\nnext\r\nrest"
@@ -86,8 +87,8 @@ def test_a_live_line_is_shown_unchanged_and_logged_once():
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):
     note = tmp_path / "pid"
-    code = "import os; from drover.launch.processes import run_here; " \
-           "run_here(['sh', '-c', 'echo $$ > pid; exec sleep 3600'], os.environ)"
+    code = "import os; from drover.launch.processes import run_local; " \
+           "run_local(['sh', '-c', 'echo $$ > pid; exec sleep 3600'], os.environ)"
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path,
                                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     wait_for(lambda: note.exists() and note.read_text())

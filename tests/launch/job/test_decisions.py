@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import yaml
 
-from drover.launch.job.decisions import MOST_OUTSIDE, Outcome, decide, fruitless, unseen
+from drover.launch.job.decisions import MOST_REQUEUED, Outcome, decide, fruitless, unseen
 from drover.launch.job.spec import JobSpec
 from drover.launch.job.srun import read_end
 from drover.pipeline.contract.state import StageState
@@ -59,7 +59,8 @@ def test_the_table(why, state, end, outcome, rules, expected):
 
 def test_what_holds_for_every_combination():
     flags = (False, True)
-    ends = [read_end(status, said, given_up=given_up, abandoned=abandoned) for status, said, given_up, abandoned in
+    ends = [read_end(status, messages, given_up=given_up, abandoned=abandoned)
+            for status, messages, given_up, abandoned in
             product((0, 143), ("", LOST, REFUSED, NO_STEP, f"{LOST}\n{REFUSED}"), flags, flags)]
     states = STATES.values()
     for *known, requeue, links in product(states, flags, ends, ("", "late"), flags, flags, (0, 4), flags, flags):
@@ -96,7 +97,7 @@ def test_fruitless_starts(ends, begin, expected):
     assert fruitless(attempts(ends, begin)) == expected
 
 
-@pytest.mark.parametrize("down, most", [({"n3": "down*"}, 3), ({}, MOST_OUTSIDE)])
+@pytest.mark.parametrize("down, most", [({"n3": "down*"}, 3), ({}, MOST_REQUEUED)])
 def test_ends_that_nobody_saw_again_and_again(down, most):
     for times in (most - 1, most):
         events = attempts([("crashed" if down else "requeued", None)] * times)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from drover.launch.job import joblock
-from drover.launch.job.joblock import CHAIN_S, HEARTBEAT_S, LOOK_S, SILENT_S, Holder, JobLock
+from drover.launch.job.joblock import CHAIN_S, HEARTBEAT_S, RETRY_S, SILENT_S, Holder, JobLock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from tests.refusal import refused, table
@@ -16,7 +16,7 @@ def hold(job, other, chain=""):
     write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", chain)))
 
 
-@pytest.mark.parametrize("other, chain, state, beat_at, waited, ends", table(f"""
+@pytest.mark.parametrize("other, chain, state, renewed_at, waited, ends", table(f"""
     12 -> '' -> RUNNING -> -1 -> 0 -> false
     11 -> '' -> PENDING -> -1 -> 0 -> false
     11 -> '' -> silent -> -1 -> {SILENT_S} -> false
@@ -25,7 +25,7 @@ def hold(job, other, chain=""):
     11 -> before -> COMPLETING -> -1 -> 0 -> true
     11 -> c -> silent -> 30 -> {30 + SILENT_S} -> false
     11 -> c -> COMPLETING -> -1 -> {CHAIN_S} -> true""", str, yaml.safe_load, str, float, float, yaml.safe_load))
-def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beat_at, waited, ends):
+def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, renewed_at, waited, ends):
     """An earlier start of this job, and a job that was queued again, are gone. Where Slurm is silent only the heartbeat
     tells. A link waits for the end of the one before, but not without end."""
     clock = [0.0]
@@ -34,7 +34,7 @@ def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beat_at, w
 
     def sleep(seconds):
         before, clock[0] = clock[0], clock[0] + seconds
-        if before < beat_at <= clock[0]:
+        if before < renewed_at <= clock[0]:
             hold(job, other, chain)
 
     monkeypatch.setattr(joblock.time, "sleep", sleep)
@@ -44,7 +44,7 @@ def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beat_at, w
     else:
         status, log = job.go("work")
         assert status == 0 and ("waits for the end of the job 11 on n7, which works on train" in log) == bool(waited)
-    assert waited <= clock[0] <= waited + LOOK_S
+    assert waited <= clock[0] <= waited + RETRY_S
     assert (job.run / "launch/train.lock").exists() == ends, "another job's lock is left alone"
 
 
@@ -60,10 +60,10 @@ def test_the_heartbeat_is_written_now_and_then(job, monkeypatch):
     for seconds, due in ((HEARTBEAT_S - 1, False), (1, True), (1, False)):
         now += seconds
         os.utime(mine.path, (0, 0))
-        assert mine.beat() and (mine.path.stat().st_mtime > 0) == due
+        assert mine.renew() and (mine.path.stat().st_mtime > 0) == due
     mine.path.write_text("{")
-    assert mine.holder() is None and mine.beat(at_once=True), "a torn record is nobody's"
+    assert mine.holder() is None and mine.renew(at_once=True), "a torn record is nobody's"
     hold(job, "13")
-    assert not mine.beat(at_once=True)
+    assert not mine.renew(at_once=True)
     mine.release()
     assert mine.path.exists(), "it is another job's"

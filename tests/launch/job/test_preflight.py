@@ -318,8 +318,8 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     environment = {**os.environ, "PATH": f"{programs.folder}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
                    "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
-    here = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
-    result = run_preflight(job.spec, here, folder, environment, lambda: True)
+    host = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
+    result = run_preflight(job.spec, host, folder, environment, lambda: True)
     assert set(result.bad) == {"n3"} and "an exchange with another node" in result.bad["n3"], result
     assert programs.calls("python")[0].startswith("python -m drover.launch.job.node_trial")
 

@@ -45,16 +45,6 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert not holding(job.run, *secrets)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_rank_s_variables_that_a_shell_had_left_over_reach_no_stage(job, monkeypatch, ranks):
-    left_over = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-    for name in left_over:
-        monkeypatch.setenv(name, "7")
-    job.go("work", ranks=ranks)
-    kept = {name: job.environments[0][name] for name in left_over if name in job.environments[0]}
-    assert kept.keys() == ({"MASTER_ADDR", "MASTER_PORT"} if ranks else set()) and "7" not in kept.values()
-
-
 @pytest.mark.parametrize("make", [lambda path: shutil.copytree(path.parent / "12.0", path), Path.touch,
                                   lambda path: path.symlink_to("nowhere")])
 def test_a_run_whose_links_were_copied_as_what_they_lead_to_continues(job, make):
@@ -117,8 +107,8 @@ are busy; trying again (1 of 3)
     str, yaml.safe_load, int, str, yaml.safe_load))
 def test_what_follows_from_each_end_of_a_start(job, plan, slurm, status, ends, requeued, words):
     vars(job.slurm).update(slurm)
-    found, log = job.go(*plan.split("/"), max_restarts=1)
-    assert (found, ", ".join(job.ends()), job.slurm.requeued) == (status, ends, requeued), log
+    result, log = job.go(*plan.split("/"), max_restarts=1)
+    assert (result, ", ".join(job.ends()), job.slurm.requeued) == (status, ends, requeued), log
     assert words in log and len(job.events("attempt")) == len(job.ends())
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
 
@@ -150,9 +140,9 @@ def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
 
 def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
     """It is the first one, which has the runner: the ranks meet on the next."""
-    job.slurm.nodes, found = ("n1", "n2", "n3"), [PreflightResult(), PreflightResult({"n1": "no GPU"})]
+    job.slurm.nodes, result = ("n1", "n2", "n3"), [PreflightResult(), PreflightResult({"n1": "no GPU"})]
     runs = []
-    status, log = job.go("work", preflight=True, trial=lambda spec, here, *_: runs.append(here.nodes) or found.pop(),
+    status, log = job.go("work", preflight=True, trial=lambda spec, host, *_: runs.append(host.nodes) or result.pop(),
                          **SPARE)
     assert status == 0 and runs == [("n1", "n2"), ("n2", "n3")] and job.ends() == [DONE], log
     assert "preflight found a bad node: n1: no GPU; the job continues with its other nodes" in log

@@ -13,7 +13,7 @@ from tests.refusal import table
 from tests.waiting import HANG_S
 
 
-@pytest.mark.parametrize("status, said, cause, exit_code, started, rank, lost", table("""
+@pytest.mark.parametrize("status, messages, cause, exit_code, started, rank, lost", table("""
     143 -> n2: task 1: Killed -> rank 1 on n2: killed -> null -> true -> 1 -> []
     143 -> n1: tasks 0-1: Terminated | n2: task 3: Exited with exit code 2 -> rank 3 on n2: exited with exit code 2 \
 -> 2 -> true -> 3 -> []
@@ -29,8 +29,8 @@ nodes are busy -> 1 -> false -> 0 -> []
     137 abandoned -> words -> srun did not end within 40 s of SIGTERM, and its tasks may still run -> null -> true -> \
 0 -> []
     137 -> words -> killed by SIGKILL -> null -> true -> 0 -> []""", str.split, str, str, *[json.loads] * 4))
-def test_what_srun_said(status, said, cause, exit_code, started, rank, lost):
-    end = read_end(int(status[0]), "".join(f"srun: error: {line}\n" for line in said.split(" | ")),
+def test_what_srun_said(status, messages, cause, exit_code, started, rank, lost):
+    end = read_end(int(status[0]), "".join(f"srun: error: {line}\n" for line in messages.split(" | ")),
                    **dict.fromkeys(status[1:], True))
     assert (end.cause, end.exit_code, end.started, end.rank, [*end.lost]) == (cause, exit_code, started, rank, lost)
 
@@ -51,8 +51,8 @@ def test_when_a_step_is_ended(tmp_path, monkeypatch, script, limit, each, expect
     """When it must not go on, has started no task, or one of its tasks has ended badly; one that stays is abandoned."""
     for module, name in ((srun, "MAKE_S"), (srun, "BROKEN_S"), (processes, "KILL_S")):
         monkeypatch.setattr(module, name, 0.2 if name == limit else HANG_S)
-    said = []
+    messages = []
     end = run_step(["env", "-C", str(tmp_path), "sh", "-c", script], {"PATH": "/usr/bin:/bin"}, tmp_path,
-                   lambda: each and not (limit == "KILL_S" and (tmp_path / "node1.log").exists()), said.append)
-    assert end == read_end(**{"messages": "".join(f"{line}\n" for line in said), **expected})
-    assert len(said) == (limit == "BROKEN_S")
+                   lambda: each and not (limit == "KILL_S" and (tmp_path / "node1.log").exists()), messages.append)
+    assert end == read_end(**{"messages": "".join(f"{line}\n" for line in messages), **expected})
+    assert len(messages) == (limit == "BROKEN_S")
