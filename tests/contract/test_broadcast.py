@@ -40,7 +40,7 @@ stop_ranks()
 def test_ranks_on_this_machine_listen_on_loopback_only(tmp_path, ranks):
     log = tmp_path / "log"
     group = run_local([sys.executable, "-c", LISTENING], {**environment(), "CUDA_VISIBLE_DEVICES": ""}, ranks=ranks,
-                     log=log)
+                      log=log)
     printed = [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("listens")]
     assert group.status == 0 and len(printed) == ranks, log.read_text()
     assert {interface for interface, *_ in printed} == {"lo"}, "gloo alone would take the network of the host's name"

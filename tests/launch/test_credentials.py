@@ -28,7 +28,7 @@ TOKENS = {"key": "-----BEGIN " + "OPENSSH PRIVATE KEY-----\nb3BlbnNz", **{
     header -> curl -H 'Authorization: Bearer @@' https://host""")}}
 
 
-def found(environment=None, config=None, **launch):
+def problems_of(environment=None, config=None, **launch):
     """What is refused of a configuration. environment: of its jobs."""
     return credential_problems(Config(launch=LaunchConfig(environment=environment or {}, **launch), **(config or {})))
 
@@ -41,7 +41,7 @@ def test_known_forms_are_refused_wherever_they_stand(kind):
     for settings in ({"setup": [f"login {token}"]}, {"environment": {"ANYTHING": token}},
                      {"wrap": ["run", token]}, {"extra": {"comment": token}},
                      {"setup": [token]} if kind in ("header", "address") else {"config": config}):
-        problem, = found(**settings)
+        problem, = problems_of(**settings)
         assert "looks like a secret (" in problem and token not in problem
         assert "launch.secrets" in problem and "only you can read" in problem
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
@@ -62,14 +62,14 @@ def test_known_forms_are_refused_wherever_they_stand(kind):
     MONKEY -> warning -> ''""", str, str, lambda text: text == "yes")])
 def test_names_and_values_together(name, value, secret):
     assert is_secret(name, value) == secret
-    assert bool(found(setup=[f"export {name}='{value}'"])) == bool(found({name: value})) == secret
+    assert bool(problems_of(setup=[f"export {name}='{value}'"])) == bool(problems_of({name: value})) == secret
 
 
 def test_what_is_no_secret_can_be_listed():
-    problem, = found({"PAD_TOKEN": "<pad>"})
+    problem, = problems_of({"PAD_TOKEN": "<pad>"})
     assert problem.endswith("if it is no secret, set launch.not_secrets=[PAD_TOKEN].")
-    assert not found({"PAD_TOKEN": "<pad>"}, not_secrets=["PAD_TOKEN"], setup=["export PAD_TOKEN=pad"])
-    assert found({"PAD_TOKEN": TOKENS["hf"]}, not_secrets=["PAD_TOKEN"]), "its name does not change what it is"
+    assert not problems_of({"PAD_TOKEN": "<pad>"}, not_secrets=["PAD_TOKEN"], setup=["export PAD_TOKEN=pad"])
+    assert problems_of({"PAD_TOKEN": TOKENS["hf"]}, not_secrets=["PAD_TOKEN"]), "its name does not change what it is"
 
 
 def test_the_copy_of_the_code_holds_no_secret(tmp_path):

@@ -37,14 +37,14 @@ train: {sequence_length: 64, batch_tokens: 1024, warmup_steps: 0, micro_batch: 2
     return run
 
 
-def test_the_plan_is_told_by_phase_and_source(tmp_path):
+def test_the_plan_shows_phases_and_sources(tmp_path):
     said = consumption_lines(run_of(tmp_path))
     assert said[0] == "data      phase 1: steps 1 to 10, 10.24k tokens, 16 sequences of 64 a step"
     assert "          phase 2: steps 11 to 15, 20.48k tokens, 32 sequences of 128 a step" in said
     assert any(line.startswith("            code: 10.") and "of 5.001k, 2." in line for line in said), said
 
 
-def test_before_encode_the_phases_are_told(tmp_path):
+def test_before_encode_the_plan_shows_phases_alone(tmp_path):
     run = run_of(tmp_path, counts=None)
     said = consumption_lines(run)
     assert said[0].startswith("data      phase 1: steps 1 to 10") and "known once encode is done" in said[-1]
@@ -54,7 +54,7 @@ def test_before_encode_the_phases_are_told(tmp_path):
     assert length == "length    15 steps = 30,720 tokens"
 
 
-def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
+def test_the_plan_leaves_what_a_packing_takes_to_training(tmp_path):
     [said] = consumption_lines(run_of(tmp_path, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1}))
     assert said == "data      tokens and epochs of each source are known once training has planned the packing"
 

@@ -48,7 +48,7 @@ def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, renewed_at
     assert (job.run / "launch/train.lock").exists() == ends, "another job's lock is left alone"
 
 
-def test_a_job_that_is_told_to_end_does_not_wait(job):
+def test_a_job_with_a_request_to_end_does_not_wait(job):
     hold(job, "11", "c")
     refused(UserError, "The job 11", JobLock(job.run, "train", "12", 0, job.slurm, "c").acquire, print, [15])
 

@@ -250,7 +250,7 @@ def job(tmp_path):
     return make_job(tmp_path, preflight=True)
 
 
-def test_the_trial_is_left_out_where_it_is_not_asked_for_or_there_are_no_ranks(job):
+def test_there_is_no_trial_without_the_setting_or_without_ranks(job):
     assert "preflight: all is well" in job.go("work")[1] and job.events("preflight")[0]["bad"] == {}
     for changes in ({"preflight": False}, {"preflight": True, "ranks": 0}):
         assert "preflight" not in job.go("work", job="13", **changes)[1]

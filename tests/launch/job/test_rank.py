@@ -116,5 +116,5 @@ def test_a_refusal_is_one_sentence_and_exit_status_2(command, ranks, said):
     assert result.returncode == 2 and result.stdout.startswith(said) and len(result.stdout.splitlines()) == 1
 
 
-def test_the_stages_that_save_when_they_are_asked_to_end_are_those_with_checkpoints():
+def test_the_stages_that_save_at_a_request_to_end_are_those_with_checkpoints():
     assert set(SAVES) == {stage.name for stage in STAGES.values() if stage.checkpoints}

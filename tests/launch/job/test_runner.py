@@ -78,7 +78,7 @@ def test_logs_of_old_starts_are_removed(job):
     assert len([*logs.glob("9.*")]) == KEPT - 1 and len([*logs.glob("20_*")]) == KEPT + 1
 
 
-def test_told_to_end_the_runner_waits_and_starts_nothing(job):
+def test_at_a_request_to_end_the_runner_waits_and_starts_nothing(job):
     def waits(each):
         signal.raise_signal(signal.SIGTERM)
         assert each(), "it waits for its step"

@@ -29,14 +29,14 @@ nodes are busy -> 1 -> false -> 0 -> []
     137 abandoned -> words -> srun did not end within 40 s of SIGTERM, and its tasks may still run -> null -> true -> \
 0 -> []
     137 -> words -> killed by SIGKILL -> null -> true -> 0 -> []""", str.split, str, str, *[json.loads] * 4))
-def test_what_srun_said(status, messages, cause, exit_code, started, rank, lost):
+def test_messages_of_srun(status, messages, cause, exit_code, started, rank, lost):
     end = read_end(int(status[0]), "".join(f"srun: error: {line}\n" for line in messages.split(" | ")),
                    **dict.fromkeys(status[1:], True))
     assert (end.cause, end.exit_code, end.started, end.rank, [*end.lost]) == (cause, exit_code, started, rank, lost)
 
 
 @pytest.mark.parametrize("status", [0, 182])
-def test_srun_said_nothing(status):
+def test_srun_without_messages(status):
     """182 is its own status, although it is 128 + 54."""
     assert read_end(status, "") == StepEnd(status)
 
