@@ -58,12 +58,13 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     if not job.to_run:
         return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
     if not slurm:
-        gpus = options.machine.gpus if options.cluster == "local" else job.gpus_per_node
-        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus)
+        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
     resources = job.resources
-    nodes = f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
+    nodes = str(job.nodes)
+    if job.spare_nodes:
+        nodes += f" + {job.spare_nodes} spare"
     if job.elements:
-        nodes = f"1, {len(job.elements)} elements"
+        nodes += f", {len(job.elements)} elements"
     extra = resources.extra or {}
     where = [resources.partition, extra.get("qos"), extra.get("constraint"),
              f"link {job.link} of {job.links}" * (job.links > 1)]
