@@ -383,7 +383,7 @@ READERS = (
         ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: {data_files: /}\n"),
         ("planted.yaml", lambda whole: b"[" * 5000))),
 )
-CASES = 60
+CASES = 40
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ WHOLE_CHAIN, *OTHERS = [command + INSPECT * command.startswith("tensorboard") fo
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, corpus):
     """A folder that looks like the checkout, with miniature configurations under the README's names."""
-    folder = checkout(tmp_path_factory.mktemp("home"))
+    folder = warm_stages(checkout(tmp_path_factory.mktemp("home")))
     shutil.copytree(REPOSITORY / "configs/tasks", folder / "configs/tasks")
     texts = sorted(corpus.glob("*.txt"))
     shutil.copytree(corpus, folder / "text")
@@ -61,7 +61,6 @@ def demo(home):
 @pytest.fixture(scope="module")
 def outcomes(home, demo):
     """The result of every other command, in the README's order."""
-    warm_stages(home)  # the first command has started every stage cold
     return {command: typed(command, home) for command in OTHERS}
 
 

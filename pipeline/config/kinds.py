@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, ValidationError
 
 from drover.pipeline.config.section import Section, advice, sentence, shortened
-from drover.pipeline.core.errors import UserError, all_told, listed
+from drover.pipeline.core.errors import UserError, all_results, listed
 
 _EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -86,7 +86,7 @@ class Kinds:
         Raises:
             UserError: names every item that cannot be imported, and every wrong setting, by its place.
         """
-        return all_told(*(partial(self._made, item, f"{self.setting}.{index}") for index, item in enumerate(items)))
+        return all_results(*(partial(self._made, item, f"{self.setting}.{index}") for index, item in enumerate(items)))
 
     def _made(self, item: Kind, at: str) -> Kind:
         if not isinstance(item, External):

@@ -24,7 +24,7 @@ from drover.pipeline.contract.start_record import STARTED, StartRecord, read_sta
 from drover.pipeline.contract.tasks import finished_tasks
 from drover.pipeline.contract.validity import State, record_differences, stage_state
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import UserError, all_told, listed
+from drover.pipeline.core.errors import UserError, all_results, listed
 from drover.pipeline.core.files import Record, opened, sha256_file
 
 
@@ -109,7 +109,7 @@ class Run:
         It contains the hashes of external files, but for files that tasks read only a digest of their list. The tasks
         add the hashes.
         """
-        by_units, files = all_told(lambda: self.listing(stage), lambda: self.files(stage))
+        by_units, files = all_results(lambda: self.listing(stage), lambda: self.files(stage))
         listing = {"listing": listing_digest(by_units)} if "task_files" in STAGES[stage].functions else {}
         return {"config": self._settings(stage),
                 "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},

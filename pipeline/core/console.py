@@ -95,7 +95,7 @@ class ProgressBar:
             self._say(text)
 
 
-def spelled(ranks: Sequence[int]) -> str:
+def number_ranges(ranks: Sequence[int]) -> str:
     """Ascending numbers, such as ranks, in short: 0-2, 5."""
     result = []
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):

@@ -94,7 +94,7 @@ def refusals(*calls: Callable[[], Any]) -> list[str]:
     return result
 
 
-def all_told(*calls: Callable[[], Any]) -> list[Any]:
+def all_results(*calls: Callable[[], Any]) -> list[Any]:
     """The results of calls; the messages of all that fail, as one UserError."""
     results, errors = [], list[UserError]()
     for call in calls:

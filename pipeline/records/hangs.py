@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.job import this_job
-from drover.pipeline.core.console import first, spelled
+from drover.pipeline.core.console import first, number_ranges
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, read_lines, read_record, write_sealed
 
@@ -170,7 +170,7 @@ def _described(group: Sequence[HungRank], ranks: int, nodes: Mapping[int, str]) 
 def _named(ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
     there = list(dict.fromkeys(nodes[rank] for rank in ranks if rank in nodes))
     where = f" ({first(there, what='more nodes')})" if there else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {spelled(ranks)}{where}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {number_ranges(ranks)}{where}"
 
 
 def _places(folder: Path) -> dict[int, str]:

@@ -13,7 +13,7 @@ from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import counted, first, spelled
+from drover.pipeline.core.console import counted, first, number_ranges
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, sha256_json
 from drover.pipeline.parallel.ranks import Ranks
@@ -67,7 +67,7 @@ class RankAgreement:
 
     def __str__(self) -> str:
         """`4 ranks on 2 nodes: n1 0-1, n2 2-3; CPU; torch 2.13.0`."""
-        placed = [f"{node} {spelled(held)}" for node, held in _places(self.nodes).items()]
+        placed = [f"{node} {number_ranges(held)}" for node, held in _places(self.nodes).items()]
         one = self.members[0]
         devices = dict.fromkeys(member["device"] or "CPU" for member in self.members)
         return (f"{counted(len(self.members), 'rank')} on {counted(len(placed), 'node')}: "
@@ -87,7 +87,7 @@ class RankAgreement:
     def _who(self, ranks: Sequence[int]) -> str:
         nodes = list(dict.fromkeys(self.nodes[rank] for rank in ranks))
         several = "s" * (len(ranks) > 1)
-        return f"rank{several} {spelled(ranks)} (node{'s' * (len(nodes) > 1)} {first(nodes, SHOWN_NODES)})"
+        return f"rank{several} {number_ranges(ranks)} (node{'s' * (len(nodes) > 1)} {first(nodes, SHOWN_NODES)})"
 
 
 def _places(values: Sequence[str]) -> dict[str, list[int]]:

@@ -13,8 +13,8 @@ from tests.parallel.train_steps import called
 
 def sockets():
     """How many this process has open."""
-    found = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-    return sum(str(name).startswith("socket:") for name in found)
+    result = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(str(name).startswith("socket:") for name in result)
 
 
 def talk(ranks, arity):

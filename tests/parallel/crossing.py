@@ -21,12 +21,12 @@ def covering(candidates, options, cost=lambda candidate: 1):
     """
     left = [(candidate, pairs(options(candidate))) for candidate in candidates]
     missing = set().union(*(held for _, held in left))
-    found = []
+    result = []
     while missing:
         best, held = max(left, key=lambda each: len(missing & each[1]) / cost(each[0]))
         missing -= held
-        found.append(best)
-    return found
+        result.append(best)
+    return result
 
 
 def pairs(options):

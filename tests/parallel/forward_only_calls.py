@@ -28,9 +28,9 @@ def calls(ranks, folder, dp_shard, dtype):
               for number in range(3 * (ranks.rank % 3))]  # rank 0 has no call at all
     for _ in range(2):
         with placed.together:
-            found = [placed.model(tokens).clone() for tokens in inputs]
+            result = [placed.model(tokens).clone() for tokens in inputs]
     with torch.inference_mode():
-        assert all(torch.equal(ours, whole(tokens)) for ours, tokens in zip(found, inputs, strict=True))
+        assert all(torch.equal(ours, whole(tokens)) for ours, tokens in zip(result, inputs, strict=True))
     prompts = [[1 + ranks.rank, 2, 3]] * ranks.rank
     texts = []
     for model in (placed.model, whole):

@@ -315,8 +315,8 @@ def differences(name: str) -> dict[str, float]:
     last bit. A gradient that only one of the two has is infinitely far."""
     reference = CASES[name].reference
     assert reference is not None
-    expected, found = results(reference), results(name)
-    away = {"loss and norm": float(((found - expected).abs() / expected.abs()).max())}
+    expected, result = results(reference), results(name)
+    away = {"loss and norm": float(((result - expected).abs() / expected.abs()).max())}
     for theirs, ours in zip(run(reference)["gradients"], run(name)["gradients"], strict=True):
         for parameter in theirs.keys() | ours.keys():
             away[parameter] = max(away.get(parameter, 0.0), _distance(ours.get(parameter), theirs.get(parameter)))

@@ -64,8 +64,8 @@ def written(value: float) -> str:
 
 def largest(cases: Iterable[Case]) -> str:
     """The largest difference of a gradient in these cases; `none` if one of them has no result."""
-    found = [measured(case)[1] for case in cases]
-    return written(math.nan if any(map(math.isnan, found)) else max(found))
+    result = [measured(case)[1] for case in cases]
+    return written(math.nan if any(map(math.isnan, result)) else max(result))
 
 
 def section(title: str, text: str, heads: list[str], rows: Iterable[Sequence[str]]) -> list[str]:

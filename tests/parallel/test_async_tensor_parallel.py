@@ -22,9 +22,9 @@ def test_every_exchange_of_a_forward_pass_is_cut_and_nothing_else_changes():
     if lack := lacks(Case("", settings={"backend": "inductor"})):
         pytest.skip(lack)
     expected = run_case(1, train_steps, **ONE_BLOCK)["results"]
-    found = run_case(2, overlapped, "async", **ONE_BLOCK, parallel={"tp": 2, "async_tp": True})
-    np.testing.assert_allclose(found["results"], expected, rtol=1e-12)
-    forward, backward = filter(None, found["graphs"])  # those of the loss exchange nothing
+    result = run_case(2, overlapped, "async", **ONE_BLOCK, parallel={"tp": 2, "async_tp": True})
+    np.testing.assert_allclose(result["results"], expected, rtol=1e-12)
+    forward, backward = filter(None, result["graphs"])  # those of the loss exchange nothing
     assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
     # Several products add up to what is scattered there, of which torch cuts none.
     assert backward == {"fused_all_gather_matmul": 2, "reduce_scatter_tensor": 2}

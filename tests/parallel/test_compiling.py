@@ -46,11 +46,11 @@ def test_every_call_of_a_block_runs_compiled(case):
     """Also with more layers than torch allows graphs, and of all kinds of layers."""
     ranks, settings = OPTIONS[case]
     settings = {**settings, "shape": {"layers": LAYERS, **settings.get("shape", {})}}
-    found = run_case(ranks, compiled_calls, "compiled", steps=3, backend="aot_eager", **settings)
+    result = run_case(ranks, compiled_calls, "compiled", steps=3, backend="aot_eager", **settings)
     pipelined = settings.get("parallel", {}).get("pp", 1)
-    for calls, eager in found["calls"]:
+    for calls, eager in result["calls"]:
         assert calls >= LAYERS * ranks // pipelined * (settings.get("accumulation", 1) + 1) and eager == 0
-    assert len(found["calls"]) == 3
+    assert len(result["calls"]) == 3
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_a_stage_trains_through_inductors_code_as_without(fresh):
     run_train(fresh, "name=eager", *settings)
     run_train(fresh, *settings, "train.compile=true")
     assert [record["compiled_share"] for record in lines(fresh)] == [1.0, 1.0]
-    found, expected = curve(fresh), curve(fresh, "eager")
-    assert difference(found, {record["step"]: record for record in expected}) < 1e-9
-    for ours, theirs in zip(found, expected, strict=True):
+    result, expected = curve(fresh), curve(fresh, "eager")
+    assert difference(result, {record["step"]: record for record in expected}) < 1e-9
+    for ours, theirs in zip(result, expected, strict=True):
         assert ours["validation_bpb"] == pytest.approx(theirs["validation_bpb"], rel=1e-9)
 
 

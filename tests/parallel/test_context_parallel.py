@@ -39,10 +39,10 @@ def attended(ranks, kv_heads, window):
         context = ContextParallel(backend, mesh)
         documents = Documents(mine(numbered(rows)[..., None, None])[..., 0, 0],
                               [length for row in rows for length in row], window)
-        found = context.attend(parts[0], *context.offer(*parts[1:]), context.prepare(documents, torch.float64))
+        result = context.attend(parts[0], *context.offer(*parts[1:]), context.prepare(documents, torch.float64))
         upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(expected, three, upstream)
-        for ours, golden in zip((found, *torch.autograd.grad(found, parts, mine(upstream))), (expected, *gradients),
+        for ours, golden in zip((result, *torch.autograd.grad(result, parts, mine(upstream))), (expected, *gradients),
                                 strict=True):
             torch.testing.assert_close(ours, mine(golden), rtol=0, atol=1e-12)
 
@@ -71,8 +71,8 @@ def test_few_sizes_of_keys_are_met_however_documents_fall():
 def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, gathers):
     """By each of three blocks. Selective checkpointing keeps attention's result and not the keys, which are large.
     Meanwhile queries are computed: one product forward, and two backward, of the input's gradient and the weight's."""
-    found = run_case(2, exchanges, parallel={"cp": 2}, train={"activation_checkpointing": kept})
-    assert found == {"attention": attention, "gathers": gathers, "sums": [2] * 3}
+    result = run_case(2, exchanges, parallel={"cp": 2}, train={"activation_checkpointing": kept})
+    assert result == {"attention": attention, "gathers": gathers, "sums": [2] * 3}
 
 
 @pytest.mark.slow
@@ -82,5 +82,5 @@ def test_compiled_blocks_compute_gradients_of_weights_while_activations_gradient
     again = {"activation_checkpointing": "selective"}  # what is gathered again has the products that the sum had
     for axis, train, gathers, sums in (("cp", {}, [1], [6]), ("tp", {}, [0], [0, 3, 4]),
                                        ("cp", again, [1, 8], [1]), ("tp", again, [0, 5], [0, 2, 3])):
-        found = run_case(2, exchanges, backend="inductor", parallel={axis: 2}, train=train)
-        assert [sorted(set(found[kind])) for kind in ("gathers", "sums")] == [gathers, sums]
+        result = run_case(2, exchanges, backend="inductor", parallel={axis: 2}, train=train)
+        assert [sorted(set(result[kind])) for kind in ("gathers", "sums")] == [gathers, sums]

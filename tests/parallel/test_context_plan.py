@@ -11,9 +11,9 @@ from tests.refusal import refused
 
 def work(lengths, ranks):
     """Pairs of query and key that each rank computes."""
-    found = plan(tuple(map(int, lengths)), ranks)
+    result = plan(tuple(map(int, lengths)), ranks)
     return [sum(int((end - begin) * (begin + end + 1 - 2 * document)) // 2
-                for document, begin, end, _ in found.segments(rank)) for rank in range(ranks)]
+                for document, begin, end, _ in result.segments(rank)) for rank in range(ranks)]
 
 
 @st.composite
@@ -28,18 +28,18 @@ def rows(draw):
 def test_every_token_is_on_one_rank_in_chunks_that_cut_each_document_evenly(row):
     """And each rank has as many, in the row's order, of two chunks of each document: one from either end."""
     lengths, ranks = row
-    found = plan(lengths, ranks)
-    assert found.places.shape == (ranks, sum(lengths) // ranks)
-    assert sorted(found.places.ravel()) == list(range(sum(lengths)))
-    assert (np.diff(found.places, axis=1) > 0).all(), "a rank's tokens are in the row's order"
+    result = plan(lengths, ranks)
+    assert result.places.shape == (ranks, sum(lengths) // ranks)
+    assert sorted(result.places.ravel()) == list(range(sum(lengths)))
+    assert (np.diff(result.places, axis=1) > 0).all(), "a rank's tokens are in the row's order"
     assert sum(work(lengths, ranks)) == sum(length * (length + 1) // 2 for length in lengths), "each pair once"
-    sizes = np.diff(found.edges, axis=1)
+    sizes = np.diff(result.edges, axis=1)
     assert (sizes.sum(axis=1) == lengths).all() and (sizes.max(axis=1) - sizes.min(axis=1) <= 1).all()
     for rank in range(ranks):
-        segments = list(found.segments(rank))
-        assert [place for _, begin, end, _ in segments for place in range(begin, end)] == found.places[rank].tolist()
+        segments = list(result.segments(rank))
+        assert [place for _, begin, end, _ in segments for place in range(begin, end)] == result.places[rank].tolist()
         assert {(begin, end) for _, begin, end, _ in segments} == {
-            tuple(found.edges[document, chunk:chunk + 2]) for document in range(len(lengths))
+            tuple(result.edges[document, chunk:chunk + 2]) for document in range(len(lengths))
             for chunk in (rank, 2 * ranks - 1 - rank) if sizes[document, chunk]}
 
 

@@ -43,20 +43,20 @@ def converted(recipe):
 
 
 def step(model):
-    (found := loss(model)).backward()
-    return found.detach()
+    (result := loss(model)).backward()
+    return result.detach()
 
 
 def test_the_converted_layers_are_those_that_were_written_down():
-    found = division(MODEL, settings(fp8_skip=["layers.0.*", "*.wk"]))
-    assert found.converted == tuple(f"layers.{layer}.{name}" for layer in (1, 2) for name in (
+    result = division(MODEL, settings(fp8_skip=["layers.0.*", "*.wk"]))
+    assert result.converted == tuple(f"layers.{layer}.{name}" for layer in (1, 2) for name in (
         "attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"))
     with torch.device("meta"):
         model = Llama(MODEL)
     convert_to_fp8(model, settings(fp8_skip=["layers.0.*", "*.wk"]), CPU)
     assert tuple(name for name, module in model.named_modules()
-                 if type(module).__name__ == "Float8Linear") == found.converted
-    assert found.lines("rowwise") == [
+                 if type(module).__name__ == "Float8Linear") == result.converted
+    assert result.lines("rowwise") == [
         "fp8 (rowwise) in 12 linear layers (2 wq, 2 wv, 2 wo, 2 w1, 2 w2, 2 w3); not in the output head",
         "bf16 in 7 linear layers (1 wq, 1 wk, 1 wv, 1 wo, 1 w1, 1 w2, 1 w3): train.fp8_skip has 'layers.0.*'",
         "bf16 in 2 linear layers (2 wk): train.fp8_skip has '*.wk'"]
@@ -67,9 +67,9 @@ def test_the_converted_layers_are_those_that_were_written_down():
     (104, 1, {"w1", "w2", "w3"}, "104 x 96 is no multiple of 16, which fp8 needs")])
 def test_layers_whose_parts_are_no_multiples_of_16_stay_in_bf16(ffn_dim, tensor, left_out, reason):
     model = ModelConfig(dim=96, layers=1, heads=6, kv_heads=1, ffn_dim=ffn_dim, vocab_size=64, context_length=32)
-    found = division(model, settings(), tensor)
-    assert {name.rpartition(".")[2] for name in found.left_out} == left_out
-    assert not reason or any(reason in line for line in found.lines("rowwise"))
+    result = division(model, settings(), tensor)
+    assert {name.rpartition(".")[2] for name in result.left_out} == left_out
+    assert not reason or any(reason in line for line in result.lines("rowwise"))
 
 
 def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
@@ -84,11 +84,11 @@ def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
 def test_small_leaves_out_what_torchao_leaves_out(name, recipe):
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
     model = PRESETS[name].model_copy(update={"vocab_size": 128256, "layers": 1})
-    everything, found = (division(model, settings(fp8_recipe=recipe, fp8_skip=skip)) for skip in ([], ["small"]))
-    assert tuple(found.left_out) == everything.slower and not found.slower and not everything.left_out
+    everything, result = (division(model, settings(fp8_recipe=recipe, fp8_skip=skip)) for skip in ([], ["small"]))
+    assert tuple(result.left_out) == everything.slower and not result.slower and not everything.left_out
     with torch.device("meta"):
         layers, keeps = dict(Llama(model).named_modules()), _auto_filter_for_recipe(recipe, [])
-    assert all(keeps(layers[layer], layer) == (layer in found.converted) for layer in everything.converted)
+    assert all(keeps(layers[layer], layer) == (layer in result.converted) for layer in everything.converted)
 
 
 def rounded(values, axis, dtype=torch.float8_e4m3fn, power=True):
@@ -128,9 +128,9 @@ def test_every_layers_products_are_those_of_a_quantiser_of_our_own(recipe):
         x, output, to_input, gradient, weight, to_weight = (
             tensor.detach().double().flatten(0, -2) for tensor in (*tensors, module.weight, module.weight.grad))
         plain = (x @ weight.T, gradient @ weight, gradient.T @ x)
-        for what, found, want, unrounded in zip(("output", "input", "weight"), (output, to_input, to_weight),
+        for what, result, want, unrounded in zip(("output", "input", "weight"), (output, to_input, to_weight),
                                                 expected_products(recipe, x, weight, gradient), plain, strict=True):
-            far, apart = (float((found - other).norm() / other.norm()) for other in (want, unrounded))
+            far, apart = (float((result - other).norm() / other.norm()) for other in (want, unrounded))
             assert far < 3e-3, (name, what, far)
             assert apart > 1e-2 or (what == "weight" and recipe == "rowwise_with_gw_hp"), (name, what, apart)
 
@@ -143,9 +143,9 @@ def test_bits_are_equal_over_layouts(recipe):
                         **given)
 
     expected = train(1, accumulation=2)
-    for found in (train(2), train(2, parallel={"dp_replicate": 2}), train(2, parallel={"reshard": "never"})):
-        np.testing.assert_allclose(*([value for value, _ in one["results"]] for one in (found, expected)), rtol=1e-14)
-        for ours, theirs in zip(found["gradients"], expected["gradients"], strict=True):
+    for result in (train(2), train(2, parallel={"dp_replicate": 2}), train(2, parallel={"reshard": "never"})):
+        np.testing.assert_allclose(*([value for value, _ in one["results"]] for one in (result, expected)), rtol=1e-14)
+        for ours, theirs in zip(result["gradients"], expected["gradients"], strict=True):
             assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -195,8 +195,8 @@ def test_without_torchao_it_is_refused_and_other_precisions_are_not(monkeypatch)
 
 
 def test_what_makes_it_slow_is_said():
-    told = fp8_lines(Config(train=settings(compile=False)), MODEL, 1, GPU)
-    assert told[-1].startswith("warning: fp8 without train.compile is slower than bf16")
+    output = fp8_lines(Config(train=settings(compile=False)), MODEL, 1, GPU)
+    assert output[-1].startswith("warning: fp8 without train.compile is slower than bf16")
     assert "for trials" in fp8_lines(Config(train=settings()), MODEL, 1, CPU)[-1]
     assert "fp8_skip=[small]" in fp8_lines(Config(train=settings()), PRESETS["llama3_8b"], 1, GPU)[-1]
     assert fp8_lines(Config(train=TrainConfig(precision="bf16")), MODEL, 1, GPU) == []

@@ -24,17 +24,17 @@ def place(grid):
 @pytest.mark.parametrize("layout", [LAYOUT, {"dp_shard": 3, "tp": 2}, {"pp": 3, "dp_replicate": 2}, {"cp": 4},
                                     {"pp": 2, "dp_shard": 3, "cp": 2}])
 def test_every_rank_has_a_place_of_its_own_the_last_axis_first(layout):
-    found = [place(grid) for grid in grids(**layout)]
-    assert len(set(found)) == len(found) and found == sorted(found)
-    sizes = ParallelConfig(**layout).sizes(len(found))
-    assert [max(axis) + 1 for axis in zip(*found, strict=True)] == [
+    result = [place(grid) for grid in grids(**layout)]
+    assert len(set(result)) == len(result) and result == sorted(result)
+    sizes = ParallelConfig(**layout).sizes(len(result))
+    assert [max(axis) + 1 for axis in zip(*result, strict=True)] == [
         sizes.pipeline, sizes.replicate, sizes.replicate * sizes.shard, sizes.context, sizes.tensor]
 
 
 def test_ranks_that_see_the_same_samples_have_one_that_speaks():
-    found = grids(**LAYOUT)
-    assert [grid.data_rank for grid in found if grid.speaks] == [0, 1, 2, 3]
-    for grid in found:
-        same = [other for other in found if other.data_rank == grid.data_rank]
+    result = grids(**LAYOUT)
+    assert [grid.data_rank for grid in result if grid.speaks] == [0, 1, 2, 3]
+    for grid in result:
+        same = [other for other in result if other.data_rank == grid.data_rank]
         assert len(same) == LAYOUT["pp"] * grid.sample_ranks
         assert sum(other.speaks for other in same) == 1

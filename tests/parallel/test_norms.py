@@ -19,9 +19,9 @@ def test_norms_are_those_of_whole_tensors(ranks, settings):
     case = Case("norms", ranks=ranks, settings={"steps": 3, **settings})
     if lack := lacks(case):
         pytest.skip(lack)
-    found = run_case(ranks, norms, kind_of(case), **case.settings)
-    assert len(found["norms"]) == 3
-    for measured, computed, (_, total) in zip(found["norms"], found["computed"], found["results"], strict=True):
+    result = run_case(ranks, norms, kind_of(case), **case.settings)
+    assert len(result["norms"]) == 3
+    for measured, computed, (_, total) in zip(result["norms"], result["computed"], result["results"], strict=True):
         assert set(measured) == set(computed) and len(measured) > 20
         for name, expected in computed.items():
             np.testing.assert_allclose(measured[name], expected, rtol=2e-5, err_msg=name)

@@ -46,8 +46,8 @@ def away(found, expected):
 def test_on_equal_gradients_muons_bits_are_the_same_under_every_layout(layout):
     """In float32: nothing is left of how ranks are laid out but the order in which gradients are added."""
     settings = {"given": True, "precision": "fp32", "train": (("optimizer", "muon"), ("clip_norm", 1e9))}
-    found, expected = steps(layout, **settings), alone(**settings)
-    assert all(np.array_equal(found["state"][name], value) for name, value in expected["state"].items())
+    result, expected = steps(layout, **settings), alone(**settings)
+    assert all(np.array_equal(result["state"][name], value) for name, value in expected["state"].items())
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), [
@@ -56,11 +56,11 @@ def test_a_rejected_update_changes_no_bit_on_any_rank(layout, optimizer):
     """Gradients that are no numbers, on all ranks, as the guards leave them out."""
     train = (("optimizer", optimizer),)
     settings = {"steps": 5, "rejected": (0, 3), "train": train}  # two updates in between, and one after
-    found = steps(layout, **settings)
-    assert found["held"] == [True, True]
-    assert [applied for _, _, applied in found["results"]] == [False, True, True, False, True]
-    assert all(np.isfinite(value).all() for value in found["state"].values())
-    assert away(found, alone(**settings)) < 1e-12
+    result = steps(layout, **settings)
+    assert result["held"] == [True, True]
+    assert [applied for _, _, applied in result["results"]] == [False, True, True, False, True]
+    assert all(np.isfinite(value).all() for value in result["state"].values())
+    assert away(result, alone(**settings)) < 1e-12
 
 
 @pytest.mark.parametrize("optimizer", ["muon", *slow("adamw", f"{OUTSIDE}:RADAM")])

@@ -41,8 +41,8 @@ def test_ranks_on_gpus_let_segments_grow_before_they_touch_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.append(options["timeout"]))
-    found = ranks.start_ranks(timedelta(minutes=7))
-    assert seen == ["expandable_segments:True", timedelta(minutes=7)] and found.patience == timedelta(minutes=7)
+    result = ranks.start_ranks(timedelta(minutes=7))
+    assert seen == ["expandable_segments:True", timedelta(minutes=7)] and result.patience == timedelta(minutes=7)
 
 
 @pytest.mark.parametrize(("last", "taken"), [
@@ -57,8 +57,8 @@ def test_two_ranks_with_one_gpu_are_refused_in_words(monkeypatch, last, taken):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", fail)
-    said = refused(taken, re.escape(last), ranks.start_ranks)
-    assert (said.startswith("Two ranks have one GPU (Duplicate")) == (taken is UserError)
+    output = refused(taken, re.escape(last), ranks.start_ranks)
+    assert (output.startswith("Two ranks have one GPU (Duplicate")) == (taken is UserError)
 
 
 def test_what_one_rank_refuses_ends_all_in_its_words():
@@ -85,11 +85,11 @@ def test_a_collective_waits_longer_than_the_watchdog_unless_told(minutes, hang, 
     (resource.RLIM_INFINITY, resource.RLIM_INFINITY, [])])
 def test_as_many_files_may_be_open_as_the_hard_limit_allows(monkeypatch, soft, hard, expected):
     """Where that is none, as on macOS, as many as it takes."""
-    found = []
+    result = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: result.append(limits))
     allow_open_files()
-    assert found == expected
+    assert result == expected
 
 
 def test_apples_gpu_is_one_process(monkeypatch):

@@ -17,9 +17,9 @@ def counts(model, stages):
 
 @pytest.mark.parametrize("model, stages", [(WIDE, 1), (WIDE, 5), (WIDE, 12), (PRESETS["llama3.1_405b"], 16)])
 def test_every_layer_is_in_one_stage_in_order(model, stages):
-    found = stage_layers(model, stages)
-    assert len(found) == stages and [layer for layers in found for layer in layers] == list(range(model.layers))
-    assert all(layers for layers in found)
+    result = stage_layers(model, stages)
+    assert len(result) == stages and [layer for layers in result for layer in layers] == list(range(model.layers))
+    assert all(layers for layers in result)
 
 
 def test_embedding_and_output_matrix_count_as_the_layers_that_they_weigh():

@@ -107,17 +107,17 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
 @contextlib.contextmanager
 def called(*names):
     """(name, group) of each call of those of torch's collectives; names that this torch does not have are left out."""
-    found = []
+    result = []
 
     def noting(name, collective):
         def call(*given, **named):
-            found.append((name, named.get("group")))
+            result.append((name, named.get("group")))
             return collective(*given, **named)
         return call
 
     known = {name: noting(name, getattr(dist, name)) for name in names if hasattr(dist, name)}
     with mock.patch.multiple(dist, **known):
-        yield found
+        yield result
 
 
 GATHERS, REDUCTIONS = (("all_gather_single", "all_gather_into_tensor"),  # as torch 2.13 and 2.11
@@ -133,7 +133,7 @@ def passes(ranks, **settings):
     """Passes without a backward pass between optimizer steps: what they gave after each step, on rank 0.
 
     `losses` of every target, `logits`, and those of the last token alone, of what rank 0 trains on."""
-    found = []
+    result = []
 
     def after(engine, *_):
         batch = pack(windows(0)[:2])
@@ -142,34 +142,34 @@ def passes(ranks, **settings):
             losses = engine.model(batch.tokens, batch.labels, **extra, reduction="none")
             logits, last = engine.model(batch.tokens, **extra), engine.model(batch.tokens, last_only=True)
         engine.free_unsharded()
-        found.append({"losses": losses.numpy(), "logits": logits.numpy(), "last": last[:, -1:].numpy()})
+        result.append({"losses": losses.numpy(), "logits": logits.numpy(), "last": last[:, -1:].numpy()})
 
-    return {"results": train_steps(ranks, **settings, after=after)["results"], "passes": found}
+    return {"results": train_steps(ranks, **settings, after=after)["results"], "passes": result}
 
 
 def norms(ranks, **settings):
     """What `engines/norms.py` measures in each step, and the norms that follow from whole gradients and weights."""
-    found, computed, seen = [], [], []
+    result, computed, seen = [], [], []
 
     def update(engine, step):
         seen[:] = weights(ranks, engine), whole(ranks, engine.gradients()), StepNorms(engine, ranks.device)
 
     def after(engine, *_):
         old, gradients, measured = seen
-        found.append(measured.finish())
+        result.append(measured.finish())
         new = weights(ranks, engine)
         computed.append({name: [np.linalg.norm(tensor) for tensor in (
             gradient, new[f"model.{name}"], new[f"model.{name}"] - old[f"model.{name}"])]
             for name, gradient in gradients.items()})
 
-    return {**train_steps(ranks, **settings, update=update, after=after), "norms": found, "computed": computed}
+    return {**train_steps(ranks, **settings, update=update, after=after), "norms": result, "computed": computed}
 
 
 def compiled_calls(ranks, **settings):
     """Of the calls of compiled blocks, by all ranks: [all, those that Python ran] of each step with the pass without
     gradients that follows it, as validation has it. Blocks are allowed so few graphs that those of a kind must
     share."""
-    found, cp = [], settings.get("parallel", {}).get("cp", 1)
+    result, cp = [], settings.get("parallel", {}).get("cp", 1)
 
     def after(engine, *_):
         batch = pack(windows(0)[:2])
@@ -178,14 +178,14 @@ def compiled_calls(ranks, **settings):
         with torch.no_grad():
             engine.model(**engine.inputs(batch), reduction="none")
         engine.free_unsharded()
-        found.append([sum(counts) for counts in zip(*ranks.collect([CALLS.all, CALLS.eager]), strict=True)])
+        result.append([sum(counts) for counts in zip(*ranks.collect([CALLS.all, CALLS.eager]), strict=True)])
         CALLS.all = CALLS.eager = 0
 
     few = 2 if settings.get("train", {}).get("recomputed_blocks", 1) == 1 else 8  # the others have graphs of their own
     CALLS.all = CALLS.eager = 0
     with mock.patch.object(compiling, "GRAPHS", few):
         train_steps(ranks, **settings, after=after)
-    return {"calls": found}
+    return {"calls": result}
 
 
 def traffic(ranks, **settings):
@@ -247,16 +247,16 @@ def exchanges(ranks, backend=None, train=None, **settings):
             _, codes = run_and_get_code(partial(run, built=built))
         lines = [line for code in codes for line in code.splitlines()
                  if ".default(" in line or line.lstrip().startswith("extern_kernels.mm(")]
-    found, begun = {"gathers": [], "sums": []}, None
+    result, begun = {"gathers": [], "sums": []}, None
     for line in lines:
         if "all_gather_into_tensor" in line or "reduce_scatter_tensor" in line:
-            begun = found["gathers" if "all_gather" in line else "sums"]
+            begun = result["gathers" if "all_gather" in line else "sums"]
             begun.append(0)
         elif "wait_tensor" in line:
             begun = None
         elif begun is not None and ("aten::mm" in line or "extern_kernels.mm(" in line):
             begun[-1] += 1
-    return {**found, "attention": KERNEL_CALLS["forward"] - before}
+    return {**result, "attention": KERNEL_CALLS["forward"] - before}
 
 
 def waits(ranks, seconds, parallel):
@@ -276,12 +276,12 @@ def whole(ranks, mine):
     """Whole tensors in float64 of the pieces that all ranks hold, by name, on rank 0; NaN where nobody holds one."""
     copied = {name: [(piece.offset, piece.shape, piece.tensor.detach().double().numpy()) for piece in pieces]
               for name, pieces in mine.items()}
-    found = {}
+    result = {}
     for name, pieces in ((name, pieces) for part in ranks.collect(copied) for name, pieces in part.items()):
         for offset, shape, tensor in pieces:
-            place = found.setdefault(name, np.full(shape, np.nan))
+            place = result.setdefault(name, np.full(shape, np.nan))
             place[tuple(slice(a, a + n) for a, n in zip(offset, tensor.shape, strict=True))] = tensor
-    return dict(sorted(found.items()))
+    return dict(sorted(result.items()))
 
 
 def one_refuses(ranks):
@@ -290,7 +290,7 @@ def one_refuses(ranks):
         if ranks.rank == ranks.world - 1:
             raise UserError("tensor x has values that are NaN")
     try:
-        found = ranks.by_all(part)
+        result = ranks.by_all(part)
     except UserError as error:
-        found = str(error)
-    return ranks.collect(found)
+        result = str(error)
+    return ranks.collect(result)

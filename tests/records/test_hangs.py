@@ -6,7 +6,7 @@ import time
 import pytest
 
 from drover.pipeline.contract.job import StageJob
-from drover.pipeline.core.console import spelled
+from drover.pipeline.core.console import number_ranges
 from drover.pipeline.core.files import append_line
 from drover.pipeline.records import hangs
 from drover.pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
@@ -61,7 +61,7 @@ def test_who_is_late(tmp_path, monkeypatch, ranks, late, sentence):
     assert folder == tmp_path / "hangs/77.0.2"
     write(folder, ranks)
     hang = judge_hang(folder, len(ranks))
-    assert (spelled([rank for rank, _ in hang.late]) or "nobody") == late and sentence in hang.text, hang.text
+    assert (number_ranges([rank for rank, _ in hang.late]) or "nobody") == late and sentence in hang.text, hang.text
 
 
 def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
