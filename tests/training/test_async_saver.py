@@ -63,15 +63,6 @@ def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound
     assert any("step-00000001 has no COMPLETE.json" in text for text in printed)
 
 
-def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
-    saver, checkpoints, _ = make(attempts=1)
-    broken = OSError(5, "Input/output error", "rank-00000.safetensors")
-    monkeypatch.setattr(async_saver, "write_part", Mock(side_effect=broken))
-    refused(UserError, r"Saving failed 1 times: .*Input/output error.*run the same command again", save, saver, 1)
-    assert saver.failed and saver.event.names() == ["checkpoint_failed"]
-    assert not list(checkpoints.folder.glob("*"))
-
-
 def test_a_checkpoint_of_another_form_is_named_and_left_alone(make):
     saver, checkpoints, _ = make()
     save(saver, 1)

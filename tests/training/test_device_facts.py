@@ -1,6 +1,7 @@
 """What is known of GPUs that are not there: by their names, and by what torch would tell of them."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("name", "teraflops"), [
-    ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250),
-    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H100 PCIe", None), ("NVIDIA GeForce RTX 4090 D", None),
-    ("NVIDIA T4", None)])
+    ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H100 PCIe", None),
+    ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA T4", None)])
 def test_peaks_are_of_the_card_that_is_named_and_never_guessed(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(GPU) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
@@ -29,21 +29,15 @@ def test_retries_of_the_allocator_are_told(monkeypatch):
 
 def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 80_000_000_000))
-    def held():
-        for layer in range(2):
-            yield f"layers.{layer}.feed_forward.w1.weight", "model", SimpleNamespace(nbytes=10**9, device=GPU)
-            yield f"layers.{layer}.feed_forward.w2.weight", "exp_avg", SimpleNamespace(nbytes=2 * 10**9, device=GPU)
-        yield "output.weight", "model", SimpleNamespace(nbytes=9 * 10**9, device=torch.device("cpu"))
-        yield from ((f"m{size}.weight", "gradient", SimpleNamespace(nbytes=size, device=GPU)) for size in range(1, 6))
-    engine = SimpleNamespace(held=held)
+    engine = Mock(**{"held.return_value": [
+        ("layers.0.feed_forward.w1.weight", "model", Mock(nbytes=10**9, device=GPU)),
+        ("layers.1.feed_forward.w2.weight", "exp_avg", Mock(nbytes=2 * 10**9, device=GPU)),
+        ("output.weight", "model", Mock(nbytes=9 * 10**9, device=torch.device("cpu")))]})
     ranks = SimpleNamespace(rank=3, world=16, device=GPU)
     printed = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "--config c.yaml")
-    for message in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
-                 "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; the rest are",
-                 "layers.*.feed_forward 6 GB (2 GB of weights, 4 GB of optimizer's states); m5 5 B (5 B of ",
-                 "; m2 2 B (2 B of gradients). For", "drover rehearse --config c.yaml --ranks 16 --memory 80"):
-        assert message in printed
-    assert "m1 " not in printed and "output" not in printed
+    assert "layers.*.feed_forward 3 GB (1 GB of weights, 2 GB of optimizer's states). For" in printed
+    assert "drover rehearse --config c.yaml --ranks 16 --memory 80" in printed
+    assert "output" not in printed, "it is not on the GPU"
 
 
 def test_want_of_memory_while_a_model_is_placed_ends_the_job():

@@ -14,19 +14,6 @@ def weights(model):
     return [Weight(name, parameter, 0.0, 1.0) for name, parameter in model.named_parameters()]
 
 
-def test_a_group_with_a_learning_rate_of_its_own_keeps_its_share_of_the_schedule():
-    model = model_of()
-    norm = model.norm.weight
-    rest = [parameter for name, parameter in model.named_parameters() if name != "norm.weight"]
-    inner = torch.optim.SGD([{"params": rest}, {"params": [norm], "lr": 0.05}], lr=0.1)
-    optimizer = Wrapped(weights(model), inner, lr=0.1)
-    before = model.norm.weight.detach().clone()
-    give(model, value=1.0)
-    step(optimizer, lr=0.02)
-    torch.testing.assert_close(before - norm.detach(), torch.full_like(before, 0.01), rtol=1e-4, atol=0)
-    assert [group["lr"] for group in inner.param_groups] == pytest.approx([0.02, 0.01])
-
-
 def test_a_weight_that_was_left_out_is_named():
     model = model_of()
     inner = torch.optim.SGD([parameter for name, parameter in model.named_parameters() if "wk" not in name], lr=0.1)

@@ -3,8 +3,10 @@
 W&B's and MLflow's are tested where these packages are installed.
 """
 
+import importlib.util
 import json
 import os
+import struct
 import time
 from unittest.mock import patch
 
@@ -13,8 +15,58 @@ import pytest
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.training.sinks.base import About, JsonLines, TrainingLog, checkpoint_curves, curves
-from tests.training.sinks.reading import board_points, mlflow_run, needs_mlflow, needs_wandb, wandb_records, wandb_rows
 from tests.waiting import wait_for
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None,
+                                 reason="the package wandb is not installed: pip install -e '.[wandb]'")
+needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None,
+                                  reason="the package mlflow is not installed: pip install -e '.[mlflow]'")
+BLOCK = 32768
+"""W&B's file is a LevelDB log: records, in pieces, in blocks of so many bytes."""
+
+
+def board_points(folder, tag):
+    """A TensorBoard curve."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(tag)]
+
+
+def wandb_records(run_folder):
+    """All records of the offline files in a run folder, in the order in which they were begun."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    for path in sorted((run_folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        for data in log_records(path.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            yield record
+
+
+def log_records(data):
+    at = 7
+    complete = b""  # a header of the file comes first
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:
+            at += BLOCK - at % BLOCK
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        complete += data[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            yield complete
+            complete = b""
+
+
+def mlflow_run(run_folder):
+    """A client of the file store in a run folder, and the one run in it."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+    client = MlflowClient(tracking_uri=(run_folder / "mlflow").as_uri())
+    [run] = [run for experiment in client.search_experiments()
+             for run in client.search_runs([experiment.experiment_id])]
+    return client, run
+
 
 SETTINGS = {"name": "mine", "seed": 3, "model": {"dim": 32}, "train": {"lr": 0.001, "prompts": ["def "]}}
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -90,8 +142,9 @@ def test_tensorboard_drops_what_is_done_again(two_starts):
 @needs_wandb
 def test_wandb_continues_one_run_offline(two_starts):
     folder = two_starts({"kind": "wandb", "project": "ours"})
-    rows = wandb_rows(folder)
     records = list(wandb_records(folder))
+    rows = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            for record in records if record.WhichOneof("record_type") == "history"]
     shown = {name: [row[name] for row in rows if name in row]
              for name in ("_step", "train/loss", "samples/1", "checkpoint/stall_s", "validation/bits_per_byte/code")}
     assert shown == {"_step": sorted({row["_step"] for row in rows}), "train/loss": [loss for _, loss in STEPS],
@@ -110,6 +163,7 @@ def test_mlflow_continues_one_run_in_files(two_starts):
     assert sorted((point.step, point.value) for point in points) == sorted(STEPS)
     assert points == sorted(points, key=lambda point: point.timestamp)
     assert (run.info.run_name, client.get_experiment(run.info.experiment_id).name) == ("mine", "ours")
+    assert run.info.status == "FINISHED"
     assert run.data.params == {"name": "mine", "seed": "3", "model.dim": "32", "train.lr": "0.001",
                                "train.prompts.0": "def "}
     assert run.data.tags["sample 1"] == "after step 4: def (text 1.5"
@@ -117,10 +171,10 @@ def test_mlflow_continues_one_run_in_files(two_starts):
 
 
 @needs_mlflow
-@pytest.mark.parametrize(("end", "status"), [("finish", "FINISHED"), ("stop", "KILLED"), (None, "FAILED")])
-def test_mlflow_says_how_a_start_ended(tmp_path, end, status):
-    start(tmp_path, printed := [], "mlflow", steps=[(1, 4.0)], end=end)
-    assert mlflow_run(tmp_path)[1].info.status == status and not printed
+def test_mlflow_says_how_a_start_ended(tmp_path):
+    for end, status in (("stop", "KILLED"), (None, "FAILED")):
+        start(tmp_path / status, printed := [], "mlflow", steps=[(1, 4.0)], end=end)
+        assert mlflow_run(tmp_path / status)[1].info.status == status and not printed
 
 
 def test_curves_are_the_numbers_that_can_be_drawn():
