@@ -4,7 +4,6 @@ import json
 import shlex
 import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -100,13 +99,3 @@ def test_code_that_imports_a_second_copy_is_refused():
     for name in ("model", "pipeline", "launch", "tools"):
         output = run_python("-c", f"import {name}", check=False).stderr
         assert f"imported as drover.{name}" in output.splitlines()[-1]
-
-
-def test_an_old_plugin_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
-    Path(tmp_path / "old.py").write_text("from pipeline.errors import UserError\n")
-    (tmp_path / "runs/demo").mkdir(parents=True)
-    (tmp_path / "runs/demo/config.yaml").touch()
-    monkeypatch.chdir(tmp_path)
-    assert main(["audit", "demo", "--plugin", "old.py"]) == 2
-    assert "old.py cannot be imported: ImportError: Drover's pipeline is imported as drover.pipeline" in \
-        capsys.readouterr().err

@@ -22,6 +22,9 @@ def test_the_image_is_made_of_what_is_there():
     assert {"drover", "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], *links} <= copied
     [extras] = re.findall(r"^ARG EXTRAS=(\S+)", DOCKERFILE, re.MULTILINE)
     assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    [python] = re.findall(r"^ARG PYTHON=(\S+)", DOCKERFILE, re.MULTILINE)
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+    assert {".git", ".venv", "runs"} <= set((REPOSITORY / ".dockerignore").read_text().split())
 
 
 def builds_images():
@@ -37,16 +40,6 @@ def test_the_image_is_built_and_has_the_command():
     output = subprocess.run(["docker", "run", "--rm", "drover:test", "drover", "presets", "llama3_8b"], check=True,
                           capture_output=True, text=True).stdout
     assert "llama3_8b" in output
-
-
-def test_the_images_python_is_one_that_is_tested():
-    [python] = re.findall(r"^ARG PYTHON=(\S+)", DOCKERFILE, re.MULTILINE)
-    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
-
-
-def test_nothing_that_is_built_or_run_here_goes_into_an_image():
-    ignored = (REPOSITORY / ".dockerignore").read_text().split()
-    assert {".git", ".venv", "runs"} <= set(ignored)
 
 
 def test_the_citation_is_of_this_version():

@@ -48,10 +48,3 @@ def test_ranks_end_with_the_first_that_fails_and_with_their_agent(fresh):
         process.kill()
         assert process.wait() == -signal.SIGKILL
         wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-
-
-def test_a_request_to_stop_reaches_the_ranks(fresh):
-    with two_ranks(fresh) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == 1
-    assert (fresh.parent / f"runs/mini/train/checkpoints/step-{lines(fresh)[-1]['step']:08d}/COMPLETE.json").is_file()

@@ -3,17 +3,15 @@
 The bodies here are tiny, so that the contract itself is tested; the stages' own tests use the real bodies.
 """
 
-import json
 import os
 
 import pytest
 
 import drover.pipeline.contract
-import drover.pipeline.contract.stage_work
 from drover.pipeline.config.loading import config_hash, load_config
+from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record, read_json, write_text
 from tests.conftest import run_python
@@ -28,10 +26,8 @@ def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_o
     shard, tokenizer = (read_manifest(place / "runs/a" / stage) for stage in ("shard", "tokenizer"))
     assert tokenizer.fingerprint["inputs"] == {"shard": shard.digest}
     assert list(shard.fingerprint["files"]) == ["t/corpus.txt"]
-    assert shard.outputs[0]["bytes"] == 10 and len(shard.outputs[0]["sha256"]) == 64
     assert shard.software["python"] and shard.code["pipeline/shard.py"] and shard.wall_s > 0
-    config = load_config(place / "runs/a/config.yaml")
-    assert config.name == "a" and shard.config_sha256 == tokenizer.config_sha256 == config_hash(config)
+    assert shard.config_sha256 == tokenizer.config_sha256 == config_hash(load_config(place / "runs/a/config.yaml"))
 
 
 @pytest.fixture
@@ -157,7 +153,7 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
         "import sys\nfrom pathlib import Path\nfrom drover.pipeline.contract.entry import stage_main\n"
         "from drover.pipeline.contract.stages import Stage, register_stage\n"
         "from drover.pipeline.contract.tasks import Task\n"
-        f"from drover.pipeline.core.files import output_record, write_json\n{code}")
+        "from drover.pipeline.core.files import output_record, write_json\n" + code)
     assert call(place, "shard", copy_corpus) == 0
     # A plugin may also register a stage whose module is another one, which knows of it by the configuration only.
     (place / "registers.py").write_text(
@@ -175,9 +171,9 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
 
 
 def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(drover.pipeline.contract.stage_work, "IMPORTED_FROM", tmp_path)
-    write_text(tmp_path / "snapshot.json", json.dumps({"commit": "abc", "changed": True, "made": "2026-01-01"}))
-    assert git_state() == {"commit": "abc", "changed": True}
+    monkeypatch.setattr(stage_work, "IMPORTED_FROM", tmp_path)
+    write_text(tmp_path / "snapshot.json", '{"commit": "abc", "changed": true, "made": "2026-01-01"}')
+    assert stage_work.git_state() == {"commit": "abc", "changed": True}
 
 
 def test_an_atomic_file_appears_whole_and_one_that_others_may_have_mapped_only_with_another_content(tmp_path):
@@ -202,9 +198,6 @@ def test_a_manifest_is_parsed_again_only_when_it_is_another_file(place):
     first = run.finished("shard")
     assert run.finished("shard") is first
     first.write(path.parent)
-    second = run.finished("shard")
-    assert second is not first and second == first
-    run.forget_manifests()
-    assert run.finished("shard") is not second
+    assert run.finished("shard") is not first
     path.unlink()
     assert run.manifest("shard") is None

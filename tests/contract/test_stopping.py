@@ -35,8 +35,7 @@ def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, 
     assert (state.status, state.again, state.units) == (
         ("running", False, None) if killed else ("preempted", stop_signal == signal.SIGUSR2, done)), printed
     if not killed:
-        assert state.reason in printed
-        assert f"{stop_signal.name}: {done} of 12 tasks of read are done, {12 - done} are left" in state.reason
+        assert f"{stop_signal.name}: {done} of 12 tasks of read are done" in state.reason
         progress = Progress(**read_json(twelve.folder / PROGRESS))
         assert (progress.done, progress.total, progress.phase) == (done, 12, "read") and progress.left_s > 0
     wait_for(lambda: not any(map(is_running, twelve.workers() - {process.pid})))
@@ -74,7 +73,6 @@ def test_two_starts_that_finish_no_unit_are_the_last(twelve, element, file):
         state = read_json(twelve.folder / file)
         assert (state["status"], state["again"], state["units"]) == (
             ("failed", False, 0) if number else ("preempted", True, 0))
-    assert "two starts in a row finished none before the time limit" in state["reason"]
-    assert "(launch.shard.time)" in message
+    assert "two starts in a row finished none before the time limit" in message
     twelve.run(*element)
     assert read_manifest(twelve.folder) is not None
