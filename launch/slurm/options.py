@@ -147,16 +147,19 @@ def _teardown(config: Config, job: Job) -> list[str]:
 
 def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
     """Options that must not be given, and what else would make a job run in another way than it was planned."""
-    given = {"launch.extra": [*launch.extra], "launch.srun_args": [word.partition("=")[0] for word in launch.srun_args],
-             **{f"launch.{stage}.extra": [*(launch.of(stage).extra or ())] for stage in STAGES}}
-    for where, names in given.items():
-        for name in names:
+    given = {"launch.extra": launch.extra,
+             "launch.srun_args": {word.partition("=")[0]: word for word in launch.srun_args},
+             **{f"launch.{stage}.extra": launch.of(stage).extra or {} for stage in STAGES}}
+    for where, options in given.items():
+        for name, value in options.items():
             long = name.lstrip("-").replace("_", "-")
             if long in RESERVED or long.startswith("container"):
                 yield (f"{where} has {name}, which the launcher sets itself. Remove it, and use the setting that "
                        f"decides it (`drover explain launch`).")
             elif re.match("-[A-Za-z]", name):
                 yield f"{where} has {name}. Write the option's long name."
+            if not f"{name}{value}".isprintable():  # in the script, what follows a line end would be a command
+                yield f"{where} has {name!r} with a line end or a control character. Remove that."
     if launch.container.image is not None and launch.python is None:
         yield ("launch.container.image is set, but launch.python is not, and the Python that submits is not in the "
                "image. Set launch.python to one in the image, such as python3.")

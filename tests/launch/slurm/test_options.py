@@ -50,6 +50,9 @@ def test_other_options_and_the_type_of_the_gpus(requested):
     extra={"partition": "big"} -> launch.extra has partition, which the launcher sets itself. Remove it
     train.extra={"kill_on_invalid_dep": "no"} -> launch.train.extra has kill_on_invalid_dep, which the launcher
     extra={"container-image": "x"} -> launch.extra has container-image
+    extra={"constraint": "a\\ntouch x"} -> launch.extra has 'constraint' with a line end
+    train.extra={"a\\ntouch x": 1} -> launch.train.extra has 'a\\ntouch x' with a line end
+    srun_args=["--x=\\n"] -> launch.srun_args has '--x' with a line end
     srun_args=[--nodes=7] -> launch.srun_args has --nodes, which the launcher
     srun_args=[--mem-bind=local, -N7] -> launch.srun_args has -N7. Write the option's long name."""))
 def test_options_that_contradict_the_job_are_refused(launcher, setting, problem):
