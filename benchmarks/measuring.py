@@ -62,17 +62,17 @@ def add_options(parser: Parser, cases: Sequence[Case]) -> None:
     names = [case.name for case in cases]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"measure these: {'; '.join(names)} (default: all)")
-    parser.add_argument("--here", action="store_true", help="measure one in this process, and print JSON")
+    parser.add_argument("--in-process", action="store_true", help="measure one in this process, and print JSON")
 
 
 def run_cases(module: str, cases: Sequence[Case], options: Namespace, config_of: Callable[[Case], Config],
               *arguments: str) -> int:
     """Measure the cases of `--only` and print their table; 1 if one failed.
 
-    module: the benchmark, which is started for each case with `--here` and the arguments.
+    module: the benchmark, which is started for each case with `--in-process` and the arguments.
     """
     chosen = [case for case in cases if case.name in options.only]
-    if options.here:
+    if options.in_process:
         row = measured_step(config_of(chosen[0]), chosen[0].library)
         if os.environ["RANK"] == "0":
             print("\n" + json.dumps(row), flush=True)
@@ -90,7 +90,8 @@ def run_cases(module: str, cases: Sequence[Case], options: Namespace, config_of:
 def in_processes(module: str, case: Case, arguments: Sequence[str]) -> Row:
     """Measure a case in processes of its own, so that no memory, compiled code or failure of another counts."""
     ended = run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}",
-                 "-m", module, "--here", *arguments, "--only", case.name], capture_output=True, text=True, check=False)
+                 "-m", module, "--in-process", *arguments, "--only", case.name],
+                capture_output=True, text=True, check=False)
     if ended.returncode:
         return {"failure": next((line for line in ended.stderr.splitlines() if "rror: " in line), "no error message")}
     row: Row = json.loads(ended.stdout.splitlines()[-1])

@@ -45,7 +45,7 @@ CASES = [
 def work(options: argparse.Namespace) -> int:
     """Measure the chosen cases; 1 if one failed."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if options.here:
+    if options.in_process:
         torch.set_num_threads(2 // int(os.environ["WORLD_SIZE"]))
     return run_cases("benchmarks.train", CASES, options, config_of)
 

@@ -9,13 +9,13 @@ from drover.launch.slurm import control
 from drover.pipeline.config.explaining import explain as explanation
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, parse_stages
-from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_run, find_run
+from drover.pipeline.core.command_line import NamedRun, Parser, Program, add_run, find_run
 from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 
 
 def _log_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", action=FoundRun, help="a run's name (demo) or folder (runs/demo)")
+    parser.add_argument("run", metavar="RUN", action=NamedRun, help="a run's name (demo) or folder (runs/demo)")
     parser.add_argument("stage", metavar="STAGE", help="such as train")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
     parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")

@@ -52,12 +52,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Collect requests to stop (Ctrl-C, SIGTERM, a closed terminal) in a list, in order of arrival."""
-    requests: list[int] = []
+    stop_signals: list[int] = []
     numbers = [number for number in STOP_SIGNALS
                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]  # nohup is respected
-    before = {number: signal.signal(number, lambda number, frame: requests.append(number)) for number in numbers}
+    before = {number: signal.signal(number, lambda number, frame: stop_signals.append(number)) for number in numbers}
     try:
-        yield requests
+        yield stop_signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -172,8 +172,8 @@ class Group:
     Args:
         running: the started processes, by rank.
         stage: its name in messages about stopping it; empty: no messages.
-        requests: requests to stop, in order of arrival. The first asks the processes to save and end, the second kills
-            them.
+        stop_signals: requests to stop, in order of arrival; the list may grow. The first asks the processes to
+            save and end, the second kills them.
         readers: threads that read their output. They are started here.
 
     Attributes:
@@ -181,10 +181,10 @@ class Group:
         killed: whether they had to be killed because they did not end after SIGTERM.
     """
 
-    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", requests: Sequence[int] = (),
+    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", stop_signals: Sequence[int] = (),
                  readers: Sequence[threading.Thread] = ()) -> None:
         self.stage = stage
-        self.requests = requests
+        self.stop_signals = stop_signals
         self._running = dict(enumerate(running))
         self._readers = readers
         self.failed: list[tuple[int, int]] = []
@@ -212,8 +212,8 @@ class Group:
                 if status := ended[rank]:
                     self.failed.append((rank, status if status > 0 else 128 - status))
                     self._end_within(BROKEN_S)
-            if len(self.requests) > handled:
-                handled = len(self.requests)
+            if len(self.stop_signals) > handled:
+                handled = len(self.stop_signals)
                 if self.stage:
                     show(sys.stderr, f"\nkilling {self.stage}" if handled > 1 else
                          f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
@@ -236,7 +236,7 @@ class Group:
 
 
 def run_local(command: Sequence[str], environment: Environment, each: Each = lambda: True, stage: str = "",
-             requests: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> Group:
+             stop_signals: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> Group:
     """Run a command on this machine to its end. If this process has a terminal, the command gets one.
 
     ranks: processes under torch.distributed; 0: one process without it. log: file for the output, which is also shown.
@@ -253,7 +253,7 @@ def run_local(command: Sequence[str], environment: Environment, each: Each = lam
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, log_file), daemon=True)
                    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
         group = Group([started(command, {**environment, **variables}, out, errors) for variables in own],
-                      stage, requests, readers)
+                      stage, stop_signals, readers)
         group.run(each)
     return group
 

@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Consecutive layers of a network. The first part also has the embedding, the last part norm and output matrix.
 
     layers: their numbers in the whole network. total: the number of its layers.
@@ -98,7 +98,7 @@ class Blocks(nn.ModuleList):
             self.add_module(str(layer), Block(config, layer))
 
 
-class Output(Linear):
+class ModelOutput(Linear):
     """The output matrix. Use its weight only inside a call of it, because FSDP2 all-gathers the weight for calls."""
 
     def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
@@ -123,7 +123,7 @@ class Llama(nn.Module):
 
     backend: Backend = PLAIN
 
-    def __init__(self, config: ModelConfig, part: Part | None = None) -> None:
+    def __init__(self, config: ModelConfig, part: ModelPart | None = None) -> None:
         problems = config.problems()
         if config.vocab_size is None:
             problems.append("vocab_size is None: take it from the tokenizer first.")
@@ -132,13 +132,13 @@ class Llama(nn.Module):
         assert config.vocab_size is not None
         super().__init__()
         self.config = config
-        self.part = part = part or Part(range(config.layers), config.layers)
+        self.part = part = part or ModelPart(range(config.layers), config.layers)
         if part.embeds or (part.predicts and config.tied_embeddings):
             self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = Blocks(config, part.layers)
         if part.predicts:
             self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-            self.output = Output(config.dim, config.vocab_size)
+            self.output = ModelOutput(config.dim, config.vocab_size)
         self.rotary_table = RotaryTable(config)
         self.losses = Losses()
         self.tie()

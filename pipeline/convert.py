@@ -152,12 +152,12 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, tokenizer:
     """Verify the folder. Config and tensors must equal the checkpoint's, token ids those of the vocabulary, and
     transformers must compute logits as close to exact arithmetic as single precision allows. split: of the text."""
     from drover.pipeline.formats.comparison import compare_folder, compare_logits
-    from drover.pipeline.parallel.host_memory import return_freed_memory
+    from drover.pipeline.parallel.host_memory import always_return_freed_memory
 
     compared = compare_folder(folder, config, read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
     ids, texts = _text(work, tokenizer, split)
-    return_freed_memory()
+    always_return_freed_memory()
     result = compare_logits(folder, config, read, ids)
     work.say(f"transformers computes it block by block ({config.layers} layers): {result.sentence}")
     return {**asdict(result), "tensors_compared": compared, **_compare_tokens(work, tokenizer, folder, texts)}

@@ -54,7 +54,7 @@ def evaluate(work: Work) -> None:
         length = settings.sequence_length or opened.config.context_length
         cached = Cached(work, ranks)
         identity = _identity(work, ("shard", "encode"), ("validation_tokens", "compressed_mb"))
-        due = ranks.leads and cached.record("baselines", identity) is None
+        due = ranks.is_rank_zero and cached.record("baselines", identity) is None
         baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
         validation = cached.get(
             "validation text",
@@ -73,7 +73,7 @@ def evaluate(work: Work) -> None:
             _refuse_changed_inputs(ranks, inputs, cached)
             raise
         _refuse_changed_inputs(ranks, inputs, cached)
-        if ranks.leads:
+        if ranks.is_rank_zero:
             _write(work, ranks, opened, cached.seconds, {
                 "validation": {**validation, "window": length}, "tasks": tasks, "continuations": continuations})
         ranks.barrier()  # the others end when the stage is committed

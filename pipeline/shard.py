@@ -41,7 +41,7 @@ from drover.pipeline.data.files_read import (
     named,
 )
 from drover.pipeline.data.files_read import remarks as file_remarks
-from drover.pipeline.data.filters.base import libraries, outside_code
+from drover.pipeline.data.filters.base import external_code, libraries
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
 from drover.pipeline.data.readers import absent_columns
@@ -114,7 +114,7 @@ def shard(work: Work) -> None:
 def _filters(work: Work) -> dict[str, Any]:
     """The fields of a unit's payload about filters; empty without filters."""
     config = work.config.shard
-    code = {module: (path, sha256_file(path)) for module, path in outside_code(work.config).items()}
+    code = {module: (path, sha256_file(path)) for module, path in external_code(work.config).items()}
     for module, (path, digest) in code.items():
         work.say(f"filters of the module {module} are not Drover's: {path}, sha256 {digest[:12]}")
     items = [item.model_dump(mode="json") for item in config.filters]

@@ -70,14 +70,14 @@ def work(options: argparse.Namespace) -> None:
     try:
         parts = dict[str, dict[str, Record]]()
         for name, path in models.items():
-            if ranks.leads:
+            if ranks.is_rank_zero:
                 echo(f"measuring {name}", file=sys.stderr)
             parts[name] = measured(path, tasks, validation, settings, ranks)
         results = {"format": FORMAT, "models": {name: str(path) for name, path in models.items()},
                    "dtype": settings.dtype, "window": settings.sequence_length, "limit": settings.task_limit,
                    "rows": [rounded(row) for row in rows(parts)],
                    "notes": [f"{name}: {doubt}" for name, part in parts.items() for doubt in doubts(part)]}
-        if ranks.leads:
+        if ranks.is_rank_zero:
             print(json.dumps(results, ensure_ascii=False)) if options.json else _print(results)
         ranks.barrier()
     finally:

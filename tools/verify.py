@@ -113,7 +113,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Check:
+class FileCheck:
     """One check of a file. It runs in a thread.
 
     Attributes:
@@ -210,7 +210,7 @@ class Inventory:
 
     def __init__(self, report: Report, share: float, documents: bool) -> None:
         self.report, self.folder, self.share = report, Path(report.run), share
-        self.checks = list[Check]()
+        self.checks = list[FileCheck]()
         self.manifests = dict[str, tuple[Path, Manifest]]()
         config = self.folder / "config.yaml"
         self.recorded = {config}
@@ -230,7 +230,7 @@ class Inventory:
         self._other_files({*folders})
 
     def _check(self, function: Callable[..., str], path: Path, do: str, *arguments: Any, passing: bool = True) -> None:
-        self.checks.append(Check(path, do, function, arguments, passing))
+        self.checks.append(FileCheck(path, do, function, arguments, passing))
 
     def _seal(self, path: Path, do: str, required: bool = False) -> None:
         self._check(check_seal, path, do, required, passing=not required or path.name == MARKER)

@@ -184,7 +184,12 @@ class Runner:
         return decision if decision.action == "stop" else None
 
     def _preflight(self) -> Decision | None:
-        """Test the nodes; a decision if one of them is bad and this job cannot continue with it."""
+        """Test the nodes.
+
+        Returns:
+            None: start the stage. Otherwise what follows: a restart on other nodes, a requeue, an end that leaves the
+            work to the next job of the chain, or a stop.
+        """
         spec, host = self.spec, self.host
         if not spec.preflight or not spec.ranks:
             return None
@@ -204,7 +209,7 @@ class Runner:
         if not result.bad:
             return None
         counts = self._record_failures({node: f"failed preflight: {cause}" for node, cause in result.bad.items()})
-        self._leave_out(counts)
+        self._exclude_from_later_jobs(counts)
         host.avoid.update(result.bad)
         decision = without_bad_nodes(
             "; ".join(f"{node}: {cause}" for node, cause in result.bad.items()), spec,
@@ -330,7 +335,7 @@ class Runner:
         if 2 * len(late) < len(host.nodes):  # where half of the nodes are late, it is not the nodes
             counts = self._record_failures(dict.fromkeys(late, "was late when training hung"))
             bad = [node for node, count in counts.items() if count >= EXCLUDED_AFTER]
-            self._leave_out(bad)
+            self._exclude_from_later_jobs(bad)
             host.avoid.update(bad)
         return hang.text
 
@@ -355,7 +360,7 @@ class Runner:
             self.say(f"{node} {cause} (failure {counts[node]} within a day)")
         return counts
 
-    def _leave_out(self, nodes: Collection[str]) -> None:
+    def _exclude_from_later_jobs(self, nodes: Collection[str]) -> None:
         """Exclude nodes from the chain's waiting jobs for this stage."""
         for job in self._later_links() if nodes else ():
             if problem := self.scheduler.leave_out(job, nodes):

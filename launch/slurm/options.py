@@ -147,9 +147,10 @@ def _teardown(config: Config, job: Job) -> list[str]:
 
 def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
     """Options that must not be given, and what else would make a job run in another way than it was planned."""
-    given = {"launch.extra": launch.extra,
-             "launch.srun_args": {word.partition("=")[0]: word for word in launch.srun_args},
-             **{f"launch.{stage}.extra": launch.of(stage).extra or {} for stage in STAGES}}
+    given: dict[str, Mapping[str, object]] = {
+        "launch.extra": launch.extra,
+        "launch.srun_args": {word.partition("=")[0]: word for word in launch.srun_args},
+        **{f"launch.{stage}.extra": launch.of(stage).extra or {} for stage in STAGES}}
     for where, options in given.items():
         for name, value in options.items():
             long = name.lstrip("-").replace("_", "-")

@@ -16,7 +16,7 @@ from drover.model.attention.backend import Backend, Documents, Where
 from drover.model.attention.sdpa import Sdpa, dense_mask
 
 
-class Run(NamedTuple):
+class DocumentRun(NamedTuple):
     """Neighbouring documents of equal length.
 
     documents: how many. length: queries of each. keys: of each. Only a segment has more keys than queries; it is a run
@@ -47,24 +47,24 @@ class ByDocument(Backend):
         """See Backend. A graph would contain the documents' lengths, which change with every batch."""
         return "cannot be compiled, because every batch has documents of other lengths" if where.compiled else ""
 
-    def prepare(self, documents: Documents, dtype: torch.dtype) -> tuple[Run, ...] | Tensor:
+    def prepare(self, documents: Documents, dtype: torch.dtype) -> tuple[DocumentRun, ...] | Tensor:
         """See Backend: runs of documents. The dense mask if it is faster, or if a document is longer than the window,
         which these kernels do not support."""
         short = documents.numbers.shape[1] < HALF_PRECISION_FROM
         beyond = documents.window is not None and max(documents.key_lengths) > documents.window
         if beyond or (short and dtype.itemsize == 2 and documents.numbers.is_cpu):
             return _ALONE.prepare(documents, dtype)
-        runs: list[Run] = []
+        runs: list[DocumentRun] = []
         for length, keys in zip(documents.lengths, documents.key_lengths, strict=True):
             if runs and runs[-1][1:3] == (length, keys) and length == keys:
                 runs[-1] = runs[-1]._replace(documents=runs[-1].documents + 1)
             else:
                 masked = keys > length > 1
                 mask = dense_mask(length, keys - length, None, documents.numbers.device, dtype) if masked else None
-                runs.append(Run(1, length, keys, mask))
+                runs.append(DocumentRun(1, length, keys, mask))
         return tuple(runs)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: tuple[Run, ...] | Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: tuple[DocumentRun, ...] | Tensor) -> Tensor:
         """See Backend."""
         if isinstance(prepared, Tensor):
             return _ALONE.attend(q, k, v, prepared)

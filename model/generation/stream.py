@@ -19,7 +19,7 @@ End = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class GeneratedPiece:
     """The next piece of a text.
 
     Attributes:
@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         tokens: the new ids so far, without the one that stopped it.
-        end: see `Piece`.
+        end: see `GeneratedPiece`.
     """
 
     def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -56,7 +56,7 @@ class Row:
             scores = penalised(scores, torch.tensor([*self.prompt, *self.tokens]), self.sampling.repetition_penalty)
         return draw(scores, self.sampling, self._generator)
 
-    def add(self, token: int, token_bytes: Callable[[int], bytes]) -> Piece:
+    def add(self, token: int, token_bytes: Callable[[int], bytes]) -> GeneratedPiece:
         """Append the next token; returns the text that is certain now."""
         text = ""
         if token in self.sampling.stop_ids:
@@ -70,7 +70,7 @@ class Row:
             text += self._text.finish()
         if self._text.stopped:  # also by broken characters at the end
             self.end = "stop"
-        return Piece(self.number, text, self.end)
+        return GeneratedPiece(self.number, text, self.end)
 
 
 def stream(
@@ -78,7 +78,7 @@ def stream(
     token_bytes: Callable[[int], bytes],
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
-) -> Iterator[Piece]:
+) -> Iterator[GeneratedPiece]:
     """Continue all prompts together, one token for each in a forward pass. Yields pieces as soon as they are certain.
 
     A text depends only on its prompt and settings, except for rounding: the order of sums changes with the number of

@@ -46,7 +46,7 @@ class Key(str):
         return key
 
 
-class _Loader(yaml.SafeLoader):
+class _MarkedLoader(yaml.SafeLoader):
     """YAML with numbers, booleans and null as in YAML 1.2, where 1e-3 is a number, and on, yes and 12:30 are text.
     Every key is a text, and no key may be written twice."""
 
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> Tree:
+def _mapping(loader: _MarkedLoader, node: yaml.MappingNode) -> Tree:
     """A mapping, with merge keys applied before its own."""
     keys = [key.value for key, _ in node.value]
     for number, (key, _) in enumerate(node.value):
@@ -81,7 +81,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Tree:
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader` would read as another type: a run may be called 1e3."""
+    """Quotes every text that `_MarkedLoader` would read as another type: a run may be called 1e3."""
 
 
 for _type, _first, _form in (
@@ -89,11 +89,12 @@ for _type, _first, _form in (
         ("int", [*"-+0123456789"], "[-+]?[0-9][0-9_]*"), ("merge", ["<"], "<<"),
         ("float", [*"-+.0123456789"],
          r"[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)")):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"^({_form})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+    _MarkedLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"^({_form})$"), _first)
+_MarkedLoader.add_constructor("tag:yaml.org,2002:map", _mapping)
 for _type in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_type}", lambda _, node: _number(str(node.value).replace("_", "")))
-Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+    _MarkedLoader.add_constructor(f"tag:yaml.org,2002:{_type}",
+                                  lambda _, node: _number(str(node.value).replace("_", "")))
+Dumper.yaml_implicit_resolvers = _MarkedLoader.yaml_implicit_resolvers
 
 
 def _number(text: str) -> float:
@@ -193,7 +194,7 @@ def read_yaml(path: Path, advice: str = "Give an existing file.", *, pipe: bool 
 def _parsed(text: str, name: str) -> Any:
     """The value of a YAML text. name: of its file, or the override that it is in."""
     try:
-        loader = _Loader(text)
+        loader = _MarkedLoader(text)
         loader.name = name  # of the marks of all nodes
         node = loader.get_single_node()
         value = None if node is None else loader.construct_object(node, deep=True)

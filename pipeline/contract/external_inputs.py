@@ -95,7 +95,7 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
     except UserError as error:
         if strict:
             raise
-        result, incomplete = (sorted(error.found, key=itemgetter(0)), error.sources) \
+        result, incomplete = (sorted(error.existing, key=itemgetter(0)), error.sources) \
             if isinstance(error, AbsentInputError) else ([], set(map(_source, known)))
     there = list(_looked_at(result, strict))
     incomplete |= {name.partition("/")[0] for (name, _), record in zip(result, there, strict=True) if record is None}
@@ -224,7 +224,7 @@ def _digests(stage: str, files: Mapping[str, Record], run_folder: Path, remember
     known = dict[str, str]()
     if remember and files:
         with suppress(OSError):  # the run may belong to another user
-            known = ledger.found(keys)
+            known = ledger.recorded(keys)
     todo = [path for path in files if path not in known]
     if remember and (size := sum(files[path]["bytes"] for path in todo)) > LONG_BYTES:
         say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or were modified since they "

@@ -59,8 +59,8 @@ class Run:
     def stage_folder(self, stage: str) -> Path:
         """Where the stage's outputs are: in this run or, by reference, in the reused one."""
         own = self.own_folder(stage)
-        made_here = (own / STARTED).exists() or (own / MANIFEST).exists()
-        if not STAGES[stage].reusable or self.reused is None or made_here:
+        made_in_run = (own / STARTED).exists() or (own / MANIFEST).exists()
+        if not STAGES[stage].reusable or self.reused is None or made_in_run:
             return own
         elsewhere = self.reused.stage_folder(stage)
         return elsewhere if self._manifest_in(elsewhere) is not None else own

@@ -186,7 +186,7 @@ class Work:
             while True:
                 looked_at = time.monotonic()
                 made_before = self.made
-                records |= with_outputs(ledger.found(remaining), self.folder, self.say)
+                records |= with_outputs(ledger.recorded(remaining), self.folder, self.say)
                 remaining = {task: key for task, key in keys.items() if task not in records}
                 progress.already(len(records))
                 progress_record.note(Progress(len(records), len(tasks), task_word, name))

@@ -137,7 +137,7 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() or (folder / "launch").is_dir()
 
 
-class FoundRun(argparse.Action):
+class NamedRun(argparse.Action):
     """Replaces a run's name or folder by its folder."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -149,9 +149,9 @@ class FoundRun(argparse.Action):
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN, or --run RUN, for programs that work on one run."""
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("run", nargs="?", metavar="RUN", action=FoundRun, help="a run's name (demo) or folder "
+    which.add_argument("run", nargs="?", metavar="RUN", action=NamedRun, help="a run's name (demo) or folder "
                        "(runs/demo); --run RUN is the same")
-    which.add_argument("--run", metavar="RUN", action=FoundRun, help=argparse.SUPPRESS)
+    which.add_argument("--run", metavar="RUN", action=NamedRun, help=argparse.SUPPRESS)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -74,13 +74,13 @@ def raised_at(error: BaseException) -> str:
 class AbsentInputError(UserError):
     """Inputs that the configuration names are missing.
 
-    found: the (name, path) pairs of those that exist. sources: the sources of the missing ones: the part of their names
-    before the first `/`.
+    existing: the (name, path) pairs of those that exist. sources: the sources of the missing ones: the part of their
+    names before the first `/`.
     """
 
-    def __init__(self, text: str, found: Sequence[tuple[str, Any]], sources: set[str]) -> None:
+    def __init__(self, text: str, existing: Sequence[tuple[str, Any]], sources: set[str]) -> None:
         super().__init__(text)
-        self.found, self.sources = found, sources
+        self.existing, self.sources = existing, sources
 
 
 def refusals(*calls: Callable[[], Any]) -> list[str]:

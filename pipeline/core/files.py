@@ -225,15 +225,15 @@ def read_lines(path: Path, kind: Any = Record, *, appended: bool = False) -> Ite
         return
     with opened(path) as file:
         for number, line in enumerate(bounded_lines(file), 1):
-            whole = line.endswith(b"\n")
+            complete = line.endswith(b"\n")
             try:
                 value = typed(parsed_json(line), kind)
             except ValueError as error:
-                if whole and not appended:
+                if complete and not appended:
                     raise UserError(f"Line {number} of {path} is damaged: {error}. Take the file from a copy of the "
                                     f"run, or remove the line.") from None
                 continue
-            if whole:
+            if complete:
                 yield value
 
 
@@ -423,7 +423,7 @@ class Ledger:
             sync(self.folder)
             sync(self.folder.parent)  # the folder may be new, too
 
-    def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
+    def recorded(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """The records of the tasks that are finished under these keys."""
         return {name: record for name, key, record in self.lines() if keys.get(name) == key}
 

@@ -93,6 +93,8 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 def _row_group(parquet: Any, group: int, first: int, columns: list[str], file: Input, source: FilesSource,
                limit: Limit) -> Records:
+    """The rows of a row group, which `first` others precede. Counts its bytes in `file.content`; `_rows` sets
+    `file.current` for each row. What cannot be read becomes one rejection."""
     about = parquet.metadata.row_group(group)
     done = 0
     rows = max(1, min(ROWS, limit.bytes * about.num_rows // max(1, about.total_byte_size)))

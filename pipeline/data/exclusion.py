@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenRanges:
     """What `take` gives: sample numbers as ranges, in order, and the cursor after them."""
 
     ranges: tuple[Range, ...]
@@ -46,7 +46,7 @@ class Excluded:
                 merged.append((first, end))
         object.__setattr__(self, "ranges", tuple(merged))
 
-    def take(self, cursor: int, count: int) -> Taken:
+    def take(self, cursor: int, count: int) -> TakenRanges:
         """The next `count` samples from `cursor` on that are not excluded.
 
         The cursor after them is one past the last: excluded samples that follow belong to the next batch's span. Taking
@@ -64,7 +64,7 @@ class Excluded:
         if count:
             taken.append((cursor, cursor + count))
             cursor += count
-        return Taken(tuple(taken), cursor)
+        return TakenRanges(tuple(taken), cursor)
 
     def numbers(self, cursor: int, skip: int, count: int) -> np.ndarray:
         """Sample numbers `skip` to `skip + count` of those from `cursor` on, int64: a rank's part of a coming batch."""

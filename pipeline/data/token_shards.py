@@ -63,8 +63,8 @@ class TokenShard:
     share it.
 
     Args:
-        whole: largest size, in bytes, of an index of its documents that is kept in memory; a larger one is read from
-            the disk.
+        index_limit: largest size, in bytes, of an index of its documents that is kept in memory; a larger one is read
+            from the disk.
 
     Attributes:
         path: the file.
@@ -75,8 +75,8 @@ class TokenShard:
         token_count: tokens in all, BOS and EOS of each document included.
     """
 
-    def __init__(self, path: Path, record: dict[str, Any], whole: int = 1 << 26) -> None:
-        self.path, self.record, self.whole = path, record, whole
+    def __init__(self, path: Path, record: dict[str, Any], index_limit: int = 1 << 26) -> None:
+        self.path, self.record, self.index_limit = path, record, index_limit
         self.source: str = record["source"]
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
@@ -141,7 +141,7 @@ class TokenShard:
     @cached_property
     def _kept(self) -> NDArray[np.int64] | None:
         """All offsets, where they may be held in memory."""
-        return self.read_offsets() if 8 * (self.documents + 1) <= self.whole else None
+        return self.read_offsets() if 8 * (self.documents + 1) <= self.index_limit else None
 
     @cached_property
     def _kept_starts(self) -> NDArray[np.int64] | None:

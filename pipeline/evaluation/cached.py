@@ -45,19 +45,19 @@ class Cached:
             value = json.loads(json.dumps(measure()))  # the same value whether cached or not
             record = {"seconds": round(time.monotonic() - start, 3), "value": value}
             how = f"{record['seconds']:.1f} s"
-            if self.ranks.leads:
+            if self.ranks.is_rank_zero:
                 self.ledger.add(name, self._keys[name], record)
         self.seconds[name] = record["seconds"]
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             self.say(f"{name}: {how}")
         return record["value"]
 
     def record(self, name: str, identity: Record) -> Any:
         """What is on disk of a part, if its inputs are equal, else None. For rank 0."""
         self._keys[name] = key = sha256_json([identity, self._made_by])
-        return self.ledger.found({name: key}).get(name)
+        return self.ledger.recorded({name: key}).get(name)
 
     def forget(self) -> None:
         """Invalidate all parts of this start: its inputs did not match their digests."""
-        for name in self.seconds if self.ranks.leads else ():
+        for name in self.seconds if self.ranks.is_rank_zero else ():
             self.ledger.add(name, self._keys[name], None)

@@ -20,7 +20,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.weights import load_model
 from drover.pipeline.parallel.free_memory import free_memory
-from drover.pipeline.parallel.host_memory import return_freed_memory
+from drover.pipeline.parallel.host_memory import always_return_freed_memory
 from drover.pipeline.parallel.ranks import ALONE, Ranks
 
 SHARE = 0.6
@@ -89,9 +89,9 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
                                      windowed=config.sliding_window is not None))
     allowed = SHARE * min(ranks.gather(free_memory(device)))
     shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
-    if ranks.leads and attention.fallback:
+    if ranks.is_rank_zero and attention.fallback:
         say(attention.fallback)
-    if ranks.leads and shards > 1:
+    if ranks.is_rank_zero and shards > 1:
         say(f"weights sharded over {shards} ranks (FSDP2, all-gathered block by block): "
             f"{needed(config, dtype, shards) / 1e9:.3g} GB on each, where weights may take {allowed / 1e9:.3g} GB; "
             f"whole they take {needed(config, dtype, 1) / 1e9:.3g} GB. Every new token of a text all-gathers all of "
@@ -104,7 +104,7 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
     from drover.pipeline.parallel.grid import Grid
 
     if device.type == "cpu":
-        return_freed_memory()
+        always_return_freed_memory()
     grid = Grid(ranks, ParallelConfig(dp_shard=shards, dp_replicate=ranks.world // shards))
     model = sharded(config, lambda name, shape, offset, size: weights.read(name, offset, size), grid, dtype,
                     attention.backend)

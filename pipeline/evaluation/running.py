@@ -44,7 +44,7 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
     """
     result = None
     problem = None
-    is_rank_zero = model.ranks.leads
+    is_rank_zero = model.ranks.is_rank_zero
     try:
         with messages_in(log if is_rank_zero else Path(os.devnull)):
             # The harness bootstraps in one process per core, so only one rank does it.

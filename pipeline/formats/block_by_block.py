@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drover.model.config import ModelConfig
-from drover.model.llama import Llama, Part
+from drover.model.llama import Llama, ModelPart
 from drover.model.names import EMBEDDING, NORM, OUTPUT, parameter_shapes, their_name
 from drover.model.rope import RotaryTable
 from drover.pipeline.core.console import quiet_imports
@@ -46,10 +46,10 @@ def our_part(config: ModelConfig, name: str, weights: Mapping[str, Tensor], dtyp
     """
     count = config.layers
     # The part with the last layer would predict: pretend that another layer follows.
-    part = Part(range(0), count + 1) if name == "tok_embeddings" else Part(range(count, count), count)
+    part = ModelPart(range(0), count + 1) if name == "tok_embeddings" else ModelPart(range(count, count), count)
     if name.startswith("layers."):
         layer = int(name.removeprefix("layers."))
-        part = Part(range(layer, layer + 1), count + 1)
+        part = ModelPart(range(layer, layer + 1), count + 1)
     with torch.device("meta"):
         model = Llama(config, part).eval()
     model.rotary_table = table

@@ -19,7 +19,7 @@ from drover.model.names import parameter_shapes, to_huggingface
 from drover.pipeline.core.console import quiet_imports
 from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import Record
-from drover.pipeline.formats.tensor_file import Layout, MaybeDims, write_tensors
+from drover.pipeline.formats.tensor_file import FileLayout, MaybeDims, write_tensors
 
 
 class Read(Protocol):
@@ -86,7 +86,7 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
 
 
 def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], str],
-                 stored: Stored) -> Iterator[tuple[OutputFile, dict[str, Layout]]]:
+                 stored: Stored) -> Iterator[tuple[OutputFile, dict[str, FileLayout]]]:
     """The safetensors files of all parameters, each with the layouts of its tensors.
 
     Args:
@@ -104,13 +104,13 @@ def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], st
         groups[-1].append(name)
         room -= size
     for number, names in enumerate(groups):
-        layouts = {theirs: Layout(source.dtype, tuple(tensor.shape)) for name in names
+        layouts = {theirs: FileLayout(source.dtype, tuple(tensor.shape)) for name in names
                    for theirs, tensor in stored(name, torch.empty(shapes[name], device="meta"))}
         yield OutputFile(named(number, len(groups)), len(names),
                          partial(_write, source=source, names=names, layouts=layouts, stored=stored)), layouts
 
 
-def _write(path: Path, source: Source, names: list[str], layouts: dict[str, Layout],
+def _write(path: Path, source: Source, names: list[str], layouts: dict[str, FileLayout],
            stored: Stored) -> None:
     write_tensors(path, layouts, (tensor.detach().to("cpu", source.dtype).contiguous() for name in names
                                   for _, tensor in stored(name, source.read(name))))

@@ -34,7 +34,7 @@ from drover.pipeline.formats.tensor_file import (
     DTYPES,
     DamagedFileError,
     Dims,
-    Layout,
+    FileLayout,
     MaybeDims,
     Rectangle,
     TensorFile,
@@ -88,7 +88,7 @@ def write_part(path: Path, pieces: Pieces) -> Index:
             entries[name] = _entry(name, kept)
     # Wide elements first: then each tensor starts at a multiple of its element size.
     tensors = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
-    layouts = {key: Layout(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    layouts = {key: FileLayout(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
     return Index.of(write_tensors(path, layouts, tensors.values()), entries)
 
 
@@ -209,7 +209,7 @@ class CheckpointReader:
         try:
             file = self._file(number)
             key = name if name in file.layouts else _key(name, at)
-            if file.layouts.get(key) != Layout(self.dtype(name), tuple(size)):
+            if file.layouts.get(key) != FileLayout(self.dtype(name), tuple(size)):
                 raise DamagedFileError(f"{file.path} does not have {list(size)} of {name}, as {INDEX} states")
             file.read_into(target, key, inside)
         except DamagedFileError as error:

@@ -70,7 +70,7 @@ class DamagedFileError(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Element type and shape of a tensor in a file."""
 
     dtype: torch.dtype
@@ -106,7 +106,7 @@ def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
     return tuple(place), tuple(inside)
 
 
-def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Record:
+def write_tensors(path: Path, layouts: Mapping[str, FileLayout], tensors: Iterable[Tensor]) -> Record:
     """Write a safetensors file. Returns its record: path (the name alone), bytes, sha256.
 
     `tensors` yields the contents in the order of `layouts`, contiguous and in host memory. They are taken one at a
@@ -131,7 +131,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
     return {"path": path.name, "bytes": size, "sha256": digest.hexdigest()}
 
 
-def _contents(layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+def _contents(layouts: Mapping[str, FileLayout], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes of a file, in order: the header, then the tensors."""
     header: Record = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -143,7 +143,7 @@ def _contents(layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Itera
     text += b" " * (-len(text) % 8)  # so that the tensors start at a multiple of 8 bytes
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for (name, layout), tensor in zip(layouts.items(), tensors, strict=True):
-        if Layout(tensor.dtype, tuple(tensor.shape)) != layout or tensor.device.type != "cpu":
+        if FileLayout(tensor.dtype, tuple(tensor.shape)) != layout or tensor.device.type != "cpu":
             raise ValueError(f"{name} should be {layout} in host memory; it is {tensor.dtype}, {tuple(tensor.shape)} "
                              f"on {tensor.device}.")
         yield _bytes(tensor)
@@ -186,13 +186,13 @@ class TensorFile:
         starts at `offset` and has target's shape. The target may be strided."""
         layout, start = self.layouts[name], self._starts[name]
         if not layout.shape:  # read a scalar as a row of one
-            layout, target, offset = Layout(layout.dtype, (1,)), target.view(1), (0,)
+            layout, target, offset = FileLayout(layout.dtype, (1,)), target.view(1), (0,)
         if target.numel():
             self._fill(target, layout, start, offset)
 
-    def _fill(self, target: Tensor, layout: Layout, start: int, offset: Dims) -> None:
+    def _fill(self, target: Tensor, layout: FileLayout, start: int, offset: Dims) -> None:
         first = offset[0]
-        inner = Layout(layout.dtype, layout.shape[1:])
+        inner = FileLayout(layout.dtype, layout.shape[1:])
         full_rows = tuple(target.shape[1:]) == inner.shape
         if full_rows and target.is_contiguous():
             self._read(_bytes(target), start + first * inner.size)
@@ -215,7 +215,7 @@ class TensorFile:
                 raise DamagedFileError(f"{self.path} ends at byte {position}")
             memory, position = memory[count:], position + count
 
-    def _read_header(self) -> tuple[dict[str, Layout], dict[str, int]]:
+    def _read_header(self) -> tuple[dict[str, FileLayout], dict[str, int]]:
         size = os.fstat(self._file.fileno()).st_size
         layouts = {}
         starts = {}
@@ -225,7 +225,7 @@ class TensorFile:
             header = parsed_json(os.pread(self._file.fileno(), min(length, size), 8))
             header.pop("__metadata__", None)
             for name, entry in typed(header, dict[str, Header]).items():
-                layouts[name] = Layout(DTYPES[entry["dtype"]], entry["shape"])
+                layouts[name] = FileLayout(DTYPES[entry["dtype"]], entry["shape"])
                 starts[name], stop = 8 + length + entry["data_offsets"][0], entry["data_offsets"][1]
                 if starts[name] + layouts[name].size != 8 + length + stop:
                     raise ValueError(f"the bytes of {name} are not those of its shape")
@@ -278,7 +278,7 @@ class PickleFile:
                     and value.layout == torch.strided and value.device.type == "cpu" and value.dtype in DTYPE_NAMES):
                 raise DamagedFileError(f"{path} has {str(name)[:100]!r}, which is not a plain tensor of a known type")
         self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in content.items()}
-        self.layouts = {name: Layout(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+        self.layouts = {name: FileLayout(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def close(self) -> None:
         """Close the file."""

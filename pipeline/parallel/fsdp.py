@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
-from drover.model.llama import Llama, Part
+from drover.model.llama import Llama, ModelPart
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
@@ -21,7 +21,7 @@ from drover.pipeline.parallel.compiling import compile_blocks, compiles
 from drover.pipeline.parallel.fp8 import convert_to_fp8
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.initial_values import InitialValues
-from drover.pipeline.parallel.pipeline_parallel import Stage
+from drover.pipeline.parallel.pipeline_parallel import PipelineStage
 from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel, overlapping
 
 EXCHANGE_DURING_PRODUCTS = {"reorder_for_compute_comm_overlap": True,
@@ -32,17 +32,18 @@ options it waits at once."""
 
 
 def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, precision: torch.dtype,
-                train: TrainConfig, parallel: ParallelConfig, attention: Backend, part: Part | None = None) -> Llama:
+                train: TrainConfig, parallel: ParallelConfig, attention: Backend,
+                part: ModelPart | None = None) -> Llama:
     """A model with its initial weights, sharded over `grid`.
 
     initial: None leaves the weights undefined, for a checkpoint to fill in. attention: the backend inside documents.
-    part: builds only these layers of a pipeline, as a `Stage`.
+    part: builds only these layers of a pipeline, as a `PipelineStage`.
 
     Master weights and reductions are float32 (float64 for float64). The model computes in `precision`. Gradients are
     summed, not averaged, because the loss is already divided by the global number of targets.
     """
     with torch.device("meta"):
-        model = Llama(config) if part is None else Stage(config, part)
+        model = Llama(config) if part is None else PipelineStage(config, part)
     model.backend = attention
     master = torch.float64 if precision == torch.float64 else torch.float32
     model = model.to(master)

@@ -53,7 +53,7 @@ class HostChannel:
             return value
         self._done += 1
         name = f"{self._done}"
-        if not self.ranks.leads:
+        if not self.ranks.is_rank_zero:
             return self._hear(name, 0)
         self._sent += self._say(name, value)
         return value

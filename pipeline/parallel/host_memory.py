@@ -18,7 +18,7 @@ def keep_freed_memory() -> None:
     _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
 
 
-def return_freed_memory() -> None:
+def always_return_freed_memory() -> None:
     """Return blocks of 128 KiB and more to the kernel as soon as they are freed. This is for work larger than memory
     that holds one part after the other, in blocks of unequal sizes: a heap would keep unusable gaps between them.
 

@@ -105,12 +105,12 @@ def _plain(value: Any, parts: list[bytes]) -> Any:
     raise TypeError(f"{kind.__module__}.{kind.__name__} cannot be sent to other ranks. Is it missing in MADE?")
 
 
-def _value(parts: io.BytesIO, found: dict[str, Any]) -> Any:
+def _value(parts: io.BytesIO, value: dict[str, Any]) -> Any:
     """The value that an object of the text represents. Its contents are decoded already."""
-    name = next(iter(found), "")
+    name = next(iter(value), "")
     if name[:1] != "!":
-        return found
-    given = found[name]
+        return value
+    given = value[name]
     match name[1:]:
         case "tuple":
             return tuple(given)

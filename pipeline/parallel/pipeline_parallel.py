@@ -20,7 +20,7 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.parallel.grid import Grid
 
 
-class Stage(Llama):
+class PipelineStage(Llama):
     """Some of a decoder's layers. torch's schedules call it with the output of the stage before.
 
     Attributes:
@@ -50,7 +50,8 @@ class PipelinedModel(nn.Module):
         names: of the parameters of all stages, in the model's order.
     """
 
-    def __init__(self, stages: Sequence[Stage], grid: Grid, parallel: ParallelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], grid: Grid, parallel: ParallelConfig,
+                 dtype: torch.dtype) -> None:
         super().__init__()
         self.parallel, self.numbers = parallel, parallel.stages_of(grid.pipeline_rank)
         self.stages, self._registered = list(stages), nn.ModuleList(stages)

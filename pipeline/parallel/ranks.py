@@ -44,7 +44,7 @@ class Ranks:
     memory: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, which writes files and prints for all."""
         return self.rank == 0
 
@@ -80,12 +80,12 @@ class Ranks:
 
     def same(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        mine = encode(value) if self.leads else b""
+        mine = encode(value) if self.is_rank_zero else b""
         length = torch.tensor([len(mine)], device=self.exact)
         dist.broadcast(length, src=0)
-        received = _tensor(mine, self.exact) if self.leads else length.new_empty(int(length), dtype=torch.uint8)
+        received = _tensor(mine, self.exact) if self.is_rank_zero else length.new_empty(int(length), dtype=torch.uint8)
         dist.broadcast(received, src=0)
-        return value if self.leads else decode(_bytes(received), "rank 0")
+        return value if self.is_rank_zero else decode(_bytes(received), "rank 0")
 
     def by_leader(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank 0 and return its result on every rank.
@@ -93,7 +93,7 @@ class Ranks:
         A UserError or OSError on rank 0 is raised on every rank.
         """
         value = None
-        if self.leads:
+        if self.is_rank_zero:
             try:
                 value = function()
             except (UserError, OSError) as error:

@@ -57,7 +57,7 @@ class Line(_Line, total=False):
     validation_bpb: dict[str, Any]
 
 
-class Sample(TypedDict):
+class LoggedSample(TypedDict):
     """A line of samples.jsonl: the continuation of a prompt after a step."""
 
     step: Count
@@ -65,11 +65,11 @@ class Sample(TypedDict):
     text: str
 
 
-class _Event(TypedDict):
+class _TrainingEvent(TypedDict):
     event: str
 
 
-class Event(_Event, total=False):
+class Event(_TrainingEvent, total=False):
     """The fields of a line of events.jsonl that other programs compute with."""
 
     time: Time
@@ -100,9 +100,9 @@ class TrainingRecords:
         return list(read_lines(self.train / "events.jsonl", Event))
 
     @cached_property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[LoggedSample]:
         """The sample texts, in the order of the file."""
-        return list(read_lines(self.train / "samples.jsonl", Sample))
+        return list(read_lines(self.train / "samples.jsonl", LoggedSample))
 
     @cached_property
     def logged(self) -> list[Line]:

@@ -28,7 +28,7 @@ gradients. logits: of the output head's chunk, with their gradients. activations
 
 
 @dataclass
-class Piece:
+class MemoryPiece:
     """A storage. kind: empty while it is unknown."""
 
     kind: str
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Item:
+class PeakItem:
     """Equal pieces at the peak. bytes: of all `count` of them."""
 
     kind: str
@@ -57,14 +57,14 @@ class Peak:
 
     bytes: int
     kinds: dict[str, int]
-    items: tuple[Item, ...]
+    items: tuple[PeakItem, ...]
 
 
 class Memory:
     """The log. Call `hold` for each tensor. Freed and resized storages are noticed automatically."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[MemoryPiece] = []
         self._numbers: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._log: list[tuple[int, int]] = []
@@ -82,7 +82,7 @@ class Memory:
             self._pieces[number].kind = self._pieces[number].kind or kind
             return
         number = self._numbers[key] = len(self._pieces)
-        self._pieces.append(Piece(kind, tuple(tensor.shape), tensor.dtype))
+        self._pieces.append(MemoryPiece(kind, tuple(tensor.shape), tensor.dtype))
         self._resize(number, storage.nbytes())
         weakref.finalize(storage, self._gone, key, number)
 
@@ -130,6 +130,6 @@ class Memory:
             if size:
                 piece = self._pieces[number]
                 alike[piece.kind or "activations", piece.shape, str(piece.dtype).removeprefix("torch.")].append(size)
-        items = sorted((Item(*key, len(own), sum(own)) for key, own in alike.items()), key=lambda item: -item.bytes)
+        items = sorted((PeakItem(*key, len(own), sum(own)) for key, own in alike.items()), key=lambda item: -item.bytes)
         kinds = {kind: sum(item.bytes for item in items if item.kind == kind) for kind in KINDS}
         return Peak(most, kinds, tuple(items))

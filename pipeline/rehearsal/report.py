@@ -15,7 +15,7 @@ from drover.pipeline.parallel.stages import bubble, stage_layers
 from drover.pipeline.rehearsal.memory import KINDS, Peak
 
 if TYPE_CHECKING:
-    from drover.pipeline.rehearsal.traffic import Channel, Traffic
+    from drover.pipeline.rehearsal.traffic import Collective, Traffic
 
 RESULT = "pipeline/training/engines/fsdp.py"
 """The file in which every step reads its loss, norm and whether it was applied, in one transfer at its end."""
@@ -102,7 +102,7 @@ def _places(of: Iterable[Mapping[str, Any]]) -> str:
     return "; ".join(f"{place}: {what}" for place, what in places.items())
 
 
-def _counted(one: Rehearsal, channel: Channel) -> str:
+def _counted(one: Rehearsal, channel: Collective) -> str:
     calls = one.traffic.calls.get(channel, 0)
     return f"{calls:,} x, {readable(one.traffic.bytes[channel])}" if calls else "-"
 

@@ -19,7 +19,7 @@ their names."""
 
 
 @dataclass(frozen=True, order=True)
-class Channel:
+class Collective:
     """A kind of collective in a group. group: an axis of the grid, `weights` (shard and context), `copy`, or `all
     ranks`. ranks: in the group."""
 
@@ -36,8 +36,8 @@ class Traffic:
     of a reduce-scatter, the tensor of any other collective.
     """
 
-    calls: Counter[Channel] = field(default_factory=Counter)
-    bytes: Counter[Channel] = field(default_factory=Counter)
+    calls: Counter[Collective] = field(default_factory=Counter)
+    bytes: Counter[Collective] = field(default_factory=Counter)
 
     def add(self, other: Traffic, times: int = 1) -> None:
         """Add the calls of `other`, so many times."""
@@ -53,7 +53,7 @@ class Traffic:
         if group is None or "barrier" in name:
             assert kind not in KINDS.values(), f"{operator} has a group that is not found"
             return  # a wait for a collective that was counted
-        channel = Channel(_described(group), kind, group.size())
+        channel = Collective(_described(group), kind, group.size())
         self.calls[channel] += 1
         self.bytes[channel] += max(map(_bytes, (*arguments, result)))
 

@@ -150,7 +150,7 @@ class Chapter:
 
 
 @dataclass(frozen=True)
-class Document:
+class ReportDocument:
     """The whole report."""
 
     title: str

@@ -14,7 +14,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.records.goodput import Goodput, goodput
-from drover.pipeline.records.metrics import Event, Line, Sample
+from drover.pipeline.records.metrics import Event, Line, LoggedSample
 from drover.pipeline.records.run_facts import RunFacts
 from drover.pipeline.reporting.document import value
 
@@ -45,7 +45,7 @@ class Facts:
     results: Record = field(default_factory=dict)
     goodput: Goodput | None = None
     metrics: Sequence[Line] = ()
-    samples: Sequence[Sample] = ()
+    samples: Sequence[LoggedSample] = ()
     events: Sequence[Event] = ()
     tokenizer: Record = field(default_factory=dict)
     changed_code: Mapping[str, list[str]] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from typing import Any
 
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError, require
-from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
+from drover.pipeline.storage.outcomes import Changed, Exists, Missing, StoredObject
 
 RETRIES = 8
 """Retries of a request, after FIRST_WAIT_S, about twice that ..., at most LONGEST_WAIT_S."""
@@ -65,7 +65,7 @@ class Cloud:
         self._client = client(root)
         self._kind = _kind(root)
 
-    def list(self, prefix: str, attempts: int = LISTINGS) -> list[Entry]:
+    def list(self, prefix: str, attempts: int = LISTINGS) -> list[StoredObject]:
         """All objects below a prefix that ends with a /; "" for all."""
         import obstore
         try:
@@ -79,7 +79,7 @@ class Cloud:
             time.sleep(FIRST_WAIT_S)
             return self.list(prefix, attempts - 1)
 
-    def head(self, key: str) -> Entry | None:
+    def head(self, key: str) -> StoredObject | None:
         """One object."""
         import obstore
         try:
@@ -88,7 +88,7 @@ class Cloud:
         except Missing:
             return None
 
-    def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
+    def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, StoredObject]:
         """The bytes [start, stop) as far as they exist, and the object's entry."""
         try:  # always request a range: only then does the answer have the size of the whole object
             return self._range(key, start, (start, stop) if stop is not None else {"offset": start}, etag)
@@ -97,7 +97,7 @@ class Cloud:
                 return b"", entry  # an empty object has no ranges
             raise
 
-    def _range(self, key: str, start: int, span: Any, etag: str) -> tuple[bytes, Entry]:
+    def _range(self, key: str, start: int, span: Any, etag: str) -> tuple[bytes, StoredObject]:
         import obstore
         with self._explained(key, "read"):
             answer = obstore.get(self._client, key, options={"range": span, **({"if_match": etag} if etag else {})})
@@ -127,12 +127,12 @@ class Cloud:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
-    def _entry(self, about: Any) -> Entry:
+    def _entry(self, about: Any) -> StoredObject:
         """An object's entry from obstore. Azure lists ETags without the quotation marks that they have elsewhere."""
         etag = about["e_tag"] or ""
         if self._kind == "az" and etag and not etag.endswith('"'):
             etag = f'"{etag}"'
-        return Entry(about["path"], about["size"], etag, about["last_modified"].timestamp())
+        return StoredObject(about["path"], about["size"], etag, about["last_modified"].timestamp())
 
     @contextmanager
     def _explained(self, key: str, operation: str) -> Iterator[None]:

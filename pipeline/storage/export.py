@@ -18,7 +18,7 @@ FOLDER = "hf/"
 def due(config: Any, folder: Path, manifest: Any) -> str:
     """What the finished stage in `folder` still has to do, as a phrase; "" if the upload is done or not configured."""
     url = config.convert.copy_to
-    done = url is None or ledger_of(folder, url).found({"": manifest.digest})
+    done = url is None or ledger_of(folder, url).recorded({"": manifest.digest})
     return "" if done else f"the upload to {url} is pending"
 
 

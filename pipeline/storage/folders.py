@@ -17,7 +17,7 @@ from pathlib import Path
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, sync
 from drover.pipeline.core.folders import folders_below
-from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
+from drover.pipeline.storage.outcomes import Changed, Exists, Missing, StoredObject
 
 _TEMPORARY = re.compile(r"\.[^/]*-[0-9]+\.tmp$")
 """Names that `atomic_file` gives to unfinished files."""
@@ -27,12 +27,12 @@ _COPY = 1 << 20
 class Folder:
     """The disk, as a backend of `drover.pipeline.storage.store.Store`: keys are absolute paths without the first /."""
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str) -> list[StoredObject]:
         """All files below a folder."""
         with _explained(f"/{prefix}", "list"):
             return list(self._walk(prefix))
 
-    def _walk(self, prefix: str) -> Iterator[Entry]:
+    def _walk(self, prefix: str) -> Iterator[StoredObject]:
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
                 raise error
@@ -43,7 +43,7 @@ class Folder:
                 if not _TEMPORARY.search(name) and (entry := self.head(key)) is not None:
                     yield entry
 
-    def head(self, key: str) -> Entry | None:
+    def head(self, key: str) -> StoredObject | None:
         """One file."""
         path = Path(f"/{key}")
         try:
@@ -52,7 +52,7 @@ class Folder:
         except Missing:
             return None
 
-    def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
+    def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, StoredObject]:
         """The bytes [start, stop) as far as they exist, and the file's entry."""
         with _explained(f"/{key}", "read"), open(f"/{key}", "rb") as file:
             entry = _entry(key, os.fstat(file.fileno()))
@@ -98,5 +98,5 @@ def _explained(path: str, operation: str) -> Iterator[None]:
                         f"has the permission, and run it again.") from None
 
 
-def _entry(key: str, about: os.stat_result) -> Entry:
-    return Entry(key, about.st_size, f"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_size:x}", about.st_mtime)
+def _entry(key: str, about: os.stat_result) -> StoredObject:
+    return StoredObject(key, about.st_size, f"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_size:x}", about.st_mtime)

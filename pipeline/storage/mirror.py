@@ -26,7 +26,7 @@ from uuid import uuid4
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import Ledger, Outputs, Record, parsed_json, problem_of, typed
 from drover.pipeline.core.ordered_map import ordered_map
-from drover.pipeline.storage.store import CHECKED, Entry, Exists, Missing, Store, preflight
+from drover.pipeline.storage.store import CHECKED, Exists, Missing, Store, StoredObject, preflight
 
 COPY = "copy.json"
 OWNER = "owner.json"
@@ -143,7 +143,7 @@ class Mirror:
         self.store.put(COPY, (json.dumps({"format": FORMAT, "of": of, "files": listed}, indent=1) + "\n").encode())
 
     def send(self, folder: Path, records: Sequence[Record], check: Callable[[], None] = lambda: None,
-             sent: Callable[[Record, Entry], None] = lambda record, entry: None) -> int:
+             sent: Callable[[Record, StoredObject], None] = lambda record, entry: None) -> int:
         """Upload files of `folder`, several at a time; returns their bytes.
 
         check: called before each file; raises if nothing may be uploaded any more. sent: called after each, in order.
@@ -151,7 +151,7 @@ class Mirror:
         Raises:
             UserError: a file differs from its record (then it is not uploaded), or the store does not take it.
         """
-        def put(record: Record) -> Entry:
+        def put(record: Record) -> StoredObject:
             # A file that was corrupted on the disk must not become the copy that may have to replace it.
             if problem := problem_of(folder / record["path"], record):
                 raise UserError(f"{problem}, so it is not copied to {self.store.url}. Check the disk; delete the file "
@@ -248,7 +248,7 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
             f"files of {theirs}, not"
         raise UserError(f"{url} holds {holds} of {name}. Nothing there is overwritten; give another place, or delete "
                         f"the files there.")
-    sent = ledger.found({record["path"]: record["sha256"] for record in files})
+    sent = ledger.recorded({record["path"]: record["sha256"] for record in files})
 
     old, finished = (owner.content or {}).get("files", []), False
     with suppress(Missing, DamagedCopyError):
@@ -262,7 +262,7 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
     for _ in range(len(files) - len(todo)):
         advance()
 
-    def note(record: Record, entry: Entry) -> None:
+    def note(record: Record, entry: StoredObject) -> None:
         ledger.add(record["path"], record["sha256"], entry.etag)
         advance()
     if todo or not finished:

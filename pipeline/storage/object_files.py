@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import opened
-from drover.pipeline.storage.store import Entry, Store, is_url
+from drover.pipeline.storage.store import Store, StoredObject, is_url
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class ObjectFile:
 
     def open(self, position: int = 0, until: int | None = None) -> BufferedReader:
         """The bytes from `position` on; those before `until` are prefetched."""
-        entry = Entry(self._path, self.size, self.etag, self.modified)
+        entry = StoredObject(self._path, self.size, self.etag, self.modified)
         first = self.beginning if position < min(self.size, BEGINNING_BYTES) else b""
         return self._store.stream(self._path, position, entry=entry, until=until, known=first[position:])
 
-    def head(self) -> Entry:
+    def head(self) -> StoredObject:
         """The store's present entry of the object."""
         return self._store.entry(self._path)
 

@@ -20,7 +20,7 @@ class Changed(UserError):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredObject:
     """An object.
 
     Attributes:

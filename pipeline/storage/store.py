@@ -26,9 +26,9 @@ from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.clouds import Cloud
 from drover.pipeline.storage.folders import Folder
 from drover.pipeline.storage.outcomes import Changed as Changed
-from drover.pipeline.storage.outcomes import Entry as Entry
 from drover.pipeline.storage.outcomes import Exists as Exists
 from drover.pipeline.storage.outcomes import Missing as Missing
+from drover.pipeline.storage.outcomes import StoredObject as StoredObject
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file")
 FOR_TESTS = "memory"
@@ -78,7 +78,7 @@ class Store:
         key = self._key(path)
         return f"{self._root}/{quote(key) if self._root == 'file://' else key}"
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """All objects whose path begins with `prefix` and a slash, sorted by path. Empty objects that represent folders
         are left out."""
         cut = len(self._prefix) + 1 if self._prefix else 0
@@ -90,12 +90,12 @@ class Store:
             if entry.path not in folders and len(entry.path) > cut:
                 yield replace(entry, path=entry.path[cut:])
 
-    def head(self, path: str) -> Entry | None:
+    def head(self, path: str) -> StoredObject | None:
         """An object's entry; None if it is not there."""
         entry = self._backend().head(self._key(path))
         return None if entry is None else replace(entry, path=path)
 
-    def entry(self, path: str) -> Entry:
+    def entry(self, path: str) -> StoredObject:
         """An object's entry. Raises Missing if it is not there."""
         if (entry := self.head(path)) is None:
             raise Missing(f"{self.url_of(path)} is not there. Correct the URL, or put the object there.")
@@ -124,7 +124,7 @@ class Store:
                             f"(the object has {entry.size:,}). Look whether it is whole.")
         return data
 
-    def stream(self, path: str, start: int = 0, *, entry: Entry | None = None, until: int | None = None,
+    def stream(self, path: str, start: int = 0, *, entry: StoredObject | None = None, until: int | None = None,
                known: bytes = b"") -> io.BufferedReader:
         """The bytes of an object from `start` on, read in order with a few blocks in memory.
 
@@ -141,7 +141,7 @@ class Store:
         until = entry.size if until is None else min(until, entry.size)
         return io.BufferedReader(BlockStream(self._in_order(path, start, entry, until, known)), LITTLE_BYTES)
 
-    def put(self, path: str, data: bytes | Path, *, only_new: bool = False) -> Entry:
+    def put(self, path: str, data: bytes | Path, *, only_new: bool = False) -> StoredObject:
         """Write an object, complete or not at all; a large file in parts, unless the write is conditional.
 
         Args:
@@ -186,7 +186,7 @@ class Store:
         while some := list(islice(keys, DELETED_AT_ONCE)):
             self._backend().delete(some)
 
-    def _in_order(self, path: str, start: int, entry: Entry, until: int, known: bytes) -> Iterator[bytes]:
+    def _in_order(self, path: str, start: int, entry: StoredObject, until: int, known: bytes) -> Iterator[bytes]:
         if known:
             yield known
         at = start + len(known)

@@ -206,7 +206,7 @@ def merges(ids: Mapping[str, int], rank: Callable[[str], float]) -> list[tuple[s
 
 
 @dataclass(frozen=True)
-class Characters:
+class CharacterVocabulary:
     """The file of a tokenizer of characters: those of the training split by code point.
 
     Bytes and the special ids follow. Other characters are spelled in bytes, so nothing is lost and the validation loss
@@ -218,7 +218,7 @@ class Characters:
 
 def _characters(path: Path) -> tuple[Any, Sequence[str], tuple[str, str]]:
     from tokenizers import Tokenizer, decoders, models
-    record = read_record(path, Characters, AGAIN)
+    record = read_record(path, CharacterVocabulary, AGAIN)
     known = record.characters if record else ""
     if len(set(known)) != max(1, len(known)):
         raise UserError(f"{path} is not a list of different characters. {AGAIN}")

@@ -178,7 +178,7 @@ class AsyncSaver:
             self.checkpoints.publish(temporary, [*index.files, written], progress, self.about)
         problem = in_turn(self.channel, lambda: self.checkpoints.make_room(temporary),
                           write, Index.joined, publish, temporary)
-        if problem is not None and self.ranks.leads:
+        if problem is not None and self.ranks.is_rank_zero:
             shutil.rmtree(temporary, ignore_errors=True)  # leave no partial checkpoint
         return problem
 
@@ -194,11 +194,11 @@ def in_turn(channel: HostChannel, first: Callable[[], Any], share: Callable[[Any
     """Work of all ranks together, in a thread of each. Rank 0 calls `first`; every rank calls `share` with its result;
     rank 0 calls `last` with their results, which `join` combines. Returns the error, the same on every rank, or None.
     place: see `portable`."""
-    started = channel.same(tried(first, place) if channel.ranks.leads else None)
+    started = channel.same(tried(first, place) if channel.ranks.is_rank_zero else None)
     if isinstance(started, Exception):
         return started
     done = channel.joined(tried(lambda: share(started), place), partial(_joined, join))
-    ended = tried(lambda: last(raised(done)), place) if channel.ranks.leads else None
+    ended = tried(lambda: last(raised(done)), place) if channel.ranks.is_rank_zero else None
     return channel.same(ended if isinstance(ended, Exception) else None)
 
 

@@ -83,7 +83,7 @@ class Checkpoints:
             self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); renamed to "
                      f"{path.name}.damaged, going back to the one before it")
             damaged += 1
-            if self.ranks.leads:
+            if self.ranks.is_rank_zero:
                 # Otherwise it would count as one of the newest when old ones are pruned.
                 shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
                 renamed(path, f"{path.name}.damaged")
@@ -114,7 +114,7 @@ class Checkpoints:
 
     def prune(self, keep: int, permanent_every: int | None) -> None:
         """Remove all but the newest `keep` complete checkpoints, permanent and needed ones; markers go first."""
-        if not self.ranks.leads:
+        if not self.ranks.is_rank_zero:
             return
         for path in complete_checkpoints(self.folder.parent)[:-keep]:
             step = step_of(path)

@@ -49,7 +49,7 @@ class GuardRunner(Guards):
         samples = self.excluded.take(progress.samples, self.batch_sequences).ranges
         decision = self.judge(step, result.loss, result.grad_norm, samples, can_roll_back)
         assert result.applied == decision.applied, "the device and the guards decided differently"
-        if decision.event and self.ranks.leads:  # only rank 0 prints and logs, so only it reads the documents
+        if decision.event and self.ranks.is_rank_zero:  # only rank 0 prints and logs, so only it reads the documents
             documents = documents_of(self.data, decision.samples)
             meaning = {"skip": "the update was skipped", "rollback": "going back to the last checkpoint",
                        "spike": "logged only"}[decision.event]
@@ -60,11 +60,11 @@ class GuardRunner(Guards):
     def describe(self, samples: Sequence[Range]) -> str:
         """See Guards. Rank 0 reads them while the others wait: if they exited first, rank 0 would be ended before it
         reports."""
-        return str(self.ranks.same(named(documents_of(self.data, samples)) if self.ranks.leads else None))
+        return str(self.ranks.same(named(documents_of(self.data, samples)) if self.ranks.is_rank_zero else None))
 
     def exclude(self, decision: GuardDecision, back_to: int) -> None:
         """Exclude the samples of a step from training permanently. The record is on disk before anything is loaded."""
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             plan = self.data.order.plan_at(decision.samples[-1][1])
             add_rollback(self.folder, Rollback(decision.step, back_to, decision.samples, plan, decision.text))
         self._read()

@@ -26,7 +26,8 @@ class Saving(Hook):
     def votes(self, loop: Loop) -> Sequence[float]:
         """See Hook."""
         minutes = self.every_minutes
-        late = loop.ranks.leads and minutes is not None and time.monotonic() - loop.saver.last_save > 60 * minutes
+        since_save = time.monotonic() - loop.saver.last_save
+        late = loop.ranks.is_rank_zero and minutes is not None and since_save > 60 * minutes
         return late, loop.saver.failed
 
     def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:

@@ -50,7 +50,7 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, has_checkpoi
     own = drawn(model, work.config.seed)
     start = work.config.train.init_from
     if start is None:
-        if ranks.leads:
+        if ranks.is_rank_zero:
             _keep_settings(work, None)
         yield own
         return
@@ -63,7 +63,7 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, has_checkpoi
         return compared
     compared = ranks.by_leader(checked)
     with open_weights(path) as weights:
-        if ranks.leads:
+        if ranks.is_rank_zero:
             work.say(f"starts from the weights in {weights.path} ({weights.form}; {compared})"
                      + "".join(f"; {change}" for change in changes(weights.config, model)))
         yield taken(weights, own)

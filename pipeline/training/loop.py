@@ -295,7 +295,7 @@ class Loop:
         self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)
         self.recorder.flush()
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
         for hook in self.hooks:
             hook.on_stop(self)
@@ -319,7 +319,7 @@ class Loop:
                             f"Check the disk and run the stage again; it continues from the last valid checkpoint.")
         self.recorder.event("finish", step=self.progress.step, **ending)
         self.recorder.close()
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             self._commit(result[0])
         self.ranks.barrier()
 
@@ -392,7 +392,7 @@ class Loop:
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0 only."""
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             self.work.say(text)
 
     def _start_facts(self) -> Record:

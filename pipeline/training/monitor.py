@@ -140,7 +140,7 @@ class Samples(Hook):
                 return {}
             finally:
                 loop.engine.free_unsharded()
-        if loop.ranks.leads:
+        if loop.ranks.is_rank_zero:
             for (prompt, _), ids in zip(self.prompts, drawn, strict=True):
                 loop.recorder.write("sample", loop.progress.step, prompt, self.tokenizer.decode(ids))
         return {}

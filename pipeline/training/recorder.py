@@ -61,7 +61,7 @@ class Recorder:
         self._began = time.perf_counter()
         self._first_start = time.time()
         self._plan_changes = 0
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             self.log = open_log(self.work, progress.step)
             self._plan_changes = TrainingRecords(self.work.folder).plan_changes
 
@@ -70,7 +70,7 @@ class Recorder:
         self.event("resume" if progress.step else "start", step=progress.step, ranks=self.ranks.world,
                    startup_s=round(time.monotonic() - self.work.began, 3), train_s=train_s(progress), **details)
         self.flush()
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             self._first_start = first_start(RunFacts(self.work.run.folder)) or self._first_start
         self._began = time.perf_counter()
         self.look_s = 0.0
@@ -99,7 +99,7 @@ class Recorder:
         record |= {name: value for name, value in seldom.items() if value}
         if (share := compiled_share()) is not None:
             record["compiled_share"] = round(share, 4)
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             now_at = self.plan.tokens_at(after.step)
             done = max(1, now_at - self.plan.tokens_at(self._started_at))
             left_s = (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at)
@@ -129,7 +129,7 @@ class Recorder:
 
     def interrupt(self) -> None:
         """Clear the live line, so that another line can be printed."""
-        if self._live and self.ranks.leads:
+        if self._live and self.ranks.is_rank_zero:
             print("\r\x1b[K", end="", flush=True)
 
     def _goodput(self, now: float) -> float:

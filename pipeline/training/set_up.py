@@ -93,12 +93,12 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         agreement = RankAgreement.gather(ranks, work)
 
     def say(text: str) -> None:
-        if ranks.leads:
+        if ranks.is_rank_zero:
             work.say(text)
     paused = partial(watchdog.paused, ranks.barrier)
     for line in filter(None, (str(agreement), agreement.warning())):
         say(line)
-    if ranks.leads:
+    if ranks.is_rank_zero:
         write_places(work.folder, agreement.nodes)
 
     # Each rank's place, and its part of the batch.
@@ -132,7 +132,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         progress = _continued(newest, work, guards, plan_changes)
         if newest is not None:
             say(f"continuing after step {progress.step} ({progress.samples:,} samples used) from {newest[0].name}")
-            if ranks.leads and (warning := changed_code(newest[0], code_hashes(STAGES["train"], config))):
+            if ranks.is_rank_zero and (warning := changed_code(newest[0], code_hashes(STAGES["train"], config))):
                 say(warning)
         for text in plan_changes:
             say(f"plan changed: {text}")
@@ -161,7 +161,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         for hook in hooks:
             hook.on_saved(step)
     with times.part("checkpoint"):
-        saver = AsyncSaver(checkpoints, ranks, train.checkpoint, _about(config) if ranks.leads else {}, say,
+        saver = AsyncSaver(checkpoints, ranks, train.checkpoint, _about(config) if ranks.is_rank_zero else {}, say,
                            recorder.event, saved,
                            (lambda: None) if token_check is None else token_check.refuse_damaged)
         with paused():

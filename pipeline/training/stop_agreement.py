@@ -55,7 +55,7 @@ class StopAgreement(StopRequest, Hook):
 
     def votes(self, loop: Loop | None = None) -> Sequence[float]:
         """One flag for each cause, whether this rank got a signal, and if so its number."""
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             self._check_file_and_clock()
         return [*(cause in self._requests for cause in CAUSES), self.heard, self.ranks.rank * self.heard]
 

@@ -159,7 +159,8 @@ class Uploads(Hook):
         self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
         self._copied, work.accepted = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
-        self._worker = BackgroundWorker("uploads", self._upload if ranks.leads else self._follow, newest_only=True)
+        self._worker = BackgroundWorker("uploads", self._upload if ranks.is_rank_zero else self._follow,
+                                        newest_only=True)
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
         """The newest checkpoint, as `Checkpoints.newest_valid` finds it. A newer one in the store is fetched.
@@ -198,14 +199,14 @@ class Uploads(Hook):
 
     def on_start(self, loop: Loop) -> None:
         """Start uploading: first the checkpoint that training continues from, if it has no copy."""
-        if not self.ranks.leads:
+        if not self.ranks.is_rank_zero:
             self._worker.put(0)
         elif loop.has_checkpoint and loop.progress.step > self.uploaded:
             self.on_saved(loop.progress.step)
 
     def on_saved(self, step: int) -> None:
         """See Hook. It reads no files, since an error here would fail the save."""
-        if not self.ranks.leads:
+        if not self.ranks.is_rank_zero:
             return
         self._worker.put(step)
         if self._worker.error is not None:
@@ -371,7 +372,7 @@ class Uploads(Hook):
 
         problem = in_turn(self._channel, ready, lambda files: copy.fetch(temporary, files[ranks.rank::ranks.world]),
                           sum, publish, temporary)
-        if ranks.leads:
+        if ranks.is_rank_zero:
             shutil.rmtree(temporary, ignore_errors=True)
         return problem
 
@@ -380,7 +381,7 @@ class Uploads(Hook):
         the store. Only rank 0 checks the owner; the other ranks learn of it after their share."""
         if self._stopped:
             raise UserError("copying was stopped.")
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             self._owner.refuse_lost()
 
     def _follow(self, _: int) -> None:

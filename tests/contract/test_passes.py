@@ -177,9 +177,9 @@ def test_ledgers_of_several_processes_are_one_and_what_is_taken_back_is_not_done
         (path,) = tmp_path.glob(f"*-{os.getpid()}.jsonl")
         path.rename(tmp_path / f"node-{name}-{key}.jsonl")
     ledger.add("one", "k", 2)
-    assert ledger.found({"two": "k", "one": "l", "three": "k"}) == {"two": VALUES[1][2], "one": [1.5]}
+    assert ledger.recorded({"two": "k", "one": "l", "three": "k"}) == {"two": VALUES[1][2], "one": [1.5]}
     ledger.add("two", "k", None)
-    assert ledger.found({"two": "k", "one": "l"}) == {"one": [1.5]}
+    assert ledger.recorded({"two": "k", "one": "l"}) == {"one": [1.5]}
     ledger.add("four", "k", 1)
     ledger.add("four", "k", None)
     assert ledger.of_key("k") == {"one": 2}  # the newest, whatever the files are called

@@ -49,7 +49,7 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
 def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, monkeypatch, lengths, data, block):
     documents = np.split(np.arange(sum(lengths)) % 65_536, np.cumsum(lengths)[:-1]) if lengths else []
     held = make(tmp_path_factory.mktemp("shard"), documents)
-    looked_up = TokenShard(held.path, held.record, whole=0)
+    looked_up = TokenShard(held.path, held.record, index_limit=0)
     start = data.draw(st.integers(0, held.token_count))
     stop = data.draw(st.integers(start, held.token_count))
     spans = list(pairwise([0, *np.cumsum(lengths, dtype=int).tolist()]))
@@ -89,9 +89,9 @@ def test_a_torn_file_is_named(tmp_path):
     refused(UserError, "not a token shard", read_batch, shard.path)
 
 
-@pytest.mark.parametrize("whole", [0, 1 << 20])
-def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path, whole):
-    shard = make(tmp_path, [np.zeros(10)] * 4000, whole=whole)
+@pytest.mark.parametrize("index_limit", [0, 1 << 20])
+def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path, index_limit):
+    shard = make(tmp_path, [np.zeros(10)] * 4000, index_limit=index_limit)
 
     def put(place, value):
         with open(shard.path, "r+b") as file:
@@ -100,7 +100,7 @@ def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path, w
     for place, wrong in ((4000, 39_999), (0, 1), (2000, 5), (2000, 39_000), (2000, -1)):
         put(place, wrong)
         refused(UserError, r"does not hold the 4000 documents .* its content was changed",
-                TokenShard(shard.path, shard.record, whole).document_starts, 19_990, 20_010)
+                TokenShard(shard.path, shard.record, index_limit).document_starts, 19_990, 20_010)
         put(place, 10 * place)
     assert shard.document_starts(19_990, 20_010).tolist() == [19_990, 20_000]
     put(2000, -1)

@@ -32,7 +32,7 @@ def talk(ranks, arity):
         heard, short = channel.same(long), channel.joined([ranks.rank], join)
         assert sockets() <= before, "a rank has its connection to the store already"
         everyone = ranks.gather((heard, max(widest, default=0)))
-    if ranks.leads:
+    if ranks.is_rank_zero:
         assert [rank for rank, _ in long] == short == list(range(ranks.world))
         assert all(value == long for value, _ in everyone)
     left = [key for key in channel._store.list_keys() if "drover/hosts" in key]
@@ -61,5 +61,5 @@ class Calls(Hook):
     def after_step(self, loop):
         self.steps.append([name for name, group in self.seen if group is None])
         self.seen.clear()
-        if loop.ranks.leads:
+        if loop.ranks.is_rank_zero:
             (loop.work.folder / "calls.json").write_text(json.dumps(self.steps))

@@ -28,7 +28,7 @@ from drover.tools.verify import (
     LOGS,
     SIZED,
     WENT,
-    Check,
+    FileCheck,
     Inventory,
     Report,
     check_ledger,
@@ -240,7 +240,7 @@ def test_a_changed_byte_of_a_ledger_is_found_and_a_torn_line_is_none(tmp_path):
 def test_an_input_that_cannot_be_what_was_read_is_not_hashed(tmp_path, make, size, expected):
     make(path := tmp_path / "source")
     record = {"name": "a/b", "bytes": size, "sha256": "0" * 64, "mtime_ns": 0}
-    assert expected in Check(path, "", check_source, (record, "shard"))()
+    assert expected in FileCheck(path, "", check_source, (record, "shard"))()
 
 
 @pytest.mark.parametrize(("kind", "expected"), [

@@ -19,21 +19,21 @@ from tests.refusal import refused
 NAN = StepResult(math.nan, 1.0, False)
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypatch, leads):
+@pytest.mark.parametrize("is_rank_zero", [True, False])
+def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypatch, is_rank_zero):
     read = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", [8])])
     printed = Mock()
     log = Mock()
     monkeypatch.setattr("drover.pipeline.training.guard_runner.documents_of", read)
-    ranks = SimpleNamespace(leads=leads, by_leader=lambda read: [],
-                            same=lambda value: value if leads else "what rank 0 has read")
+    ranks = SimpleNamespace(is_rank_zero=is_rank_zero, by_leader=lambda read: [],
+                            same=lambda value: value if is_rank_zero else "what rank 0 has read")
     runner = GuardRunner(Mock(**{"config.train.guards": GuardConfig(max_skipped=1)}), ranks, Mock(), printed)
     runner.batch_sequences = 8
     runner.judge_step(1, NAN, TrainingProgress(), True, log)
-    assert read.call_count == printed.call_count == log.call_count == leads
-    if leads:
+    assert read.call_count == printed.call_count == log.call_count == is_rank_zero
+    if is_rank_zero:
         assert "web/abc (train-0.arrow, document 5)" in printed.call_args.args[0] and log.call_args.args == ("skip",)
         assert log.call_args.kwargs["documents"][0]["samples"] == [8] and log.call_args.kwargs["samples"] == [[0, 8]]
-    refused(UserError, "web/abc" if leads else "what rank 0 has read", runner.judge_step, 2, NAN,
+    refused(UserError, "web/abc" if is_rank_zero else "what rank 0 has read", runner.judge_step, 2, NAN,
             TrainingProgress(step=1, samples=8), True, log)
-    assert read.call_count == 2 * leads
+    assert read.call_count == 2 * is_rank_zero

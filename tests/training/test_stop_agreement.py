@@ -16,7 +16,7 @@ from drover.pipeline.training.stop_agreement import Stop, StopAgreement
 
 
 def rank_of(rank=0, world=1):
-    return SimpleNamespace(rank=rank, world=world, leads=rank == 0)
+    return SimpleNamespace(rank=rank, world=world, is_rank_zero=rank == 0)
 
 
 def agreed_by(request):

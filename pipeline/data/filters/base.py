@@ -97,6 +97,6 @@ def libraries(items: Iterable[Kind]) -> dict[str, str]:
     return {"unicode": unicodedata.unidata_version} | {package: version(package) for package in sorted(packages)}
 
 
-def outside_code(config: Config) -> dict[str, Path]:
+def external_code(config: Config) -> dict[str, Path]:
     """The source files of filters from outside, by module."""
     return external_sources(item.kind for item in config.shard.filters)

@@ -23,7 +23,7 @@ import numpy as np
 from drover.pipeline.data.planning.runs import (
     DIGEST,
     LINK,
-    Layout,
+    CorpusLayout,
     StagedDocuments,
     links_path,
     read_rows,
@@ -45,7 +45,7 @@ def followers_path(folder: Path) -> Path:
 
 def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write the followers. Returns the file as `outputs`."""
-    plan = Layout.read(folder)
+    plan = CorpusLayout.read(folder)
     total = plan.starts[-1]
 
     def ranks(numbers: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": [write_rows(folder, followers_path(folder), rows, np.concatenate([[0], borders, [len(rows)]]))]}
 
 
-def _links(folder: Path, plan: Layout) -> Iterator[np.ndarray]:
+def _links(folder: Path, plan: CorpusLayout) -> Iterator[np.ndarray]:
     """The links of all bands."""
     names = [*plan.group_names, *plan.partition_names]
     for band, name in product(range(plan.bands), names):
@@ -113,7 +113,7 @@ MOST_COMPARED = 256
 Shingles = set[tuple[str, ...]]
 
 
-def near_columns(plan: Layout) -> tuple[int, int]:
+def near_columns(plan: CorpusLayout) -> tuple[int, int]:
     """The columns of near-duplicates that are dropped, and of those that stay."""
     return plan.bands + 1, plan.bands + 2
 
@@ -124,7 +124,7 @@ def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     payload: `partition`; `verify` (the least similarity; None: drop without a comparison); `words` (see
     `signatures.words`).
     """
-    plan, partition = Layout.read(folder), payload["partition"]
+    plan, partition = CorpusLayout.read(folder), payload["partition"]
     followers = read_rows(followers_path(folder), LINK, partition, plan.partitions)
     dropped = followers if payload["verify"] is None else _similar(
         StagedDocuments(folder, plan), followers, payload["verify"], payload["words"])

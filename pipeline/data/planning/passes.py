@@ -28,7 +28,7 @@ from drover.pipeline.data.planning.runs import (
     SUMS,
     TRAIN,
     VALIDATION,
-    Layout,
+    CorpusLayout,
     StagedDocuments,
     layout,
     match_partition,
@@ -36,7 +36,7 @@ from drover.pipeline.data.planning.runs import (
     sort_group,
     sums_of,
 )
-from drover.pipeline.data.planning.shards import Piece, pieces_by_hash, pieces_by_tail, plan_shards
+from drover.pipeline.data.planning.shards import ShardPiece, pieces_by_hash, pieces_by_tail, plan_shards
 from drover.pipeline.data.planning.signatures import banding
 from drover.pipeline.data.reading import staged
 from drover.pipeline.data.text_shards import SPLITS
@@ -58,7 +58,7 @@ class Decided:
     """
 
     dropped: np.ndarray
-    pieces: list[list[list[Piece]]]
+    pieces: list[list[list[ShardPiece]]]
     payloads: list[dict[str, Any]]
     kept: list[dict[str, Any]]
 
@@ -103,11 +103,11 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     return Decided(dropped, pieces, payloads, [record["outputs"][-1] for record in decided if name_kept])
 
 
-def _groups(plan: Layout, **payload: Any) -> list[Task]:
+def _groups(plan: CorpusLayout, **payload: Any) -> list[Task]:
     return [Task(name, {"group": group, **payload}) for group, name in enumerate(plan.group_names)]
 
 
-def _partitions(plan: Layout, columns: Iterable[int], **payload: Any) -> list[Task]:
+def _partitions(plan: CorpusLayout, columns: Iterable[int], **payload: Any) -> list[Task]:
     return [Task(f"{column:03d}-{name}", {"column": column, "partition": partition, **payload})
             for column in columns for partition, name in enumerate(plan.partition_names)]
 
@@ -132,7 +132,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         For each unit in `sums` SUMS of what is kept in each split, and in `dropped` the numbers of exact and
         near-duplicates; the files as `outputs`, that of the documents kept instead of others last.
     """
-    plan, group = Layout.read(folder), payload["group"]
+    plan, group = CorpusLayout.read(folder), payload["group"]
     documents = StagedDocuments(folder, plan)
     outcomes, kept, splits_by = _decided(folder, plan, documents, group, payload["drop"])
     begin, _ = plan.bounds(group)
@@ -157,7 +157,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _decided(folder: Path, plan: Layout, documents: StagedDocuments, group: int,
+def _decided(folder: Path, plan: CorpusLayout, documents: StagedDocuments, group: int,
              drop: bool) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
     """The outcome of each document of a group; the number of the document that is kept in its place; and, for those
     that stay although a component has them, the digest that decides their split, so that the component is in one split.

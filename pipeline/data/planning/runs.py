@@ -42,7 +42,7 @@ _INDEXES_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class Layout:
+class CorpusLayout:
     """Groups of units, partitions of keys. It follows from the documents and the settings alone.
 
     Attributes:
@@ -69,9 +69,9 @@ class Layout:
         write_json(folder / STAGING / "layout.json", asdict(self), keep_equal=True)
 
     @staticmethod
-    def read(folder: Path) -> Layout:
+    def read(folder: Path) -> CorpusLayout:
         """Read what `write` wrote."""
-        return Layout(**read_json(folder / STAGING / "layout.json"))
+        return CorpusLayout(**read_json(folder / STAGING / "layout.json"))
 
     @property
     def group_names(self) -> list[str]:
@@ -107,7 +107,7 @@ class Layout:
 
 
 def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], *, last: bool = False,
-           bands: int = 0) -> Layout:
+           bands: int = 0) -> CorpusLayout:
     """Group units of these numbers of documents."""
     borders, held = [0], 0
     for unit, own in enumerate(documents):
@@ -117,13 +117,13 @@ def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int
         held += own
     starts = np.cumsum([0, *documents], dtype=np.int64).tolist()
     partitions = 1 << (ceil(max(1, starts[-1]) / PARTITION_ROWS) - 1).bit_length()
-    return Layout(list(names), list(sources), starts, [*borders, len(documents)], partitions, last, bands)
+    return CorpusLayout(list(names), list(sources), starts, [*borders, len(documents)], partitions, last, bands)
 
 
 class StagedDocuments:
     """Staged documents by their numbers."""
 
-    def __init__(self, folder: Path, plan: Layout) -> None:
+    def __init__(self, folder: Path, plan: CorpusLayout) -> None:
         self.folder, self.names, self.starts = folder, plan.names, np.array(plan.starts)
         self._index = lru_cache(_INDEXES_AT_ONCE)(lambda name: np.load(staged(folder, name, ".npy"), mmap_mode="r"))
 
@@ -164,7 +164,7 @@ def _path(folder: Path, kind: str, column: int, name: str) -> Path:
 
 def sort_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write the runs of one group, and the links inside of it. Returns the files as `outputs`."""
-    plan, group = Layout.read(folder), payload["group"]
+    plan, group = CorpusLayout.read(folder), payload["group"]
     begin, end = plan.bounds(group)
     places, outputs = np.arange(end - begin), []
     for column in range(plan.bands + 1):
@@ -184,7 +184,7 @@ def sort_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
 def match_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write the links between groups in one partition of a column. Returns the file as `outputs`."""
-    plan, column, partition = Layout.read(folder), payload["column"], payload["partition"]
+    plan, column, partition = CorpusLayout.read(folder), payload["column"], payload["partition"]
     numbers, rows = read_runs(folder, plan, column, partition)
     _, others, kept = equal_rows([rows[name] for name in rows.dtype.names or () if name != "place"], plan.last)
     return {"outputs": [write_links(folder, plan, column, plan.partition_names[partition], numbers[others],
@@ -214,7 +214,7 @@ def by_key(keys: Sequence[np.ndarray], last: bool = False) -> np.ndarray:
     return order
 
 
-def write_run(folder: Path, plan: Layout, group: int, column: int, keys: Iterable[np.ndarray],
+def write_run(folder: Path, plan: CorpusLayout, group: int, column: int, keys: Iterable[np.ndarray],
               places: np.ndarray) -> dict[str, Any]:
     """Write rows sorted by key, which is cut into partitions of equal ranges. Returns the output's record."""
     rows = np.empty(len(places), DIGEST_RUN if column == DIGEST else RUN)
@@ -225,7 +225,7 @@ def write_run(folder: Path, plan: Layout, group: int, column: int, keys: Iterabl
                       np.concatenate([[0], np.searchsorted(rows["key"], borders), [len(rows)]]))
 
 
-def read_runs(folder: Path, plan: Layout, column: int, partition: int) -> tuple[np.ndarray, np.ndarray]:
+def read_runs(folder: Path, plan: CorpusLayout, column: int, partition: int) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of documents of one partition of a column in all groups, ascending, and their rows."""
     parts = [read_rows(_path(folder, "runs", column, name), DIGEST_RUN if column == DIGEST else RUN, partition,
                        plan.partitions) for name in plan.group_names]
@@ -233,7 +233,7 @@ def read_runs(folder: Path, plan: Layout, column: int, partition: int) -> tuple[
     return np.repeat(plan.group_starts[:-1], [len(part) for part in parts]) + rows["place"], rows
 
 
-def write_links(folder: Path, plan: Layout, column: int, name: str, others: np.ndarray,
+def write_links(folder: Path, plan: CorpusLayout, column: int, name: str, others: np.ndarray,
                 kept: np.ndarray) -> dict[str, Any]:
     """Write links, sorted by document, cut into groups. Returns the output's record."""
     rows, order = np.empty(len(others), LINK), np.argsort(others)
@@ -242,7 +242,7 @@ def write_links(folder: Path, plan: Layout, column: int, name: str, others: np.n
                       np.searchsorted(rows["other"], plan.group_starts))
 
 
-def read_links(folder: Path, plan: Layout, column: int, names: Sequence[str], group: int) -> np.ndarray:
+def read_links(folder: Path, plan: CorpusLayout, column: int, names: Sequence[str], group: int) -> np.ndarray:
     """The links of the documents of a group that the units of these names (groups, partitions) found in a column."""
     return np.concatenate([read_rows(links_path(folder, column, name), LINK, group, len(plan.groups) - 1)
                            for name in names])

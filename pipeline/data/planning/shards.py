@@ -20,7 +20,7 @@ import numpy as np
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record
 from drover.pipeline.data.documents import document_key, from_json, key_fits, to_json
-from drover.pipeline.data.planning.runs import SUMS, TRAIN, Layout, read_document, sums_of
+from drover.pipeline.data.planning.runs import SUMS, TRAIN, CorpusLayout, read_document, sums_of
 from drover.pipeline.data.reading import INDEX, index_row, staged
 from drover.pipeline.data.text_shards import SPLITS, write_members
 
@@ -28,7 +28,7 @@ _BYTES, _CHARACTERS = SUMS.index("text_bytes"), SUMS.index("characters")
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A range of a unit's documents, of which those with one outcome belong to one split.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
     cut: Sequence[int | None] | None = None
 
 
-def pieces_by_hash(plan: Layout, sums: np.ndarray, sources: int) -> list[list[list[Piece]]]:
+def pieces_by_hash(plan: CorpusLayout, sums: np.ndarray, sources: int) -> list[list[list[ShardPiece]]]:
     """The pieces of each split and source, by the outcomes of documents.
 
     sums: (units, 2 splits, SUMS) of what is kept.
@@ -56,12 +56,12 @@ def pieces_by_hash(plan: Layout, sums: np.ndarray, sources: int) -> list[list[li
              for source in range(sources)] for split in range(len(SPLITS))]
 
 
-def all_of_unit(plan: Layout, sums: np.ndarray, unit: int, outcome: int) -> Piece:
+def all_of_unit(plan: CorpusLayout, sums: np.ndarray, unit: int, outcome: int) -> ShardPiece:
     """All documents of a unit with an outcome."""
-    return Piece(plan.names[unit], 0, plan.documents(unit), outcome, sums[unit, outcome].tolist())
+    return ShardPiece(plan.names[unit], 0, plan.documents(unit), outcome, sums[unit, outcome].tolist())
 
 
-def plan_shards(pieces: list[list[list[Piece]]], target: float, sources: list[str]) -> list[dict[str, Any]]:
+def plan_shards(pieces: list[list[list[ShardPiece]]], target: float, sources: list[str]) -> list[dict[str, Any]]:
     """The payloads for `write_shard`, in order: shards of about equal size, as few as keep to `target` on average.
 
     Args:
@@ -74,7 +74,7 @@ def plan_shards(pieces: list[list[list[Piece]]], target: float, sources: list[st
             for number, chosen in enumerate(_cut(own, target))]
 
 
-def _cut(pieces: list[Piece], target: float) -> Iterator[list[list[Any]]]:
+def _cut(pieces: list[ShardPiece], target: float) -> Iterator[list[list[Any]]]:
     """For each shard its pieces: unit, first row, the one after the last, the outcome, the part of a document, and
     which bytes of the piece begin the shard's documents."""
     own = [piece for piece in pieces if piece.sums[_BYTES]]
@@ -158,12 +158,12 @@ def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]
                 yield member
 
 
-def pieces_by_tail(folder: Path, plan: Layout, sums: np.ndarray, validation_share: float,
-                   sources: int) -> list[list[list[Piece]]]:
+def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validation_share: float,
+                   sources: int) -> list[list[list[ShardPiece]]]:
     """The pieces of each split and source, in the order of documents: of a source's n characters that are kept, the
     first int(n * (1 - share)) stay in the training split. No pieces for a source that keeps nothing."""
     trained = 1 - Fraction(str(validation_share))  # as written: 1 - 0.9 is below 0.1
-    train, validation = ([list[Piece]() for _ in range(sources)] for _ in SPLITS)
+    train, validation = ([list[ShardPiece]() for _ in range(sources)] for _ in SPLITS)
     for source in range(sources):
         units = np.flatnonzero(np.array(plan.sources) == source).tolist()
         ends = np.cumsum(sums[units, TRAIN, _CHARACTERS])
@@ -186,6 +186,6 @@ def pieces_by_tail(folder: Path, plan: Layout, sums: np.ndarray, validation_shar
     return [train, validation]
 
 
-def _piece(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None) -> Piece:
+def _piece(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None) -> ShardPiece:
     _, index = picked(folder, unit, first, end, TRAIN, cut)
-    return Piece(unit, first, end, TRAIN, sums_of(index), cut)
+    return ShardPiece(unit, first, end, TRAIN, sums_of(index), cut)

@@ -82,7 +82,7 @@ def download_once_per_node(work: Work, table: ShardTable, rows: Iterable[int], r
     if work.config.train.tokens_from is None:
         return
     worker = BackgroundWorker[Iterable[int]](
-        "token-download", lambda wanted: download_shards(work, table, wanted, shows_progress=ranks.leads))
+        "token-download", lambda wanted: download_shards(work, table, wanted, shows_progress=ranks.is_rank_zero))
     if os.environ.get("LOCAL_RANK", "0") == "0":
         worker.put(rows)
     # Many short collectives, since a download may take longer than a collective waits for other ranks.

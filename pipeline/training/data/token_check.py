@@ -85,7 +85,7 @@ class TokenCheck(Hook):
     def note_damage(self) -> None:
         """Log that steps will be repeated, and delete plans of packings that may be made of damage."""
         self.recorder.event(DAMAGED, step=max(map(step_of, self._checkpoints()), default=0))
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             for packing in self.batches.data.packings:
                 forget(packing)
 

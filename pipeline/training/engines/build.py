@@ -61,12 +61,12 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
         place: Any = partial(parallelize, model, initial, grid, precision, train, parallel, backend)
         kind = FsdpEngine
         if grid.pipeline > 1:
-            from drover.model.llama import Part
+            from drover.model.llama import ModelPart
             from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
             from drover.pipeline.training.engines.pipelined import PipelineEngine
             layers = stage_layers(model, parallel.stages)
             numbers = parallel.stages_of(grid.pipeline_rank)
-            placed: Any = PipelinedModel([place(Part(layers[number], model.layers)) for number in numbers], grid,
+            placed: Any = PipelinedModel([place(ModelPart(layers[number], model.layers)) for number in numbers], grid,
                                          parallel, precision)
             kind = PipelineEngine
         else:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.data.planning import near_duplicates
 from drover.pipeline.data.planning.near_duplicates import followers_path, join_components
-from drover.pipeline.data.planning.runs import DIGEST, LINK, Layout, read_rows, write_links
+from drover.pipeline.data.planning.runs import DIGEST, LINK, CorpusLayout, read_rows, write_links
 from tests.data.planning.staged_corpora import firsts
 
 
@@ -43,7 +43,7 @@ def test_components_are_those_of_union_find(tmp_path_factory, monkeypatch, graph
     """The plan has groups of one unit each."""
     folder, (documents, edges, seed) = tmp_path_factory.mktemp("graph"), graph
     starts = np.linspace(0, documents, groups + 1).astype(int).tolist()
-    plan = Layout([f"a-{group:05d}" for group in range(groups)], [0] * groups, starts, list(range(groups + 1)),
+    plan = CorpusLayout([f"a-{group:05d}" for group in range(groups)], [0] * groups, starts, list(range(groups + 1)),
                   partitions, last, bands)
     write_edges(folder, plan, edges, seed)
     monkeypatch.setattr(near_duplicates, "AT_ONCE", rows)
