@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,6 +56,16 @@ def setup_lines(launch: LaunchConfig) -> list[str]:
     of a function or of a sourced file is their own business. `set -e` ends with them: what follows looks at its status.
     """
     return [*SETUP, *launch.setup, "in_setup=; set +e"] if launch.setup else []
+
+
+def setup_problems(launch: LaunchConfig) -> Iterator[str]:
+    """What bash cannot read in `launch.setup`: an `if` or a here-document that nothing closes would take the lines of
+    the script after it for its own, and the job might end as if it had been done."""
+    answer = subprocess.run(["/bin/bash", "-O", "extglob", "-n"], input="\n".join(launch.setup) + "\n", env={},
+                            capture_output=True, text=True, check=False, errors="replace")
+    if answer.stderr:
+        yield (f"launch.setup is no script that bash can read: {answer.stderr.splitlines()[0].partition(': ')[2]}. "
+               f"Correct that line, counted in launch.setup.")
 
 
 def preamble(launch: LaunchConfig) -> list[str]:
@@ -164,6 +175,10 @@ def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
     if launch.container.image is not None and launch.python is None:
         yield ("launch.container.image is set, but launch.python is not, and the Python that submits is not in the "
                "image. Set launch.python to one in the image, such as python3.")
-    if found := UNUSABLE.search(str(run_folder)):
-        yield (f"The run folder {run_folder} has {found[0]} in its path, which Slurm reads as something else. Use "
+    if launch.health_check and not launch.preflight:
+        yield ("launch.health_check is part of the preflight, but launch.preflight=false turns that off. Remove one of "
+               "them.")
+    yield from setup_problems(launch)
+    if unusable := UNUSABLE.search(str(run_folder)):
+        yield (f"The run folder {run_folder} has {unusable[0]} in its path, which Slurm reads as something else. Use "
                f"another one (runs_dir, name).")

@@ -41,7 +41,7 @@ OPTIMIZERS = {
 STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
     "shard": {"files": "drover.pipeline.data.filters.files:input_files",
               "task_files": "drover.pipeline.data.sources:input_files",
-              "external_code": "drover.pipeline.data.filters.base:outside_code"},
+              "external_code": "drover.pipeline.data.filters.base:external_code"},
     "tokenizer": {"files": "drover.pipeline.tokenization.files:input_files",
                   "problems": "drover.pipeline.tokenization.ready:ready_problems"},
     "train": {"files": "drover.pipeline.records.weight_files:input_files",
