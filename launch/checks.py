@@ -37,18 +37,18 @@ def configuration_problems(config: Config, jobs: list[Job], *, local: bool = Tru
 
     local: the jobs see the file systems of this machine.
     """
-    found = problems(config)
+    reasons = problems(config)
     running = {job.stage: job for job in jobs if job.to_run}
     if local and running and (obstacle := blocked(config.folder, write=True)) is not None:
-        found.append(obstacle)
-    found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
+        reasons.append(obstacle)
+    reasons += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
     for stage, job in running.items():
         if job.own_python:
-            found += absent_packages(config, stage)
+            reasons += absent_packages(config, stage)
     if train := running.get("train"):
-        found += [*rank_problems(config, train.ranks), *absent_attention(config)]
-    return found
+        reasons += [*rank_problems(config, train.ranks), *absent_attention(config)]
+    return reasons
 
 
 def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
@@ -60,17 +60,17 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, envi
     config = run.config
     running = [job for job in jobs if job.to_run]
     slurm = options.cluster == "slurm"
-    found = credential_problems(config)  # the configuration will be in the run folder
+    reasons = credential_problems(config)  # the configuration will be in the run folder
     if config.launch.device == "mps" and (slurm or sys.platform != "darwin"):
-        found.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
+        reasons.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if slurm:
-        found += environment_problems(config, environment)
-        found += cluster_problems(config, running, [] if showing else Scheduler().node_kinds())
+        reasons += environment_problems(config, environment)
+        reasons += cluster_problems(config, running, [] if showing else Scheduler().node_kinds())
     if config.launch.check_fit:
-        found += memory_problems(config, running, options)
+        reasons += memory_problems(config, running, options)
         if not (showing and slurm):
-            found += disk_problems(run, disk)
-    return found + refusals(partial(refuse_unusable_inputs, run, jobs, options))
+            reasons += disk_problems(run, disk)
+    return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
@@ -211,7 +211,7 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environ
     """
     wanted = {"train": ("train.checkpoint.copy_to", config.train.checkpoint.copy_to),
               "convert": ("convert.copy_to", config.convert.copy_to)}
-    found = []
+    reasons = []
     for stage, (key, url) in wanted.items():
         if url is None or not any(job.stage == stage and job.to_run for job in jobs):
             continue
@@ -221,28 +221,28 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environ
         try:
             preflight(Store(url))
         except UserError as error:
-            found.append(f"{key}: {error}")
-    if found:
-        raise UserError(all_problems(found, "Uploads to an object store would fail"))
+            reasons.append(f"{key}: {error}")
+    if reasons:
+        raise UserError(all_problems(reasons, "Uploads to an object store would fail"))
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:
     """Refuse missing corpus and tokenizer files, and a tokenizer that cannot be used, before the earlier stages have
     run."""
-    found = []
+    reasons = []
     for stage in stages:
         try:
             files = STAGES[stage].input_files(config)
         except UserError as error:
-            found.append(f"{stage}: {error}")
+            reasons.append(f"{stage}: {error}")
             continue
-        found += [f"{stage}: the input file {path} does not exist." for _, path in files if not path.is_file()]
-        found += [f"{stage}: {problem}" for problem in STAGES[stage].call("problems", config, otherwise=())]
+        reasons += [f"{stage}: the input file {path} does not exist." for _, path in files if not path.is_file()]
+        reasons += [f"{stage}: {problem}" for problem in STAGES[stage].call("problems", config, otherwise=())]
         if stage == "shard":
-            found += [f"{stage}: {problem}" for problem in absent_columns(
+            reasons += [f"{stage}: {problem}" for problem in absent_columns(
                 config.shard, [(name, str(path)) for name, path in files])]
-    if found:
-        raise UserError(all_problems(found, "Inputs of the stages are missing or cannot be used", len(found)))
+    if reasons:
+        raise UserError(all_problems(reasons, "Inputs of the stages are missing or cannot be used", len(reasons)))
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:

@@ -166,7 +166,7 @@ def meeting(address: str, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), SECRET: secrets.token_hex(32)}
 
 
-class Group:
+class ProcessGroup:
     """Processes that end together.
 
     Args:
@@ -236,11 +236,11 @@ class Group:
 
 
 def run_local(command: Sequence[str], environment: Environment, each: Each = lambda: True, stage: str = "",
-             stop_signals: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> Group:
+             stop_signals: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull)) -> ProcessGroup:
     """Run a command on this machine to its end. If this process has a terminal, the command gets one.
 
     ranks: processes under torch.distributed; 0: one process without it. log: file for the output, which is also shown.
-    each, stage, requests: as of a `Group`.
+    each, stage, stop_signals: as of a `ProcessGroup`.
     """
     own = [dict[str, str]()]  # variables of each process
     if ranks:
@@ -252,7 +252,7 @@ def run_local(command: Sequence[str], environment: Environment, each: Each = lam
     with open(log, "ab", buffering=0) as log_file:
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, log_file), daemon=True)
                    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
-        group = Group([started(command, {**environment, **variables}, out, errors) for variables in own],
+        group = ProcessGroup([started(command, {**environment, **variables}, out, errors) for variables in own],
                       stage, stop_signals, readers)
         group.run(each)
     return group

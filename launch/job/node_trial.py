@@ -49,7 +49,7 @@ make it look slow."""
 
 
 @dataclass
-class Report:
+class RankReport:
     """What a rank reports.
 
     problems: of the node, by kind; from its first rank.
@@ -110,7 +110,7 @@ def partner_of(node: int, number: int, nodes: int) -> int:
 
 def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) -> None:
     """Do this rank's part. limit_s: how long to wait for the other ranks, at most. gpus: of a node."""
-    report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
+    report = RankReport(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     alone = has_one_of(gpus, os.environ)
     if alone:
@@ -133,12 +133,12 @@ def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) ->
     send(report)
 
 
-def send(report: Report) -> None:
+def send(report: RankReport) -> None:
     """Print a report for `read_reports`."""
     print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # one write, so that no other line can split it
 
 
-def measure(report: Report, limit_s: float, gpus: int) -> None:
+def measure(report: RankReport, limit_s: float, gpus: int) -> None:
     """Time a matrix product and exchanges with single nodes, with the backend that training will use. If the node has
     `gpus` and torch cannot use them, that is a problem, and nothing is timed."""
     import torch
@@ -195,10 +195,10 @@ def measure(report: Report, limit_s: float, gpus: int) -> None:
     dist.destroy_process_group()
 
 
-def read_reports(folder: Path) -> list[Report]:
+def read_reports(folder: Path) -> list[RankReport]:
     """The newest report of each rank, from the nodes' logs. Other lines are skipped."""
     texts = defaultdict[int, bytes](bytes)
-    reports = dict[int, Report]()
+    reports = dict[int, RankReport]()
     for path in folder.glob("node*.log"):
         with suppress(OSError), open(path, "rb") as file:
             for rank, text in labelled(file):
@@ -206,7 +206,7 @@ def read_reports(folder: Path) -> list[Report]:
     for rank, text in sorted(texts.items()):
         for line in text.splitlines():
             with suppress(ValueError, TypeError):
-                reports[rank] = Report(**json.loads(line))
+                reports[rank] = RankReport(**json.loads(line))
     return list(reports.values())
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from drover.launch.job.host import Host
-from drover.launch.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, Report, read_reports
+from drover.launch.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, RankReport, read_reports
 from drover.launch.job.rank import PREFLIGHT
 from drover.launch.job.spec import JobSpec
 from drover.launch.processes import Each
@@ -55,7 +55,7 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
     rank_nodes = [host.nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # Slurm distributes in blocks
     trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.node_trial", spec.run, f"{limit_s:.0f}",
              str(spec.gpus_per_node), *spec.health_check]
-    reports = list[Report]()
+    reports = list[RankReport]()
     began = newest_at = time.monotonic()
     next_read = 0.0
 
@@ -83,7 +83,7 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
     return result
 
 
-def judge(reports: Sequence[Report], rank_nodes: Sequence[str], quiet_s: float = inf) -> PreflightResult:
+def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: float = inf) -> PreflightResult:
     """Decide which nodes are bad.
 
     Args:
@@ -146,7 +146,7 @@ def judge(reports: Sequence[Report], rank_nodes: Sequence[str], quiet_s: float =
     return result
 
 
-def conclusion(result: PreflightResult, reports: Sequence[Report], rank_nodes: Sequence[str], seconds: float,
+def conclusion(result: PreflightResult, reports: Sequence[RankReport], rank_nodes: Sequence[str], seconds: float,
                cause: str) -> list[str]:
     """The result in words."""
     if result.reason:

@@ -17,7 +17,7 @@ from drover.launch.job.host import Host, StepEnd, process_end
 from drover.launch.job.joblock import JobLock
 from drover.launch.job.rank import PREFLIGHT
 from drover.launch.job.spec import JobSpec
-from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Group, Say, free_port, meeting, started
+from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, ProcessGroup, Say, free_port, meeting, started
 from drover.launch.slurm.nodes import address, named
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, literal
 
@@ -168,7 +168,8 @@ def run_step(command: Sequence[str], environment: Environment, folder: Path, eac
             given_up = given_up or (not has_tasks and now - began > MAKE_S)
             return each() and not given_up and now - broken_at <= BROKEN_S
 
-        srun = Group([started(command, environment, written, written)])  # it answers SIGTERM by killing its tasks
+        # srun answers SIGTERM by killing its tasks.
+        srun = ProcessGroup([started(command, environment, written, written)])
         srun.run(has_time)
         read()
     return read_end(srun.status, messages, given_up=given_up, abandoned=srun.killed)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import psutil
 from pydantic import TypeAdapter
 
-from drover.launch.slurm.chain import Chain, ChainJob, read_chain
+from drover.launch.slurm.chain import ChainJob, JobChain, read_chain
 from drover.launch.slurm.nodes import failing
 from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
@@ -63,7 +63,7 @@ class RunFiles:
     """
 
     folder: Path
-    chain: Chain | None
+    chain: JobChain | None
     stages: dict[str, StageFiles]
     excluded: list[str]
     stop: str | None
@@ -90,7 +90,7 @@ def read_run(folder: Path) -> RunFiles:
         _quietly(lambda: read_bytes(folder / STOP).decode().strip(), None), nodes)
 
 
-def newest_starts(folder: Path, chain: Chain | None) -> list[Start]:
+def newest_starts(folder: Path, chain: JobChain | None) -> list[Start]:
     """The starts of the newest submission, or of the last command on this machine."""
     starts = _quietly(lambda: RunFacts(folder).starts, list[Start]())
     newest = chain.id if chain else starts[-1].chain if starts else ""

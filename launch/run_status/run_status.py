@@ -28,7 +28,7 @@ RESTART_S = 120.0
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """A stage in the table; "" for what is unknown or does not apply.
 
     figures: more about its work. remarks: what a person should know or do.
@@ -54,8 +54,8 @@ class RunStatus:
     """
 
     files: RunFiles
-    rows: list[Row]
-    current: Row
+    rows: list[StageRow]
+    current: StageRow
     remarks: list[str]
     outcome: Outcome
 
@@ -70,8 +70,8 @@ def wanted_ids(run: RunFiles) -> list[str]:
 
 def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     """The status of the run at `now` (seconds since the epoch)."""
-    rows: list[Row] = []
-    requested: list[Row] = []  # by the newest submission; without one, the stages that were started
+    rows: list[StageRow] = []
+    requested: list[StageRow] = []  # by the newest submission; without one, the stages that were started
     for stage, files in run.stages.items():
         broken = any(row.state in ("failed", "stopped") for row in requested)
         rows.append(_Stage(run, stage, jobs, now).row(broken))
@@ -135,7 +135,7 @@ class _Stage:
         first = min(infos, key=lambda info: info.rank)
         self.info = first if first.rank < LAST else infos[-1]
 
-    def row(self, broken: bool) -> Row:
+    def row(self, broken: bool) -> StageRow:
         """The stage's row. broken: an earlier stage has failed or was stopped."""
         stage, info, final, files = self.stage, self.info, self.final, self.files
         state, remark = self._state(broken)
@@ -164,7 +164,7 @@ class _Stage:
                 left = _time(now.left_s)
         if restarts := max(files.state.attempt if files.state else 0, info.restarts):
             figures.append(f"restarts {restarts}")
-        return Row(stage, state, info.id, elapsed, progress, left, ", ".join(figures), remarks)
+        return StageRow(stage, state, info.id, elapsed, progress, left, ", ".join(figures), remarks)
 
     def _state(self, broken: bool) -> tuple[State, str]:
         """The state, and a remark about it or ""."""

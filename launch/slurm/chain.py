@@ -31,7 +31,7 @@ class ChainJob:
 
 
 @dataclass(frozen=True)
-class Chain:
+class JobChain:
     """One submission: its jobs in the order of their dependencies, and what they were made from. planned: how many
     jobs it is to have. refused: why it ended before it had them."""
 
@@ -58,15 +58,15 @@ class Chain:
         write_json(run_folder / CHAIN, asdict(self))
 
 
-def read_chain(run_folder: Path) -> Chain | None:
+def read_chain(run_folder: Path) -> JobChain | None:
     """The newest submission of a run; None if nothing was submitted."""
-    return read_record(run_folder / CHAIN, Chain, REPAIR)
+    return read_record(run_folder / CHAIN, JobChain, REPAIR)
 
 
-def read_chains(run_folder: Path) -> list[Chain]:
+def read_chains(run_folder: Path) -> list[JobChain]:
     """All submissions of a run, oldest first."""
     paths = [*sorted((run_folder / EARLIER).glob("*.json")), run_folder / CHAIN]  # an id begins with its time
-    return [chain for path in paths if (chain := read_record(path, Chain, REPAIR))]
+    return [chain for path in paths if (chain := read_record(path, JobChain, REPAIR))]
 
 
 def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], list[JobInfo] | None]:

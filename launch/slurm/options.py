@@ -84,11 +84,11 @@ def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]
 def options_of(job: Job) -> dict[str, str | bool]:
     """The options that the user adds to a job. Jobs without ranks need no GPUs: options that request them are left out.
     """
-    found = long_options(job.resources.extra or {})
+    options = long_options(job.resources.extra or {})
     if job.ranks:
-        return found
-    found["gres"] = GPU_RESOURCE.sub("", str(found.get("gres", ""))).lstrip(",")
-    return {name: value for name, value in found.items() if value != "" and name not in GPUS}
+        return options
+    options["gres"] = GPU_RESOURCE.sub("", str(options.get("gres", ""))).lstrip(",")
+    return {name: value for name, value in options.items() if value != "" and name not in GPUS}
 
 
 def request_gpus(options: Mapping[str, str | bool]) -> bool:

@@ -37,8 +37,8 @@ def take_snapshot(code: Path, repository: Path = REPOSITORY) -> None:
         UserError: a file contains a secret; or the code was edited after it was planned.
     """
     # Everyone who can read the run folder can read the copy.
-    if found := [f"{name} has {what}" for name, what in files_with_secrets(repository, _files(repository)).items()]:
-        raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(found)}\nNothing was "
+    if secrets := [f"{name} has {what}" for name, what in files_with_secrets(repository, _files(repository)).items()]:
+        raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(secrets)}\nNothing was "
                         f"submitted. Move them out of {repository} or into a file that git ignores. To pass variables "
                         f"to the jobs, use launch.secrets.")
     contents = _contents(repository)
@@ -54,9 +54,9 @@ def _contents(repository: Path) -> dict[str, bytes]:
     """The content of each file of the copy, by its path there."""
     commit = (git(repository, "rev-parse", "HEAD") or "").strip()
     changed = bool(commit) and git(repository, "status", "--porcelain", "--", *PARTS) != ""  # also if git fails
-    found = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
-             for name in _files(repository)}
-    return {**found, SNAPSHOT: json.dumps({"commit": commit, "changed": changed}).encode()}
+    content = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
+               for name in _files(repository)}
+    return {**content, SNAPSHOT: json.dumps({"commit": commit, "changed": changed}).encode()}
 
 
 def _name(contents: dict[str, bytes]) -> str:
@@ -67,7 +67,7 @@ def _name(contents: dict[str, bytes]) -> str:
 def _files(repository: Path) -> list[Path]:
     """The files that jobs need, sorted: those that git tracks or does not ignore; outside of git, all but caches."""
     listing = git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
-    found = map(Path, filter(None, listing.split("\0"))) if listing else (
+    names = map(Path, filter(None, listing.split("\0"))) if listing else (
         path.relative_to(repository) for part in PARTS for path in [repository / part, *(repository / part).rglob("*")])
-    return [name for name in sorted(set(found)) if (repository / name).is_file() and "__pycache__" not in name.parts
+    return [name for name in sorted(set(names)) if (repository / name).is_file() and "__pycache__" not in name.parts
             and name.suffix != ".pyc"]

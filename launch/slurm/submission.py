@@ -13,7 +13,7 @@ from pathlib import Path
 
 from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
-from drover.launch.slurm.chain import CHAIN, Chain, ChainJob, in_queue
+from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, few, named
 from drover.launch.slurm.options import FOLDER, outer_python, parameters, spec_path
 from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job
@@ -79,7 +79,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     if config.launch.check_owners:  # an access control list of the folder may override the umask
         refuse_foreign_files(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was for earlier jobs
-    submitted = submit(config, jobs, Chain(
+    submitted = submit(config, jobs, JobChain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,
         code=options.code, planned=len(jobs)))
     held.close()
@@ -93,7 +93,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     return 0
 
 
-def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
+def submit(config: Config, jobs: list[Job], chain: JobChain) -> list[ChainJob]:
     """Submit the jobs, each after its dependencies, and record each in the chain.
 
     Raises:

@@ -19,7 +19,7 @@ from drover.launch.job.preflight import PreflightResult
 from drover.launch.job.spec import JobSpec
 from drover.launch.job.srun import SlurmHost, read_end
 from drover.launch.processes import stop_requests
-from drover.launch.slurm.chain import Chain, ChainJob
+from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.manifest import Manifest
@@ -203,5 +203,5 @@ def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
 
 def chain_of(job: Job, *ids: str, chain: str = "c") -> None:
     """Record a chain of links for the job's stage."""
-    Chain(chain, "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, id) for id in ids)
+    JobChain(chain, "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, id) for id in ids)
           ).write(job.run)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from drover.launch.slurm import submission
-from drover.launch.slurm.chain import Chain, read_chain
+from drover.launch.slurm.chain import JobChain, read_chain
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.submit import main
 from drover.pipeline.config.loading import config_hash, load_config
@@ -152,7 +152,7 @@ class Launcher:
         return result.stderr
 
     @property
-    def chain(self) -> Chain | None:
+    def chain(self) -> JobChain | None:
         """The newest submission of the run."""
         return read_chain(self.run)
 

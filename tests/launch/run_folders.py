@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from drover.launch.slurm.chain import Chain, ChainJob
+from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
@@ -73,7 +73,7 @@ class HandMade:
 
     def submitted(self, *jobs: ChainJob, seconds: float = 900, planned: int = 0, refused: str = "") -> None:
         """The newest submission."""
-        Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
+        JobChain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
               jobs=jobs, planned=planned, refused=refused).write(self.folder)
 
     def job(self, id: str, stage: str, elements: tuple[int, ...] | None = None,

@@ -22,7 +22,7 @@ from drover.launch.job.node_trial import (
     EXCHANGE,
     PRODUCT,
     ROUNDS,
-    Report,
+    RankReport,
     check_gpus,
     check_node,
     measure,
@@ -50,7 +50,7 @@ def nodes_of(count):
 
 def healthy(count):
     """The reports of healthy nodes, of one rank each."""
-    return [Report(rank, node, times=TIMES) for rank, node in enumerate(nodes_of(count))]
+    return [RankReport(rank, node, times=TIMES) for rank, node in enumerate(nodes_of(count))]
 
 
 @pytest.mark.parametrize("count, changes, bad", table("""
@@ -98,7 +98,7 @@ def test_the_table(count, changes, bad):
 @pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (512, 300), (4096, 4000)])
 def test_slow_nodes_are_never_blamed(count, answered):
     """A job of 512 nodes: 212 were still importing after 60 s, when more than half had long reported."""
-    reports = [Report(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]  # nobody has met anybody
+    reports = [RankReport(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]  # nobody has met anybody
     result = judge(reports, nodes_of(count), preflight.QUIET_S - 1)
     assert not result.bad and not result.reason
     assert result.lines[0].startswith("not all nodes have answered yet") and "slow is not bad" in result.lines[0]
@@ -155,7 +155,7 @@ def test_each_task_tests_the_gpu_that_it_has(tmp_path, monkeypatch, capsys):
     for mask, problems in ("GPU-7", {"gpu": "nvidia-smi does not answer"}), ("0,1,2,3", {}):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
         node_trial.try_node(tmp_path, 1.0, 4)
-        report = Report(**json.loads(capsys.readouterr().out.splitlines()[0]))
+        report = RankReport(**json.loads(capsys.readouterr().out.splitlines()[0]))
         assert report.problems == problems
 
 
@@ -214,13 +214,13 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    measure(report := Report(0, "n1"), 1.0, gpus=1)
+    measure(report := RankReport(0, "n1"), 1.0, gpus=1)
     assert "cannot use its GPUs" in report.problems["gpu"] and not report.times
 
 
 def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):
     """What is no report, or is still being written, is passed over."""
-    reports = [*healthy(2), Report(97, "n13")]
+    reports = [*healthy(2), RankReport(97, "n13")]
     early, *texts = (json.dumps(asdict(report)) for report in (replace(reports[0], times={}), *reports))
     (tmp_path / "node0.log").write_text(
         f"0: [NCCL] {{a: warning}}\n0: {early}\n0: 5\n0: []\n0: {{}}\n1: {texts[1]}\n0: {texts[0]}\n0: {early}")
@@ -334,7 +334,7 @@ def test_two_thousand_nodes(job):
         folder, = (job.run / "launch/preflight").iterdir()
         for rank in ranks:
             with open(folder / f"node{rank // 8}.log", "a") as log:
-                print(f"{rank}: {json.dumps(asdict(Report(rank, nodes[rank // 8], times=TIMES)))}", file=log)
+                print(f"{rank}: {json.dumps(asdict(RankReport(rank, nodes[rank // 8], times=TIMES)))}", file=log)
         return StepEnd(0)
     status, log = job.go(tested, "work", trial=run_preflight, preflight=True, ranks=len(ranks), nodes=2048,
                          tasks_per_node=8)

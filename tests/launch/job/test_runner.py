@@ -14,7 +14,7 @@ from drover.launch.job import joblock, runner, srun
 from drover.launch.job.host import StepEnd
 from drover.launch.job.joblock import JobLock
 from drover.launch.job.preflight import PreflightResult
-from drover.launch.slurm.chain import Chain, ChainJob
+from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.nodes import record_failure
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.job import StageJob
@@ -217,7 +217,7 @@ def test_links_that_are_not_needed_are_removed(job, plan, planned, refusal, move
     was; where the stage failed, nothing comes after it."""
     jobs = [ChainJob("trial-train", "train", id) for id in ("12", "13", "14")]
     jobs.append(ChainJob("trial-convert", "convert", "15", dependencies=("14",)))
-    Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
+    JobChain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
     job.slurm.refusal = refusal
     status, log = job.go(plan, links=3)
     assert status == (plan == "refuse") and words in log, log
