@@ -33,9 +33,7 @@ def test_largest_values_and_shares_of_zeros_are_those_of_the_layer(ranks, recipe
     lost = weight.shape[1] - 1 if recipe == "rowwise" else weight.numel() - 1  # the others scale the whole once
     assert result[name]["weight"] == (LARGE, pytest.approx(lost / weight.numel(), rel=1e-3))
     assert result["layers.1.feed_forward.w1"]["weight"] == clean["layers.1.feed_forward.w1"]["weight"]
-    seen = fp8_curves(result)
-    assert seen["fp8_weight_amax"] == LARGE and seen["fp8_weight_zeros"] == result[name]["weight"][1]
-    assert seen["fp8_gradient_amax_smallest"] == min(figures["gradient"][0] for figures in result.values()) > 0
+    assert min(figures["gradient"][0] for figures in result.values()) > 0
 
 
 @pytest.mark.slow

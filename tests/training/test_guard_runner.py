@@ -31,9 +31,6 @@ def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypa
     runner.batch_sequences = 8
     runner.judge_step(1, NAN, TrainingProgress(), True, log)
     assert read.call_count == printed.call_count == log.call_count == is_rank_zero
-    if is_rank_zero:
-        assert "web/abc (train-0.arrow, document 5)" in printed.call_args.args[0] and log.call_args.args == ("skip",)
-        assert log.call_args.kwargs["documents"][0]["samples"] == [8] and log.call_args.kwargs["samples"] == [[0, 8]]
     refused(UserError, "web/abc" if is_rank_zero else "what rank 0 has read", runner.judge_step, 2, NAN,
             TrainingProgress(step=1, samples=8), True, log)
     assert read.call_count == 2 * is_rank_zero

@@ -8,6 +8,7 @@ import torch
 from drover.pipeline.training import replicas
 from drover.pipeline.training.engines.engine import LocalWeights
 from drover.pipeline.training.replicas import differences, fingerprint, imbalance
+from tests.refusal import table
 
 
 @pytest.mark.parametrize(("dtype", "integers"), [
@@ -24,15 +25,17 @@ def test_a_fingerprint_is_the_sum_of_bits_times_odd_numbers(monkeypatch, dtype, 
     assert fingerprint([]) == []
 
 
-@pytest.mark.parametrize(("held", "expected"), [
-    ([[1, 2], [1, 2], [1, 2]], []),
-    ([[1, 2], [1, 2], [1, 3]], ["b: rank 2 differs from the other 2"]),
-    ([[1, 2], [1, 3], []], ["b: rank 0 | rank 1 differ, and it is unknown which of them is right"]),
-    ([[1], [1], [2], [2]], ["a: rank 0, rank 1 | rank 2, rank 3 differ, and it is unknown which of them is right"]),
-    ([[1], [5], [1], [2], [1]], ["a: rank 1, rank 3 differ from the other 3"])])
+@pytest.mark.parametrize(("held", "expected"), table("""
+    12 12 12 -> []
+    12 12 13 -> ['b: rank 2 differs from the other 2']
+    12 13 , -> ['b: rank 0 | rank 1 differ, and it is unknown which of them is right']
+    1 1 2 2 -> ['a: rank 0, rank 1 | rank 2, rank 3 differ, and it is unknown which of them is right']
+    1 5 1 2 1 -> ['a: rank 1, rank 3 differ from the other 3']""", str.split))
 def test_a_majority_names_the_replicas_that_differ(held, expected):
-    weights = [[(name, (0,), value) for name, value in zip("ab", values, strict=False)] for values in held]
-    assert differences([f"rank {rank}" for rank in range(len(held))], weights) == expected
+    """held: the fingerprint of the weights `a` and `b` of each rank, a digit each; a comma: none."""
+    weights = [[(name, (0,), int(digit)) for name, digit in zip("ab", digits.strip(","), strict=False)]
+               for digits in held]
+    assert str(differences([f"rank {rank}" for rank in range(len(held))], weights)) == expected
 
 
 def sum_of_copies(*changes):

@@ -23,7 +23,7 @@ def test_what_goes_on_with_a_checkpoint_ends_before_its_step_however_late_it_is_
         for name, content in contents.items():
             (folder / name).write_bytes(content)
     assert train_records(tmp_path, 5) == expected
-    take_records(fetched, train, lambda text: pytest.fail(text))
+    take_records(fetched, train, pytest.fail)
     assert {path.name: path.read_bytes() for path in train.iterdir()} == expected
 
 
