@@ -29,7 +29,6 @@ def test_the_state_says_how_a_stage_ended(place, monkeypatch):
         write_state(work.folder, "preempted", step=4, reason="time limit", again=True)
     for body, status, result, reason in (
             (raising(UserError, "the corpus is in Latin-1"), 2, ("failed", None), "the corpus is in Latin-1"),
-            (raising(OSError, 28, "No space left on device", "x"), 2, ("failed", None), "is full"),
             (raising(KeyboardInterrupt), 130, ("preempted", None), ""), (stopped, 130, ("preempted", 4), ""),
             (look, 0, ("done", None), "")):
         assert call(place, "shard", body) == status and state(place) == result

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from drover.pipeline.core import console
-from drover.pipeline.core.console import ProgressBar, duration, echo, number_ranges, say
+from drover.pipeline.core.console import ProgressBar, duration, echo, say
 from tests.core.test_command_line import Terminal
 from tests.refusal import table
 
@@ -21,12 +21,6 @@ from tests.refusal import table
     7800 -> 2 h 10 m""", float))
 def test_durations(seconds, text):
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(("numbers", "text"), [
-    ([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 4], "0, 2, 4"), ([7, 8], "7-8")])
-def test_numbers_in_short(numbers, text):
-    assert number_ranges(numbers) == text
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """`precision: auto`: bf16 only where the hardware multiplies it fast."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from drover.pipeline.training.precision import choose_precision
 from drover.pipeline.training.resume import agreed_precision
 
 CPU = torch.device("cpu")
-GPU = torch.device("cuda")
+
 
 
 @pytest.mark.parametrize(("amx", "avx512", "vendor", "expected"), [
@@ -15,9 +17,9 @@ GPU = torch.device("cuda")
     (False, True, "GenuineIntel", "fp32"), (None, None, "AuthenticAMD", "fp32: no fast bf16 here")])
 def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, vendor, expected):
     """AVX512-BF16 is slow on Intel. A torch that cannot be asked is taken for slow."""
-    for query, there in (("_is_amx_tile_supported", amx), ("_is_avx512_bf16_supported", avx512)):
-        monkeypatch.setattr(torch.cpu, query, lambda there=there: there, raising=False)
-        if there is None:
+    for query, supported in (("_is_amx_tile_supported", amx), ("_is_avx512_bf16_supported", avx512)):
+        monkeypatch.setattr(torch.cpu, query, Mock(return_value=supported), raising=False)
+        if supported is None:
             monkeypatch.delattr(torch.cpu, query)
     monkeypatch.setattr("drover.pipeline.training.precision.vendor", lambda: vendor)
     assert expected in choose_precision("auto", CPU)
@@ -25,10 +27,9 @@ def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, vendor, expecte
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, "bf16"), (False, "fp32")])
 def test_on_gpus_only_bf16_that_is_not_emulated_counts(monkeypatch, supported, expected):
-    emulation = []
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
-                        lambda including_emulation=True: emulation.append(including_emulation) or supported)
-    assert choose_precision("auto", GPU)[0] == expected and emulation == [False]
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", query := Mock(return_value=supported))
+    assert choose_precision("auto", torch.device("cuda"))[0] == expected
+    query.assert_called_with(including_emulation=False)
 
 
 def test_auto_stays_in_what_a_run_computed_in_before(ranks):

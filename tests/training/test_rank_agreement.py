@@ -19,10 +19,8 @@ def topology(ranks, per_node=2, **changes):
 def test_ranks_that_are_alike_are_told_in_one_line():
     assert str(topology(4)) == "4 ranks on 2 nodes: n0 0-1, n1 2-3; CPU; torch 2.13.0"
 
-    gpus = {f"rank{rank}": {"device": "H100", "nccl": "2.27.3"} for rank in range(4096)}
-    assert str(topology(4096, 8, **gpus)) == (
-        "4096 ranks on 512 nodes: n0 0-7, n1 8-15, n2 16-23, n3 24-31 and 508 more nodes; H100; torch 2.13.0, "
-        "NCCL 2.27.3")
+    assert str(topology(4096, 8)) == ("4096 ranks on 512 nodes: n0 0-7, n1 8-15, n2 16-23, n3 24-31 and 508 more "
+                                      "nodes; CPU; torch 2.13.0")
     assert not topology(4, rank0={"world": 4}).problem() and not topology(4).warning()
     mixed = topology(4, rank3={"device": "A100"})  # slow and not wrong
     assert not mixed.problem() and "CPU on ranks 0-2 (nodes n0, n1), A100 on rank 3" in mixed.warning()
