@@ -18,15 +18,8 @@ class OwnStage:
     def __init__(self, place, patch, name, **stage):
         self.place = place
         self.name = name
-        self.patch = patch
         self.made = Counter()
-        self.stage = {"needs": (), "reads": (), "code": (), "own_module": "x", **stage}
-        self.register()
-
-    def register(self, **changes):
-        """Make it a stage, with other attributes from now on."""
-        self.stage.update(changes)
-        self.patch.setitem(STAGES, self.name, Stage(self.name, **self.stage))
+        patch.setitem(STAGES, name, Stage(name, needs=(), reads=("shard",), code=(), own_module="x", **stage))
 
     def __call__(self, *arguments, name="a", body=None):
         return call(self.place, self.name, body or self.body, f"name={name}", *arguments)

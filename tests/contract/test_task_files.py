@@ -62,8 +62,7 @@ def upper(place, monkeypatch):
         write_text(place / f"in/{name}.txt", f"text of {name}\n")
     (place / "in/large.txt").write_bytes(b"a" * LARGE)
     write_text(place / "c.yaml", (place / "c.yaml").read_text().replace("corpus.txt", "in/*.txt"))
-    made = Upper(place, monkeypatch, "upper", reads=("shard",),
-                 functions={"task_files": "drover.pipeline.data.sources:input_files"})
+    made = Upper(place, monkeypatch, "upper", functions={"task_files": "drover.pipeline.data.sources:input_files"})
     made.hashed = []
     hashing = drover.pipeline.contract.external_inputs.content_hash
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,11 +23,9 @@ PLAN = PhasePlan.of(TrainConfig(sequence_length=64, batch_tokens=1024, warmup_st
 @pytest.mark.parametrize(("first", "step", "left_s"), [(0, 5, 10 * 25_600 / 5120), (10, 12, 10 * 12_288 / 8192),
                                                        (14, 15, 0.0)])
 def test_the_time_that_is_left_follows_the_tokens_that_are(tmp_path, monkeypatch, first, step, left_s):
-    monkeypatch.setattr(module, "open_log", lambda *_: None)
-    clock = iter([0.0, 10.0])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    work = SimpleNamespace(folder=tmp_path, say=lambda text: None)
-    recorder = module.Recorder(work, Ranks(0, 1, torch.device("cpu")), PLAN)
+    monkeypatch.setattr(module, "open_log", Mock())
+    monkeypatch.setattr(module.time, "perf_counter", Mock(side_effect=[0.0, 10.0]))
+    recorder = module.Recorder(Mock(folder=tmp_path), Ranks(0, 1, torch.device("cpu")), PLAN)
     recorder.open(TrainingProgress(step=first), False)
     recorder.step(TrainingProgress(), TrainingProgress(step=step, tokens=512), StepResult(float("nan"), 1.0, True), 2.0,
                   0.0, 0.1)

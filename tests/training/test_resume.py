@@ -1,9 +1,7 @@
 """Going on from a checkpoint: what is said of code that has changed since, and of another order."""
 
-import json
 from unittest.mock import Mock
 
-import pytest
 import torch
 
 from drover.pipeline.core.errors import UserError
@@ -14,15 +12,12 @@ from drover.pipeline.training.resume import changed_code, continued, load
 from tests.refusal import refused
 
 
-@pytest.mark.parametrize("code, now, message", [
-    ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "3"}, ""),
-    ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "4"}, "other code than is here now (mine)"),
-    ({"a.py": "1", "b.py": "2", "mine": "3"}, {"c.py": "1"}, "(a.py, b.py, c.py and 1 more)")])
-def test_code_that_changed_since_a_checkpoint_is_named(tmp_path, code, now, message):
-    (tmp_path / "COMPLETE.json").write_text(json.dumps({
-        "format": 2, "progress": {"step": 4}, "files": [], "code": code}))
-    result = changed_code(tmp_path, now)
-    assert message in result and bool(message) == bool(result)
+def test_code_that_changed_since_a_checkpoint_is_named(tmp_path):
+    (tmp_path / "COMPLETE.json").write_text(
+        '{"format": 2, "progress": {"step": 4}, "files": [], "code": {"a.py": "1", "b.py": "2", "mine": "3"}}')
+    assert changed_code(tmp_path, {"a.py": "1", "b.py": "2", "mine": "3"}) == ""
+    assert "other code than is here now (mine)" in changed_code(tmp_path, {"a.py": "1", "b.py": "2", "mine": "4"})
+    assert "(a.py, b.py, c.py and 1 more)" in changed_code(tmp_path, {"c.py": "1"})
 
 
 def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
