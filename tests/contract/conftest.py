@@ -9,7 +9,7 @@ from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.files import read_lines
 from tests.conftest import environment, warm_server
 from tests.stand_ins import call, never
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S
 
 
 class OwnStage:
@@ -61,9 +61,6 @@ class Twelve:
         """What is recorded of each task that is done."""
         return {int(name): record for name, _, record in Ledger(self.folder / "units/read").lines()}
 
-    def wait_for(self, process, *tasks):
-        """Wait until all these tasks are started."""
-        wait_for(lambda: all(self.tasks()[task] for task in tasks), of=process)
 
 
 def ended(process, status=0):

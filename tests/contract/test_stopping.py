@@ -52,7 +52,7 @@ def test_a_stop_between_units_and_commit(twelve):
         twelve.gate.unlink(missing_ok=True)
         twelve.log.unlink(missing_ok=True)
         process = twelve.start(AFTER="1", GRACE="100")
-        twelve.wait_for(process, None)
+        wait_for(lambda: twelve.tasks()[None], of=process)
         process.send_signal(request)
         if status == 0:
             twelve.gate.touch()

@@ -2,7 +2,7 @@
 
 Variables of its environment: LOG, a file that gets a line for each task that is started; HELD, from which task on they
 wait for the file GATE with their output half-written; AFTER, whether the stage waits for it after the last one; GRACE,
-the share of the time before a limit that tasks may take; REFUSE, whether the input is refused.
+the share of the time before a limit that tasks may take.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from drover.pipeline.contract import stopping
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stage_work import Task
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, atomic_file, output_record
 
 
@@ -29,8 +28,6 @@ def make(folder, number):
 
 
 def body(work):
-    if os.environ.get("REFUSE"):
-        raise UserError("the corpus is in Latin-1")
     records = work.run_pass("read", [Task(str(number), number) for number in range(12)], make)
     while os.environ.get("AFTER") and not Path(os.environ["GATE"]).exists():
         append_line(Path(os.environ["LOG"]), {"after": 1})

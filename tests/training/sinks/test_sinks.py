@@ -21,8 +21,6 @@ needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None,
                                  reason="the package wandb is not installed: pip install -e '.[wandb]'")
 needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None,
                                   reason="the package mlflow is not installed: pip install -e '.[mlflow]'")
-BLOCK = 32768
-"""W&B's file is a LevelDB log: records, in pieces, in blocks of so many bytes."""
 
 
 def board_points(folder, tag):
@@ -44,18 +42,16 @@ def wandb_records(run_folder):
 
 
 def log_records(data):
-    at = 7
-    complete = b""  # a header of the file comes first
+    """The records of a LevelDB log; one that goes on in the next block comes in pieces."""
+    at = 7  # a header of the file comes first
+    record = b""
     while at + 7 <= len(data):
-        if BLOCK - at % BLOCK < 7:
-            at += BLOCK - at % BLOCK
-            continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
-        complete += data[at + 7:at + 7 + size]
+        record += data[at + 7:at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last piece
-            yield complete
-            complete = b""
+            yield record
+            record = b""
 
 
 def mlflow_run(run_folder):
