@@ -6,7 +6,6 @@ W&B's and MLflow's are tested where these packages are installed.
 import importlib.util
 import json
 import os
-import struct
 import time
 from unittest.mock import patch
 
@@ -32,26 +31,17 @@ def board_points(folder, tag):
 
 
 def wandb_records(run_folder):
-    """All records of the offline files in a run folder, in the order in which they were begun."""
+    """All records of the offline files in a run folder, in the order in which they were begun. Each file is a LevelDB
+    log, here shorter than one of its blocks."""
     from wandb.proto.wandb_internal_pb2 import Record
     for path in sorted((run_folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        for data in log_records(path.read_bytes()):
+        data = path.read_bytes()[7:]  # without the header of the file
+        while data:
+            end = 7 + int.from_bytes(data[4:6], "little")
             record = Record()
-            record.ParseFromString(data)
+            record.ParseFromString(data[7:end])
+            data = data[end:]
             yield record
-
-
-def log_records(data):
-    """The records of a LevelDB log; one that goes on in the next block comes in pieces."""
-    at = 7  # a header of the file comes first
-    record = b""
-    while at + 7 <= len(data):
-        _, size, kind = struct.unpack_from("<IHB", data, at)
-        record += data[at + 7:at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last piece
-            yield record
-            record = b""
 
 
 def mlflow_run(run_folder):
