@@ -50,7 +50,8 @@ def work(job: Job) -> str:
 
 def row(job: Job, options: Options) -> tuple[str, ...]:
     """A job's row of the table: its processes, and on Slurm also what it requests."""
-    slurm, state = options.cluster == "slurm", str(job.state)
+    slurm = options.cluster == "slurm"
+    state = str(job.state)
     if job.forced:
         state = f"rebuild (now {job.state.kind})"
     elif slurm and job.state.kind == "absent":

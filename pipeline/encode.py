@@ -112,10 +112,12 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
     With `fast`, the fast encoder does it. If it gives other ids than the reference for the verified documents, the
     reference encodes the whole shard again, and `fallback` in the record has the reason.
     """
-    source, path = payload["record"], folder / f"{shard_name(payload['record'])}.arrow"
+    source = payload["record"]
+    path = folder / f"{shard_name(source)}.arrow"
     shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
     reference = _tokenizer(vocabulary, payload["sha256"])
-    result, problem = None, ""
+    result = None
+    problem = ""
     if fast:
         try:
             encoder = _fast(vocabulary, payload["sha256"])
@@ -174,8 +176,11 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
         source: the text shard's record.
         proved: documents whose tokens are decoded and compared with their text.
     """
-    shard, batch = TokenShard(path, record), read_batch(path)
-    tokens, offsets, problems = shard.tokens(0, shard.token_count), shard.read_offsets(), []
+    shard = TokenShard(path, record)
+    batch = read_batch(path)
+    tokens = shard.tokens(0, shard.token_count)
+    offsets = shard.read_offsets()
+    problems = list[str]()
     starts, ends = offsets[:-1], offsets[1:] - 1
     if (shard.documents, record["text_bytes"]) != (source["docs"], source["text_bytes"]):
         problems.append(f"{shard.documents} documents of {record['text_bytes']} bytes of text, but the text shard has "
@@ -214,8 +219,11 @@ def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEnco
              dtype: str) -> Encoded:
     chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
     edges = np.array([reference.bos_id, reference.eos_id], dtype)
-    tokens, lengths = list[NDArray[Any]](), [np.zeros(1, np.int64)]
-    text_bytes, keys, proved = list[int](), list[str](), Proved()
+    tokens = list[NDArray[Any]]()
+    lengths = [np.zeros(1, np.int64)]
+    text_bytes = list[int]()
+    keys = list[str]()
+    proved = Proved()
     for batch in read_texts(shards, source, BATCH_BYTES):
         ids, offsets = encoder.encode_flat(batch.texts)
         for number in chosen:

@@ -21,6 +21,7 @@ from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.evaluation.bits_per_byte import ValidationText
 from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
+from drover.pipeline.records.checkpoints import Marker, TrainingProgress
 from drover.pipeline.records.rollbacks import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
 from drover.pipeline.training.data.token_check import DamagedTokensError
@@ -30,6 +31,7 @@ from tests.refusal import refused
 COUNTS = np.arange(6, dtype=np.int64)
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]
 """Negative, and with a payload, as processors make them."""
+PROGRESS = TrainingProgress(7, 2 ** 40, guards={"window": [1.5]}, record={"loss": 2.0})
 SENT = {
     "records": [
         Index(({"path": "rank-0", "bytes": 2 ** 60},),
@@ -38,6 +40,8 @@ SENT = {
         Chosen(COUNTS[::2], COUNTS, COUNTS, COUNTS, 9, 2 ** 62),
         ShardTable(COUNTS.reshape(2, 3), np.zeros((0, 32), np.uint8), ["a/\u20ac"], COUNTS.astype(np.int32),
                    (("train", "web", "uint16"),)),
+        Marker(2, PROGRESS, [{"path": "rank-0", "bytes": 2 ** 60, "sha256": "ab"}], world_size=2),
+        PROGRESS,
         ValidationText([np.array([1, 65535], np.uint16), np.array([], np.uint32)], 12)],
     "errors": [UserError("a\nb"), DamagedCopyError("c"), DamagedTokensError("t"), RuntimeError("d"),
                OSError(ENOSPC, "full", "/x"), None],

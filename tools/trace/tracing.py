@@ -40,7 +40,8 @@ class Steps:
     """
 
     def __init__(self, history: SampleHistory) -> None:
-        self.history, self.phases = history, PhasePlan.of(history.run.config.train)
+        self.history = history
+        self.phases = PhasePlan.of(history.run.config.train)
         self.planned, self.done = self.phases.steps, max(history.final, default=0)
         self._excluded = history.excluded()
         self._logged = sorted(history.final.values(), key=_first_sample)
@@ -128,7 +129,8 @@ def _is_in(sample: int, ranges: Iterable[Range]) -> bool:
 def show_samples(steps: Steps, options: argparse.Namespace) -> None:
     """Print the documents of `--step` or `--samples`, as lines or with `--json` as one object. A step's samples are
     those of the log, or the planned ones if it is not done yet."""
-    notes, step = list[str](), options.step
+    notes = list[str]()
+    step = options.step
     if step is None:
         begin, end = options.samples
         if not 0 <= begin < end:
@@ -195,8 +197,11 @@ class Search:
     """Finds documents of a run, and the samples that have a part of them."""
 
     def __init__(self, steps: Steps) -> None:
-        run, self.steps, self.table = steps.history.run, steps, steps.history.table
-        self.folder, self.texts = steps.history.work.input("encode")[0], run.stage_folder("shard")
+        run = steps.history.run
+        self.steps = steps
+        self.table = steps.history.table
+        self.folder = steps.history.work.input("encode")[0]
+        self.texts = run.stage_folder("shard")
         manifest = run.finished("shard")
         self.text_records = {record["path"]: record for split in SPLITS for record in shard_records(manifest, split)}
 
