@@ -201,9 +201,11 @@ def _listed(config: Config) -> Iterator[str]:
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
     filters = ["duplicate", "empty", *map(name_of, config.shard.filters)]  # names of counts
-    for key, what, names in (("shard.sources", "sources named", sources), ("shard.filters", "filters named", filters),
-                             ("train.log_to", "sinks of kind", [sink.kind for sink in train.log_to])):
-        yield from (f"{key} has {count} {what} '{name}'; there can be one."
+    for key, what, names, remedy in (
+            ("shard.sources", "sources named", sources, ""),
+            ("shard.filters", "filters named", filters, " Give one a `name` of its own."),
+            ("train.log_to", "sinks of kind", [sink.kind for sink in train.log_to], "")):
+        yield from (f"{key} has {count} {what} '{name}'; there can be one.{remedy}"
                     for name, count in Counter(names).items() if count > 1)
     for item in config.shard.filters:
         yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None), sources)

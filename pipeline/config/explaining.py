@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from drover.pipeline.config.field_names import suggestion
 from drover.pipeline.config.places import EXTERNAL
 from drover.pipeline.config.section import is_execution, section_of
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.errors import UserError
 
 LIMITS = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
@@ -25,13 +26,18 @@ def explain(config: Config, key: str = "") -> str:
     """The documentation, type, default and current value of the setting or section `key` ("" for all).
 
     Raises:
-        UserError: no such key; names the one that may be meant.
+        UserError: no such key; names the one that may be meant. Or `key` is of filters, loggers or hooks, and one of
+            your own cannot be imported or has wrong settings.
     """
     if key == "model.preset":  # gone from a configuration that is loaded: it spells the shape
         from drover.model.presets import PRESETS
 
         return (f"{key}\n  A shape, which the section's other keys override: a folder with weights (a run, a "
                 f"checkpoint, a Hugging Face folder), or one of {', '.join(PRESETS)}.")
+    for kinds in (FILTERS, SINKS, HOOKS):
+        if key.startswith(kinds.setting):  # only now is code of the user's own needed, and imported
+            section, _, name = kinds.setting.partition(".")
+            config = changed(config, {kinds.setting: kinds.made(getattr(config.part(section), name))})
     entries = dict(_entries(Config, config, ""))
     chosen = [text for name, text in entries.items() if not key or name == key or name.startswith(f"{key}.")]
     if not chosen:
@@ -66,12 +72,12 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
         key = f"{prefix}{name}"
         current = getattr(value, name, None)
         how = execution or is_execution(field)
-        kind, text = texts[name]
+        kind, text = texts.get(name, (inspect.formatannotation(field.annotation), "(no text stands under it)"))
         if (nested := section_of(field)) is not None:
             yield key, f"{key}: {text}"
             yield from _entries(nested, current, f"{key}.", how)
             continue
-        default = "required" if field.is_required() else repr(field.default)
+        default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
         items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
         now = f"{len(items)} item(s), below" if items else repr(current)
         stale = "\n  (the path makes nothing stale; the content does)" if name in EXTERNAL else \

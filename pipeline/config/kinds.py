@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, ValidationError
 
 from drover.pipeline.config.section import Section, advice, sentence, shortened
-from drover.pipeline.core.errors import UserError, all_results, listed
+from drover.pipeline.core.errors import UserError, all_results, listed, meant
 
 _EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -95,12 +96,16 @@ class Kinds:
         if not (isinstance(kind, type) and issubclass(kind, imported(self.base, at))):
             raise UserError(f"{at}.kind names {item.kind}, which is not a {self.what}: it must be a class that extends "
                             f"{self.base.replace(':', '.')}.")
+        if inspect.isabstract(kind):
+            raise UserError(f"{at}.kind names {item.kind}, which has no method {', '.join(kind.__abstractmethods__)}: "
+                            f"a {self.what} needs it.")
         try:
             made: Kind = kind.model_validate(item.model_dump())
         except ValidationError as error:
-            raise UserError(listed([sentence(problem, ".".join([at, *map(str, problem["loc"])]),
-                                             advice(str(problem["loc"][-1]), kind.model_fields))
-                                    for problem in error.errors()])) from None
+            # A validator of all settings together has an empty place.
+            places = [[at, *map(str, problem["loc"])] for problem in error.errors()]
+            raise UserError(listed([sentence(problem, ".".join(place), advice(place[-1], kind.model_fields))
+                                    for place, problem in zip(places, error.errors(), strict=True)])) from None
         return made
 
 
@@ -154,7 +159,12 @@ def imported(text: str, at: str) -> Any:
     dotted."""
     module, _, name = text.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        holder = importlib.import_module(module)
     except Exception as error:
         raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). Name the file "
                         f"of the module in `plugins`, put its folder on PYTHONPATH, or install it.") from error
+    try:
+        return getattr(holder, name)
+    except AttributeError as error:
+        raise UserError(f"{at} names {text}, but the module {module} has no {name}; "
+                        f"{meant(name, dir(holder), 'correct the name.')}") from error

@@ -106,12 +106,14 @@ def _module(name: str) -> str:
 
 
 def _file(name: str, folder: Path, place: str) -> Path:
-    # The last is for a run that was moved with its plugins: its configuration has their former paths.
-    for path in (folder / name, Path(name), folder / Path(name).name):
+    # The last is for a run that was moved with its plugins: its configuration has their former whole paths.
+    moved = [folder / Path(name).name] if Path(name).is_absolute() else []
+    for path in (folder / name, Path(name), *moved):
         if path.is_file():
             return path.resolve()
-    raise UserError(f"{place}: there is no plugin {name} (looked in {folder.absolute()} and {Path.cwd()}). Put it "
-                    f"back, or next to the configuration.")
+    looked = " and ".join(dict.fromkeys([str(folder.absolute()), str(Path.cwd())]))
+    raise UserError(f"{place}: there is no plugin {name} (looked in {looked}). Put it back or next to the "
+                    f"configuration, or correct its path.")
 
 
 def _import(name: str, path: Path | None, place: str) -> None:

@@ -39,8 +39,8 @@ class Config(Section):
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     plugins: list[str] = execution([])
-    """Python modules, or files relative to the one that names them, that register your own attention backends,
-    optimizers, filters, loggers or stages. Every process of the run imports them. See docs/extending.md."""
+    """Python modules, or files relative to the one that names them, that hold your own attention backends,
+    optimizers, filters, loggers, hooks or stages. Every process of the run imports them. See docs/extending.md."""
     stages: dict[str, dict[str, JsonValue]] = {}
     """Settings of stages that plugins add, by the stage's name."""
     shard: ShardConfig = nested()

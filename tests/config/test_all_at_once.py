@@ -69,6 +69,7 @@ def test_explain_says_of_places_that_their_content_decides():
     assert "the content does" in explain(Config(), "train.init_from")
     assert "the content does" in explain(Config(), "tokenizer.path")
     assert "never makes a finished stage stale" in explain(Config(), "train.micro_batch")
+    assert "filters, loggers, hooks or stages" in explain(Config(), "plugins")
     assert "llama3_8b" in explain(Config(), "model.preset"), "although a loaded configuration spells the shape"
 
 

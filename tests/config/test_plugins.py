@@ -72,6 +72,13 @@ def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, 
     assert load_config(moved / "config.yaml", check=False).plugins == [str(moved / "moved_along.py")]
 
 
+def test_a_file_of_that_name_in_another_folder_is_not_taken(place, monkeypatch):
+    monkeypatch.chdir(place)
+    (place / "plugged_in.py").write_text("")
+    refused(UserError, rf"there is no plugin nothere/plugged_in.py \(looked in {place}\)\. Put it back", load_config,
+            place / "config.yaml", ["plugins=[nothere/plugged_in.py]"])
+
+
 @pytest.mark.parametrize("plugins, message", [
     ("[absent.py]", r"the command line \(plugins=\[absent.py\]\): there is no plugin absent.py \(looked in .*"),
     ("[no_such_module]", "plugin no_such_module cannot be imported: ModuleNotFoundError: No module named"),

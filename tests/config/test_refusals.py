@@ -112,7 +112,7 @@ convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none 
 
 train.optimizer=lion -> train.optimizer 'lion' is not known. Take adamw, muon, or write module:NAME
 train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
-train.optimizer=tests.training.optimizers.outside:LION -> LION, which cannot be imported (AttributeError
+train.optimizer=tests.training.optimizers.outside:LION -> but the module tests.training.optimizers.outside has no LION;
 train.optimizer=tests.training.optimizers.outside:sgd -> is not an OptimizerKind. Name one
 train.optimizer=muon; parallel.engine=deepspeed -> train.optimizer 'muon' works under parallel.engine fsdp2, not \
 'deepspeed', which flattens the weights. Take parallel.engine=fsdp2, or train.optimizer=adamw.
@@ -129,6 +129,7 @@ train.param_groups={output.*: {lr_factor: 2}} -> unknown key 'train.param_groups
 train.log_to=[wandbb] -> 'train.log_to.0': there is no log sink of the kind 'wandbb'; did you mean 'wandb'?
 train.log_to=[tensorboard, {kind: wandb, projekt: x}] -> unknown key 'train.log_to.1.projekt'; did you mean \
 'train.log_to.1.project'?
+shard.filters=[length, length] -> 2 filters named 'length'; there can be one. Give one a `name` of its own.
 train.log_to=[mlflow, {kind: mlflow}] -> train.log_to has 2 sinks of kind 'mlflow'
 train.log_to=tensorboard -> 'train.log_to' is 'tensorboard' (str)
 

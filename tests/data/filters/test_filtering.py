@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from drover.pipeline.config.explaining import explain
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.shipped import FILTERS
 from drover.pipeline.contract.manifest import read_manifest
@@ -97,9 +98,11 @@ def test_dropped_documents_are_not_kept_unasked(done):
 
 MINE = '''
 from dataclasses import replace
-from pydantic import Field
-from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters.base import Filter
+from pydantic import model_validator
+from drover.plugins import Document, Field, Filter
+
+class Bare(Filter):
+    """Lacks its method."""
 
 class Mine(Filter):
     """Drops what holds a word, and writes another large."""
@@ -107,6 +110,13 @@ class Mine(Filter):
     """The word."""
     large: int = Field(0, ge=0)
     """How many letters to write large."""
+    unexplained: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _together(self):
+        if self.large > len(self.word):
+            raise ValueError("the word is shorter than what is written large")
+        return self
 
     def __call__(self, document: Document) -> Document | str:
         if self.word in document.text:
@@ -194,7 +204,10 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
     my_filters:Mine, wrod: 1, large: -1 -> 'shard.filters.0.word' is missing
     my_filters:Mine, wrod: 1, large: -1 -> 'shard.filters.0.large' is -1 (int): input should be greater than or equal to
     my_filters:Document -> it must be a class that extends drover.pipeline.data.filters.base.Filter
-    my_filters:Absent -> cannot be imported (AttributeError
+    my_filters:Mine, word: bad, large: 4 -> 'shard.filters.0': the word is shorter than what is written large.
+    my_filters:Bare -> shard.filters.0.kind names my_filters:Bare, which has no method __call__: a filter needs it.
+    my_filters:Mime -> names my_filters:Mime, but the module my_filters has no Mime; did you mean 'Mine'?
+    my_filters:Absent -> but the module my_filters has no Absent; correct the name.
     no_such_module:X -> shard.filters.0.kind names no_such_module:X
     no_such_module:X -> on PYTHONPATH"""))
 def test_a_wrong_external_filter_is_refused_before_anything_starts(mine, capsys, wrong, logged):
@@ -205,6 +218,17 @@ def test_a_wrong_external_filter_is_refused_before_anything_starts(mine, capsys,
     error = capsys.readouterr().err
     assert error.count(logged) >= 2, error
     assert not (mine.parent / "runs/c").exists()
+
+
+def test_explain_shows_the_settings_of_an_external_filter_and_imports_it_only_then(mine):
+    config = load_config(mine)
+    assert "now: 'my_filters:Mine'" in explain(config, "shard") and "my_filters" not in sys.modules
+    settings = explain(config, "shard.filters.0")
+    for text in ("shard.filters.0.large\n  How many letters to write large.\n  type: int, ge=0   default: 0   now: 1",
+                 "default: required   now: 'bad'", "shard.filters.0.sources\n  Names of the sources whose documents",
+                 "(no text stands under it)\n  type: list[str]   default: []   now: []"):
+        assert text in settings, settings
+    assert explain(config, "shard.filters.0.large") in settings
 
 
 @pytest.mark.slow
