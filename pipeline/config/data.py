@@ -16,6 +16,7 @@ from drover.pipeline.config.section import (
     StoreUrl,
     added,
     execution,
+    in_form,
 )
 from drover.pipeline.config.shipped import FILTERS
 
@@ -33,7 +34,7 @@ def _encoding(name: str) -> str:
     raise ValueError(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are some")
 
 
-SourceName = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=60)]
+SourceName = Annotated[str, Field(max_length=60), in_form(r"[\w-]+", "letters, digits, - and _")]
 """Name of a source, which is part of names of files."""
 
 

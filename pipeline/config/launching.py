@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from drover.pipeline.config.section import LocalPath, Location, Section, nested
+from drover.pipeline.config.section import LocalPath, Location, Section, in_form, nested
 from drover.pipeline.core.time_limits import minutes
 
 
@@ -19,9 +19,10 @@ Time = Annotated[int, BeforeValidator(minutes)]
 """A time limit in minutes, written in any of Slurm's notations."""
 Names = Annotated[str, BeforeValidator(_joined)]
 """Names with commas between them, or a list of names."""
-Memory = Annotated[str, BeforeValidator(str), Field(pattern=r"^[0-9]+[KMGTkmgt]?$")]
+Memory = Annotated[str, BeforeValidator(str), in_form(
+    "[0-9]+([KMGTkmgt][Bb]?)?", "a number of megabytes, or a number with K, M, G or T, as in 64G")]
 """An amount of memory in Slurm's notation."""
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[str, in_form("[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, and begin with no digit")]
 """Name of an environment variable that every shell can export."""
 
 

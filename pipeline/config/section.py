@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin
 
@@ -23,6 +24,16 @@ def _path(text: str) -> str:
     if "\0" in path or max(map(len, os.fsencode(path).split(b"/"))) > 255 or len(path) > 4000:
         raise ValueError("no file can have this name: it is too long, or has characters that names cannot have")
     return path
+
+
+def in_form(pattern: str, form: str) -> AfterValidator:
+    """A check that a text has a form, which the error says in words."""
+    def checked(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} must be {form}")
+        return text
+
+    return AfterValidator(checked)
 
 
 Location = Annotated[str, AfterValidator(_path)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, JsonValue
 
@@ -13,7 +13,7 @@ from drover.pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConf
 from drover.pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.section import LocalPath, Section, execution, nested
+from drover.pipeline.config.section import LocalPath, Section, execution, in_form, nested
 from drover.pipeline.config.training import TrainConfig
 
 Part = TypeVar("Part", bound=BaseModel)
@@ -27,10 +27,15 @@ def changed(config: Part, settings: Mapping[str, Any]) -> Part:
     return config
 
 
+RunName = Annotated[str, in_form(
+    "[A-Za-z0-9][A-Za-z0-9._-]*", "letters, digits, '.', - and _, and begin with a letter or a digit")]
+"""A name that a folder and a job of Slurm can have."""
+
+
 class Config(Section):
     """A run: one section per stage, and where and how it runs."""
 
-    name: str = execution("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    name: RunName = execution("run", max_length=200)
     """The run's name and folder. A new name starts a new run."""
     runs_dir: LocalPath = execution("runs")
     """Folder of all runs."""

@@ -33,6 +33,7 @@ def test_what_is_no_time_limit_is_refused_with_its_place(written, time):
 @pytest.mark.parametrize(("given", "taken"), table("""
     {mem: 64g, time: 1-12, partition: "a,b"} -> {mem: 64g, time: 2160, partition: "a,b"}
     {mem: 0} -> {mem: "0"}
+    {mem: 64GB} -> {mem: 64GB}
     {mem: 6000, partition: [a, b]} -> {mem: "6000", partition: "a,b"}
     {mem: 2T, exclude: [n1, n2]} -> {mem: 2T, exclude: "n1,n2"}
     {train: {mem: 500K, extra: {nodelist: [n1, n2], exclusive: true, nice: 9}}} -> {train: {mem: 500K, extra: \
