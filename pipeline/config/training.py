@@ -208,7 +208,8 @@ class TrainConfig(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, multiplied by the learning rate. Norms and embeddings are never decayed."""
+    """Decoupled weight decay, multiplied by the learning rate. Norms, biases and embeddings (also a
+    tied output matrix) are decayed only where `param_groups` says so."""
     clip_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     z_loss: NonNegativeFloat = added(0.0)
