@@ -79,11 +79,6 @@ def test_strings_and_comments_use_the_words_of_the_field(room):
     assert not result
 
 
-def test_every_page_is_in_the_contents():
-    named = set(re.findall(r"^[\w/-]+$", (REPOSITORY / "docs/index.md").read_text(), re.MULTILINE))
-    assert {page.stem for page in PAGES if page not in (README, REPOSITORY / "docs/index.md")} <= named
-
-
 @pytest.mark.parametrize("page", [*PAGES, *INCLUDED], ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_links_work_where_the_site_is_not_built(page):
     """As on a code host: they lead to files that are in the repository."""
@@ -94,4 +89,3 @@ def test_links_work_where_the_site_is_not_built(page):
             target = (page.parent / path).resolve() if path else page
             name = target.relative_to(REPOSITORY).as_posix()
             assert name in kept or any(file.startswith(f"{name}/") for file in kept), link
-

@@ -7,7 +7,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.optimizers.base import Weight
 from drover.pipeline.training.optimizers.wrapped import Wrapped
 from tests.refusal import refused
-from tests.training.optimizers.kit import give, model_of, step
+from tests.training.optimizers.kit import model_of
 
 
 def weights(model):
@@ -29,17 +29,3 @@ def test_a_weight_that_was_left_out_is_named():
 def test_states_that_could_not_be_carried_on_are_refused(make, words):
     model = model_of()
     refused(UserError, words, Wrapped, weights(model), make(list(model.parameters())), lr=0.1)
-
-
-def test_making_the_states_leaves_weights_as_they_are_and_starts_the_count_at_none():
-    model = model_of()
-    expected = model_of()
-    optimizer = Wrapped(weights(model), torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.3), lr=0.1)
-    bare = torch.optim.Adam(expected.parameters(), lr=0.1, weight_decay=0.3)
-    for number in range(3):
-        assert all(map(torch.equal, model.parameters(), expected.parameters()))
-        give(model, number)
-        give(expected, number)
-        step(optimizer, lr=0.1)
-        bare.step()
-    assert all(map(torch.equal, model.parameters(), expected.parameters()))
