@@ -10,10 +10,8 @@ import torch
 
 from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.exclusion import Excluded
-from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
 from drover.pipeline.training.guards import UNLIMITED, Guards
-from tests.refusal import refused, table
+from tests.refusal import refused
 
 NAN = math.nan
 INF = math.inf
@@ -143,15 +141,3 @@ def test_state_goes_through_json_and_every_later_decision_is_the_same():
     assert outcomes == {"ok", "skip nonfinite", "skip spike"} and straight.skipped_total > straight.spikes_total > 0
     narrower = going_on(GuardConfig(spike_window=40), straight.state())
     assert narrower.state()["losses"] == straight.state()["losses"][-40:]
-
-
-@pytest.mark.parametrize("line, abandoned", table("""
-    {"samples": [24, 32]} -> false
-    {"samples": [32, 40]} -> true
-    {"samples": [32, 48], "rollbacks": 1} -> false
-    {"samples": [64, 72], "rollbacks": 1} -> true
-    {"samples": [64, 80], "rollbacks": 2} -> false""", json.loads, json.loads))
-def test_lines_that_a_rollback_undid_are_told_from_those_that_still_hold(line, abandoned):
-    rollbacks = [Rollback(5, 2, ((32, 40),), "plan", ""), Rollback(9, 6, ((64, 72),), "plan", "")]
-    assert is_abandoned(line, rollbacks, ["plan"]) == abandoned and not is_abandoned(line, rollbacks, ["another plan"])
-    assert excluded_by(rollbacks, ["plan"]) == Excluded([(32, 40), (64, 72)])
