@@ -1,6 +1,7 @@
 """What counts as a copy, and the records that go with it."""
 
 import json
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -51,14 +52,8 @@ def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(gated):
 
 def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, monkeypatch):
     run, _ = gated
-    read = module.read_marker
-    broken = [UserError("Input/output error")]
-
-    def read_later(path):
-        if broken:
-            raise broken.pop()
-        return read(path)
-    monkeypatch.setattr(module, "read_marker", read_later)
+    read = Mock(wraps=module.read_marker, side_effect=[UserError("Input/output error"), *[DEFAULT] * 9])
+    monkeypatch.setattr(module, "read_marker", read)
     run.save_copied(1)
     assert sorted(run.log.names()) == ["checkpoint", "checkpoint_copied", "checkpoint_copy_failed"]
     assert run.complete == [1]

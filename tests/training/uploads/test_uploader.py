@@ -1,5 +1,7 @@
 """The thread that copies, on one rank: what waits, what is tried again, and how it ends."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from drover.pipeline.core.errors import UserError
@@ -43,10 +45,7 @@ def test_the_end_waits_no_longer_than_it_may_and_a_copier_that_is_stopped_makes_
 
 def test_the_end_does_not_wait_for_a_thread_that_has_ended(gated, monkeypatch):
     run, _ = gated
-
-    def broken(*_):
-        raise OSError("broken")
-    monkeypatch.setattr(run.uploads, "_attempt", broken)
+    monkeypatch.setattr(run.uploads, "_attempt", Mock(side_effect=OSError("broken")))
     run.save(1)
     assert run.waited(1, 10.0 * HANG_S) == "broken."
     run.save(2)
