@@ -51,7 +51,7 @@ from drover.pipeline.storage.mirror import SENT
 UNREAD = "not finished, quarantined, or listed in a damaged record: not read"
 LOGS = "logs and notes: nothing records their content"
 SCRATCH = "left by a kill after the stage was done: the next start of the stage removes them"
-OTHERS = "outside of the stages: not part of the run"
+OTHERS = "of no stage that is known here (--plugin names those of a plugin): not read"
 FAR = "in an object store: not read"
 SIZED = "left out by --sample: only the size was compared"
 NOT_SEALED = "notes without a checksum: only checked to be readable"
@@ -341,7 +341,7 @@ class Inventory:
                 self.report.note(LOGS, path)
             elif _QUARANTINED.search(top):
                 self.report.note(UNREAD, path)
-            elif path.suffix == ".json":
+            elif top == "launch":
                 self._seal(path, "Delete it, if nothing runs")
             else:
                 self.report.note(OTHERS, path)

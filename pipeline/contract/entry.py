@@ -43,7 +43,8 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     """Run the stage `name` unless it is done. Returns the process's exit status.
 
     `body(work)` does the work and calls `work.commit`. If a stage has ranks, each of them runs this, and only rank 0
-    writes. If the body returns without a commit, it was stopped, and the same command continues.
+    writes. A body that was stopped may record this as the stage's state (train does) and return without a commit. Then
+    the same command continues.
     """
     options = parser(name).parse_intermixed_args(arguments)
     set_this_job(options.job)
@@ -290,7 +291,15 @@ class StageAttempt:
                 # Once the user has corrected the input, the stage may start from scratch without --force.
                 change_start(work.folder, unusable=True)
             raise
-        return 0 if read_manifest(work.folder) is not None else INTERRUPTED
+        if read_manifest(work.folder) is not None:
+            return 0
+        if (state := read_state(work.folder, work.state_file)) is not None and state.status == "preempted":
+            return INTERRUPTED
+        reason = "its function returned without work.commit, which it must call at its end"
+        with suppress(OSError):
+            write_state(work.folder, "failed", work.state_file, reason=reason)
+        complain(f"{name} stops here: {reason}.")
+        return 1
 
     def _do(self, work: Work) -> None:
         """Do the work. If it fails because an input is damaged, raise the error about the input instead."""

@@ -29,6 +29,7 @@ def test_the_state_says_how_a_stage_ended(place, monkeypatch):
         write_state(work.folder, "preempted", step=4, reason="time limit", again=True)
     for body, status, result, reason in (
             (raising(UserError, "the corpus is in Latin-1"), 2, ("failed", None), "the corpus is in Latin-1"),
+            (lambda work: None, 1, ("failed", None), "returned without work.commit"),
             (raising(KeyboardInterrupt), 130, ("preempted", None), ""), (stopped, 130, ("preempted", 4), ""),
             (look, 0, ("done", None), "")):
         assert call(place, "shard", body) == status and state(place) == result
@@ -78,7 +79,7 @@ def test_force_id_forces_once(place):
         assert call(place, "shard", body, "--force-id", identifier) == 0 and len(made) == times
     half = place / "runs/a/shard/half.txt"
     for arguments in (["--force-id", "three"], []):  # without the ID it is not forgotten
-        assert call(place, "shard", lambda work: write_text(half, "half"), *arguments) == 130
+        assert call(place, "shard", lambda work: write_text(half, "half"), *arguments) == 1
     assert call(place, "shard", body, "--force-id", "three") == 0 and half.exists()
     (place / "runs/a/shard/started.json").write_text("{")
     assert call(place, "shard", body, "--force-id", "three") == 0 and not half.exists()
@@ -101,7 +102,7 @@ def test_progress_is_written_now_and_then_and_ends_nothing(tmp_path, monkeypatch
 def test_starts_of_one_chain_count_as_one_piece_of_work(place, monkeypatch):
     started = place / "runs/a/shard/started.json"
     for chain, kept in (("c1", True), ("c2", False)):
-        assert call(place, "shard", lambda work: None, "--force", *in_chain("c1")) == 130
+        assert call(place, "shard", lambda work: None, "--force", *in_chain("c1")) == 1
         write_json(started, {**read_json(started), "at": "2026-01-01T00:00:00+00:00"})
         assert call(place, "shard", copy_corpus, *in_chain(chain)) == 0
         assert (read_manifest(started.parent).started == "2026-01-01T00:00:00+00:00") == kept

@@ -158,7 +158,10 @@ def test_what_convert_and_evaluate_read(trained, refused):
             refused(trained, "convert", path, "--force")
     assert run_here("convert", trained) == 0
     assert manifest_of(trained, "convert").digest == before
-    assert run_here("evaluate", trained, body=lambda work: None) == 130
+
+    def interrupt(work):
+        raise KeyboardInterrupt
+    assert run_here("evaluate", trained, body=interrupt) == 130
     for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/validation/code-00000.tar",
                  "encode/validation/more-00000.arrow", "tokenizer/vocabulary.json"):
         with flipped(run / name) as path:

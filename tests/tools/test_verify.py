@@ -26,6 +26,7 @@ from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify import (
     FAR,
     LOGS,
+    OTHERS,
     SIZED,
     WENT,
     FileCheck,
@@ -230,6 +231,15 @@ def test_a_changed_byte_of_a_ledger_is_found_and_a_torn_line_is_none(tmp_path):
         assert problem(data[:at] + bytes([data[at] ^ 1 << at % 6]) + data[at + 1:]), at
     end = data.index(b"\n") + 1
     assert not any(problem(data[:cut] + torn) for cut in range(end, len(data) - 3) for torn in (b"", b"\n"))
+
+
+def test_a_file_of_a_stage_that_is_not_known_is_listed_and_never_wrong(tmp_path):
+    """A JSON that ends in a hash looks like a damaged record of Drover's."""
+    (tmp_path / "config.yaml").write_text(sealed_text("name: a\n"))
+    (tmp_path / "words").mkdir()
+    write_json(tmp_path / "words/words.json", {"sha256": "0" * 64})
+    report = verify(tmp_path)
+    assert not report.problems and report.notes[OTHERS] == [str(tmp_path / "words/words.json")]
 
 
 @pytest.mark.parametrize(("make", "size", "expected"), [
