@@ -62,7 +62,8 @@ def test_a_run_in_its_place_keeps_its_config_as_written(place, monkeypatch):
 
 def test_a_folder_name_that_is_none_is_refused_with_its_place(moved):
     odd = moved.rename(moved.with_name("b (copy)"))
-    refused(UserError, r"the run folder .*b \(copy\): 'name' is 'b \(copy\)'", load_config, odd / "config.yaml")
+    refused(UserError, r"the run folder .*b \(copy\): 'name': 'b \(copy\)' must be letters", load_config,
+            odd / "config.yaml")
 
 
 def test_a_reused_run_that_moved_along_is_found_next_to_it(place, capsys):
