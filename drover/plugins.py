@@ -6,12 +6,13 @@ from drover.pipeline.config.optimizers import OptimizerKind
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import Stage, register_stage
+from drover.pipeline.contract.tasks import Task
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import output_record, write_json
+from drover.pipeline.core.files import atomic_file, output_record, write_json
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.training.hooks import Hook, HookSettings
 from drover.pipeline.training.sinks.base import About, SinkSettings
 
 __all__ = ["About", "Document", "Field", "Filter", "Hook", "HookSettings", "OptimizerKind", "SinkSettings", "Stage",
-           "UserError", "Work", "output_record", "register_stage", "stage_main", "write_json"]
+           "Task", "UserError", "Work", "atomic_file", "output_record", "register_stage", "stage_main", "write_json"]

@@ -91,12 +91,19 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
         return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)
     failure = "hung" if outcome.hang else "crashed"
     reason = outcome.hang or cause or (f"ended with exit status {end.status} without a word" if end.status else
-                                       "ended as if all were well, but is not done")
+                                       _did_nothing(spec))
     if outcome.fruitless > spec.max_restarts:
         return _given_up(failure, outcome.fruitless, reason, spec, spec.max_restarts)
     if (end.started or outcome.others) and not end.abandoned:
         return Decision("restart", failure, reason)
     return _requeue(Decision("requeue", failure, reason), spec)
+
+
+def _did_nothing(spec: JobSpec) -> str:
+    text = "ended as if all were well, but is not done"
+    if f"drover.pipeline.{spec.stage}" in spec.command:
+        return text
+    return f'{text} (its module must call stage_main at its end, under `if __name__ == "__main__":`)'
 
 
 def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:

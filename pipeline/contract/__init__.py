@@ -3,6 +3,11 @@
 A stage is one module. It registers a `Stage` (stages.py: what it needs, which settings decide its outputs), gives a
 function that does the work of one attempt to `stage_main` (entry.py), and is started by `python -m`:
 
+    import sys
+    from pathlib import Path
+
+    from drover.plugins import Stage, Task, output_record, register_stage, stage_main, write_json
+
     register_stage(Stage("words", needs=("shard",), reads=("stages.words",), code=(), own_module="words"))
 
     def count(folder, payload):          # runs in a worker process; the payload decides its outputs
@@ -25,7 +30,7 @@ function that does the work of one attempt to `stage_main` (entry.py), and is st
 The contract does everything else. It refuses the stage if its settings or inputs have changed. It does each task once,
 whatever is killed. It writes the manifest last, and this commits the stage. The function must only
 
-- write below `work.folder`, each file complete or not at all (`write_json`, `atomic_file`: pipeline/core/files.py),
+- write below `work.folder`, each file complete or not at all (`write_json`, `atomic_file`),
 - make the same outputs from the same settings and inputs,
 - raise UserError for what a user can fix, and report progress with `work.say`.
 

@@ -160,6 +160,9 @@ class StageAttempt:
     def lead(self) -> int:
         """Decide what there is to do, and do it together with the other ranks."""
         self.run = Run(load_config(self.options.config, self.options.overrides))
+        if self.name not in STAGES:
+            raise UserError(f"stage_main is called with the name {self.name!r}, but no stage of this name is "
+                            f"registered. The stages are {', '.join(STAGES)}.")
         # A plugin's stage may have tasks, too.
         with_workers = self.stage.workers or bool(self.stage.own_module and not self.stage.ranks)
         _refuse_element(self.name, self.options, with_workers)

@@ -6,6 +6,7 @@ import os
 from functools import cached_property, partial
 from pathlib import Path
 
+from drover.pipeline.config.kinds import source_of
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, warn
 from drover.pipeline.config.section import identity
@@ -286,10 +287,13 @@ def reused_folder(run_folder: Path, reuse: str) -> Path:
 
 
 def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
-    """sha256 of each source file that makes the stage's outputs, by its path in the repository. Also of plugins, which
-    may take part in any stage, by module; and, with a configuration, of the modules that it names."""
+    """sha256 of each source file that makes the stage's outputs, by its path in the repository. Also, by module, of
+    plugins, which may take part in any stage, of the stage's `own_module` and, with a configuration, of the modules
+    that it names."""
     own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
     external = loaded_plugins() | (stage.call("external_code", config, otherwise={}) if config else {})
+    if stage.own_module and (source := source_of(stage.own_module)) is not None:
+        external[stage.own_module] = source
     return own | {module: sha256_file(path) for module, path in sorted(external.items())}
 
 

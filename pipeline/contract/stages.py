@@ -171,8 +171,8 @@ def register_stage(stage: Stage) -> None:
     configuration. Its resources are those that `launch` gives to all stages.
 
     Raises:
-        ValueError: the name is taken, no stage before it has the name that it follows or needs, it has a function that
-            does not exist, or it names no module of its own.
+        ValueError: the name is taken, no stage before it has the name that it follows or needs, it reads a part of the
+            configuration or has a function that does not exist, or it names no module of its own.
     """
     known = STAGES.get(stage.name)
     if known == stage:
@@ -186,6 +186,9 @@ def register_stage(stage: Stage) -> None:
     if unknown := set(stage.needs) - set(chain[:place]):
         raise ValueError(f"The stage {stage.name!r} needs {', '.join(sorted(unknown))}: there is no such stage before "
                          f"it.")
+    if unknown := {part.partition(".")[0] for part in stage.reads} - Config.model_fields.keys():
+        raise ValueError(f"The stage {stage.name!r} reads {', '.join(sorted(unknown))}: there is no such part of the "
+                         f"configuration.")
     if not stage.own_module:
         raise ValueError(f"The stage {stage.name!r} must name the module that runs it, as own_module.")
     if unknown := set(stage.functions) - FUNCTIONS:

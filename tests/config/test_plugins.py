@@ -98,6 +98,8 @@ def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
      "'ours' follows converted: there is no such"),
     (Stage("ours", needs=("evaluate",), reads=(), code=(), own_module="ours", after="convert"),
      "'ours' needs evaluate: there is no such stage before it"),
+    (Stage("ours", needs=("shard",), reads=("stages.ours", "shards"), code=(), own_module="ours"),
+     "'ours' reads shards: there is no such part of the configuration"),
     (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it"),
     (Stage("ours", needs=(), reads=(), code=(), own_module="ours", functions={"file": "a:b"}),
      "has functions file; there are due, ")])

@@ -149,11 +149,7 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
     page = drover.pipeline.contract.__doc__
     shown = page[:page.index("The contract does everything else")].splitlines()
     code = "\n".join(line[4:] for line in shown if line[:4].isspace() or not line)
-    (place / "words.py").write_text(
-        "import sys\nfrom pathlib import Path\nfrom drover.pipeline.contract.entry import stage_main\n"
-        "from drover.pipeline.contract.stages import Stage, register_stage\n"
-        "from drover.pipeline.contract.tasks import Task\n"
-        "from drover.pipeline.core.files import output_record, write_json\n" + code)
+    (place / "words.py").write_text(code)
     assert call(place, "shard", copy_corpus) == 0
     # A plugin may also register a stage whose module is another one, which knows of it by the configuration only.
     (place / "registers.py").write_text(
@@ -168,6 +164,11 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
                        ("other_main.py", "other     done in")):
         assert printed in run_python(place / file, "--config", place / "c.yaml").stdout
     assert read_json(place / "runs/a/words/text.txt.json") == {"words": 2}
+    words, other = (read_manifest(place / "runs/a" / stage).code for stage in ("words", "other"))
+    assert {"words", "registers"} <= words.keys() and other.keys() - words.keys() == {"other_main"}
+    (place / "words.py").write_text(code.replace('stage_main("words"', 'stage_main("wrods"'))
+    wrong = run_python(place / "words.py", "--config", place / "c.yaml", check=False)
+    assert "'wrods', but no stage of this name is registered" in wrong.stderr
 
 
 def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkeypatch):
