@@ -67,7 +67,7 @@ RECORD_PAUSE_S = 2.0
 PAUSE_S = 3.0
 """Before the stage is started again."""
 LAST_LINES = 25
-"""Of a rank that failed, as the job's log shows them."""
+"""How many last lines of a failed rank's output the job's log shows."""
 SLURM_EARLY_S = 60.0
 """How much earlier than requested Slurm may send a signal: the one before the time limit may have come by then."""
 
