@@ -59,7 +59,7 @@ def task(folder, payload):
     if number == AT:
         HAPPENS[event][0](stage)
     elif event != "nothing":
-        time.sleep(0.02)  # so that not all are done before what happens is seen
+        time.sleep(0.1)  # so that not all are done before what happens is seen
     return {"process": os.getpid(), "source": os.getppid(), "made": f"{phase}-{number}"}
 
 
