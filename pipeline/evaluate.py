@@ -7,8 +7,10 @@ model, or a shard of it if it is too large, and does a share of the work. Rank 0
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,25 +21,76 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import Record, output_record, sha256_json, write_json
+from drover.pipeline.core.files import Ledger, output_record, sha256_json, write_json
 from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.input_check import Expected, InputCheck
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.data.shard_table import ShardTable
-    from drover.pipeline.evaluation.cached import Cached
+    from drover.pipeline.evaluation.items import TaskResult
     from drover.pipeline.evaluation.open_model import OpenedModel
     from drover.pipeline.parallel.ranks import Ranks
+
+
+class Cached:
+    """Results of the stage, each written when it is measured, under a hash of its inputs. A kill, a failed task or
+    another list of tasks loses no finished result. All ranks call the methods together.
+
+    Attributes:
+        seconds: the time that each part took when it was measured.
+    """
+
+    def __init__(self, work: Work, ranks: Ranks) -> None:
+        from drover.pipeline.contract.run import code_hashes
+        from drover.pipeline.contract.stages import STAGES
+        from drover.pipeline.contract.tasks import TASKS
+        from drover.pipeline.evaluation.results import library_versions
+
+        self.ledger = Ledger(work.folder / TASKS / "measured")
+        self.work = work
+        self.ranks = ranks
+        self.seconds: dict[str, float] = {}
+        self._keys: dict[str, str] = {}
+        self._made_by = [code_hashes(STAGES[work.name]), library_versions()]
+
+    def get(self, name: str, identity: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+        """The part `name`: from disk if its inputs are equal, else the result of `measure`, a JSON value.
+
+        identity: all inputs of the result, as JSON, besides the code and the libraries that measure. If those change,
+        the part is measured again, so that the manifest names the code that made it.
+        """
+        record = self.ranks.by_leader(lambda: self.record(name, identity))
+        how = "measured before, kept"
+        if record is None:
+            start = time.monotonic()
+            value = json.loads(json.dumps(measure()))  # the same value whether cached or not
+            record = {"seconds": round(time.monotonic() - start, 3), "value": value}
+            how = f"{record['seconds']:.1f} s"
+            if self.ranks.is_rank_zero:
+                self.ledger.add(name, self._keys[name], record)
+        self.seconds[name] = record["seconds"]
+        if self.ranks.is_rank_zero:
+            self.work.say(f"{name}: {how}")
+        return record["value"]
+
+    def record(self, name: str, identity: Mapping[str, Any]) -> Any:
+        """What is on disk of a part, if its inputs are equal, else None. For rank 0."""
+        self._keys[name] = key = sha256_json([identity, self._made_by])
+        return self.ledger.recorded({name: key}).get(name)
+
+    def forget(self) -> None:
+        """Invalidate all parts of this start: its inputs did not match their digests."""
+        for name in self.seconds if self.ranks.is_rank_zero else ():
+            self.ledger.add(name, self._keys[name], None)
 
 
 def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json."""
     go_offline()  # before anything imports the libraries that look for it
     from drover.pipeline.data.shard_table import ShardTable
-    from drover.pipeline.evaluation.baselines import compare
-    from drover.pipeline.evaluation.cached import Cached
-    from drover.pipeline.evaluation.validation import measure_validation
+    from drover.pipeline.evaluation.results import as_json, summary, validation_results
+    from drover.pipeline.evaluation.validation import compare, measure_validation
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     from drover.pipeline.training.data.opening import download_once_per_node
     from drover.pipeline.training.rank_agreement import RankAgreement
@@ -68,21 +121,30 @@ def evaluate(work: Work) -> None:
         if settings.contamination:
             search_items(work, ranks, cached, tasks)
         try:
-            validation["baselines"] = cached.get("baselines", identity, lambda: ranks.by_leader(baselines.result))
+            compared = cached.get("baselines", identity, lambda: ranks.by_leader(baselines.result))
         except UserError:  # on every rank: the text has changed or is damaged; report a damaged input first
             _refuse_changed_inputs(ranks, inputs, cached)
             raise
         _refuse_changed_inputs(ranks, inputs, cached)
         if ranks.is_rank_zero:
-            _write(work, ranks, opened, cached.seconds, {
-                "validation": {**validation, "window": length}, "tasks": tasks, "continuations": continuations})
+            results = as_json(work.config, opened.config, validation_results(validation, compared), tasks,
+                              continuations)
+            write_json(work.folder / "results.json", results)
+            for line in summary(results):
+                work.say(line)
+            total = results["validation"]["overall"]
+            work.commit([output_record(work.folder, work.folder / "results.json")], {
+                "bits_per_byte": total["bits_per_byte"], "validation_tokens": total["targets"],
+                "validation_bytes": total["bytes"], "tasks": len(tasks), "ranks": ranks.world,
+                "dp_shard": opened.placed.shards, "device": str(ranks.device.type), "device_name": ranks.device_name,
+                "seconds": cached.seconds})
         ranks.barrier()  # the others end when the stage is committed
     finally:
         background.shutdown(wait=False)
         stop_ranks()
 
 
-def _identity(work: Work, stages: Sequence[str], settings: Sequence[str] = ()) -> Record:
+def _identity(work: Work, stages: Sequence[str], settings: Sequence[str] = ()) -> dict[str, Any]:
     """The values that decide a result: digests of the stages that it needs, and settings of the section evaluate."""
     return {**{stage: work.fingerprint["inputs"][stage] for stage in stages},
             **{name: getattr(work.config.evaluate, name) for name in settings}}
@@ -131,7 +193,8 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
         raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
 
 
-def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel, length: int) -> dict[str, Any]:
+def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel, length: int
+                  ) -> dict[str, TaskResult]:
     """Results of the configured lm-evaluation-harness tasks. Each result is kept as soon as it is measured.
 
     Raises:
@@ -140,12 +203,11 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
     tasks = chosen_tasks(work.config)
     if not tasks:
         return {}
-    from drover.pipeline.evaluation.harness import HarnessModel
-    from drover.pipeline.evaluation.running import measure_task
+    from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 
     settings = work.config.evaluate
     log = work.folder / "lm_eval.log"
-    results = dict[str, Any]()
+    results: dict[str, TaskResult] = {}
     failed = list[str]()
     model = HarnessModel(opened, batch=settings.batch, length=length, ranks=ranks)
     identity = _identity(work, ("tokenizer", "convert"), (
@@ -165,7 +227,7 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
     return results
 
 
-def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: dict[str, Any]) -> None:
+def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, TaskResult]) -> None:
     """Put `contamination`, the scores of clean and dirty items, into each task's results."""
     from drover.pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
 
@@ -176,11 +238,10 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: dict[str, Any]
         task["contamination"] = clean_and_dirty(task["per_item"], [next(shares) for _ in task["per_item"]["texts"]])
 
 
-def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[Record]:
+def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict[str, Any]]:
     """The model's continuation of each prompt. Each rank continues a share of the prompts."""
     from drover.model.generate import generate
-    from drover.pipeline.evaluation.open_model import named_if_nan
-    from drover.pipeline.evaluation.prompts import eos_ids, prompt_ids
+    from drover.pipeline.evaluation.open_model import eos_ids, named_if_nan, prompt_ids
 
     settings = work.config.evaluate
     context = opened.config.context_length
@@ -190,7 +251,7 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[Reco
             raise UserError(f"evaluate.prompts.{number} has {len(ids)} tokens, which leaves no room in the model's "
                             f"context of {context}. Shorten it.")
 
-    def write(number: int) -> Record:
+    def write(number: int) -> dict[str, Any]:
         room = min(settings.prompt_tokens, context - len(prompts[number]))
         with named_if_nan(opened):
             new, = generate(opened.model, [prompts[number]], room, temperature=settings.temperature,
@@ -199,21 +260,6 @@ def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[Reco
                 "ended": len(new) < room}
 
     return opened.placed.divide(ranks, range(len(prompts)), write)
-
-
-def _write(work: Work, ranks: Ranks, opened: OpenedModel, seconds: dict[str, float], measured: Record) -> None:
-    from drover.pipeline.evaluation.results import as_json, summary
-
-    results = as_json(work.config, opened.config, measured)
-    write_json(work.folder / "results.json", results)
-    for line in summary(results):
-        work.say(line)
-    total = results["validation"]["overall"]
-    work.commit([output_record(work.folder, work.folder / "results.json")], {
-        "bits_per_byte": total["bits_per_byte"], "validation_tokens": total["targets"],
-        "validation_bytes": total["bytes"], "tasks": len(results["tasks"]), "ranks": ranks.world,
-        "dp_shard": opened.placed.shards, "device": str(ranks.device.type), "device_name": ranks.device_name,
-        "seconds": seconds})
 
 
 if __name__ == "__main__":

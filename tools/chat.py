@@ -13,20 +13,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drover.model.generation.sampling import Sampling
 from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.core.command_line import Parser, Program, complain, find_model
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.evaluation.open_model import named_if_nan, open_model
-from drover.pipeline.evaluation.prompts import ending_ids, hugging_face_tokenizer, prompt_ids, readable_bytes
+from drover.pipeline.evaluation.open_model import (
+    ending_ids,
+    hugging_face_tokenizer,
+    named_if_nan,
+    open_model,
+    prompt_ids,
+    readable_bytes,
+)
 from drover.pipeline.records.weight_files import weights_folder
-
-if TYPE_CHECKING:
-    from drover.pipeline.evaluation.open_model import OpenedModel
 
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that move a terminal's cursor or change its colours; a model may have learned them."""
@@ -43,15 +45,6 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--device",
                         help="cpu, cuda, cuda:1 ..., mps (Apple's GPU); default: a GPU of CUDA if there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="precision; default: bfloat16 on a GPU, else float32")
-    add_sampling_options(parser)
-    parser.add_argument("--interactive", action="store_true", help="ask for prompts, one a line")
-    parser.add_argument("--chat", action="store_true", help="write prompts as turns of a conversation, by the "
-                                                            "tokenizer's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation begins with")
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The fields of `Sampling`."""
     for name, kind, default, metavar, text in (
             ("max-tokens", int, 256, "N", "the most tokens to generate (default 256)"),
             ("temperature", float, 0.8, "T", "sampling temperature; 0: the most likely token, always (default 0.8)"),
@@ -63,6 +56,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
                         help="stop before this text; may be given several times")
+    parser.add_argument("--interactive", action="store_true", help="ask for prompts, one a line")
+    parser.add_argument("--chat", action="store_true", help="write prompts as turns of a conversation, by the "
+                                                            "tokenizer's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation begins with")
 
 
 def work(options: argparse.Namespace) -> None:
@@ -76,36 +73,26 @@ def work(options: argparse.Namespace) -> None:
         session.ask()
 
 
-def opened_model(options: argparse.Namespace) -> OpenedModel:
-    """Open the model of `--model`. UserError if there is none, or no such device."""
-    weights_folder(options.model)  # refuses a missing model before torch is imported
-    import torch
-
-    from drover.model.devices import automatic, find_device
-
-    try:
-        device = find_device(options.device or automatic())
-    except ValueError as error:
-        raise UserError(f"--device {error}") from None
-    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    return open_model(options.model, device, getattr(torch, dtype))
-
-
-def requested_sampling(options: argparse.Namespace) -> Sampling:
-    """The sampling settings of the command line. UserError with everything that is wrong with them."""
-    try:
-        given = {own.name: getattr(options, own.name) for own in fields(Sampling) if hasattr(options, own.name)}
-        return Sampling(**{**given, "stop": tuple(options.stop)})
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
 class Session:
     """One model and the texts, or the conversation, that it generates."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        sampling = requested_sampling(options)  # refuses wrong settings before a model is loaded
-        self.opened = opened_model(options)
+        try:  # wrong settings are refused before a model is loaded, and a missing model before torch is
+            sampling = Sampling(options.max_tokens, options.temperature, options.top_k, options.top_p, options.min_p,
+                                options.repetition_penalty, options.seed, stop=tuple(options.stop))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        weights_folder(options.model)
+        import torch
+
+        from drover.model.devices import automatic, find_device
+
+        try:
+            device = find_device(options.device or automatic())
+        except ValueError as error:
+            raise UserError(f"--device {error}") from None
+        dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        self.opened = open_model(options.model, device, getattr(torch, dtype))
         self.sampling = replace(sampling, stop_ids=ending_ids(self.opened))
         self.template = ChatTemplate(self.opened.tokenizer_folder) if options.chat else None
         self.system = [{"role": "system", "content": options.system}] if options.system else []

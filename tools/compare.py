@@ -12,25 +12,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.contract.run import run_in
+from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.command_line import Parser, Program, add_json, find_model, find_run, refuse_low
 from drover.pipeline.core.console import aligned, echo
 from drover.pipeline.core.errors import UserError, require
-from drover.pipeline.core.files import Record
-from drover.pipeline.evaluation.comparing import measured, rows
-from drover.pipeline.evaluation.open_model import deliverable
+from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
+from drover.pipeline.evaluation.open_model import open_model, run_of
+from drover.pipeline.evaluation.scores import Item, scored
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
+
+if TYPE_CHECKING:
+    from drover.pipeline.evaluation.harness import HarnessModel
 
 FORMAT = 2
 COLUMNS = {"task": "{}", "metric": "{}", "n": "{:,}", "chance": "{:.4f}", "model": "{}", "value": "{:.4f}",
            "stderr": "{:.4f}", "difference": "{:+.4f}", "low": "{:+.4f}", "high": "{:+.4f}"}
 HEADING = ("task", "metric", "n", "chance", "model", "score", "std. error", "difference", "from", "to (95%)")
+NORMAL_95 = 1.96
 
 
 def add_options(parser: Parser) -> None:
@@ -57,50 +66,131 @@ def work(options: argparse.Namespace) -> None:
     refuse_low(options, "limit", "batch", "length")
     if not options.tasks and options.validation is None:
         raise UserError("There is nothing to measure: give --tasks, --validation or both.")
+    if len(options.models) < 2 or len(set(options.models)) < len(options.models):
+        raise UserError(f"--models takes two or more models, each once; these are "
+                        f"{', '.join(map(str, options.models))}.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
     validation = None if options.validation is None else run_in(options.validation)
-    settings = EvaluateConfig(task_limit=options.limit, dtype=options.dtype, batch=options.batch,
-                              sequence_length=options.length)
-    models = _models(options.models)
+    paths = {str(path): deliverable(path) for path in options.models}
+    from drover.pipeline.formats.weights import open_weights
+
+    for path in paths.values():
+        with open_weights(path):
+            pass  # all are looked at before one is measured
     require("a comparison", "lm_eval")
+    import torch
+
+    from drover.pipeline.evaluation.harness import HarnessModel, measure_task
     from drover.pipeline.evaluation.results import doubts, rounded
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
+    bootstrap_iters = EvaluateConfig().bootstrap_iters
     ranks = start_ranks()
     try:
-        parts = dict[str, dict[str, Record]]()
-        for name, path in models.items():
+        results = dict[str, dict[str, TaskResult]]()
+        for name, path in paths.items():
             if ranks.is_rank_zero:
                 echo(f"measuring {name}", file=sys.stderr)
-            parts[name] = measured(path, tasks, validation, settings, ranks)
-        results = {"format": FORMAT, "models": {name: str(path) for name, path in models.items()},
-                   "dtype": settings.dtype, "window": settings.sequence_length, "limit": settings.task_limit,
-                   "rows": [rounded(row) for row in rows(parts)],
-                   "notes": [f"{name}: {doubt}" for name, part in parts.items() for doubt in doubts(part)]}
+            opened = open_model(path, ranks.device, getattr(torch, options.dtype), ranks=ranks)
+            try:
+                model = HarnessModel(opened, batch=options.batch, length=options.length, ranks=ranks)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
+            results[name] = {task.name: measure_task(model, task, options.limit, bootstrap_iters, Path(os.devnull))
+                             for task in tasks}
+            if validation is not None:
+                results[name][f"validation text of {validation.config.name}"] = validation_result(
+                    model, validation, options.limit)
+        made = {"format": FORMAT, "models": {name: str(path) for name, path in paths.items()},
+                "dtype": options.dtype, "window": options.length, "limit": options.limit,
+                "rows": [rounded(row) for row in rows(results)],
+                "notes": [f"{name}: {doubt}" for name, result in results.items() for doubt in doubts(result)]}
         if ranks.is_rank_zero:
-            print(json.dumps(results, ensure_ascii=False)) if options.json else _print(results)
+            print(json.dumps(made, ensure_ascii=False)) if options.json else echo(as_text(made))
         ranks.barrier()
     finally:
         stop_ranks()
 
 
-def _models(named: list[Path]) -> dict[str, Path]:
-    """What is measured of each model, by its name; all are looked at before one is measured."""
-    if len(named) < 2 or len(set(named)) < len(named):
-        raise UserError(f"--models takes two or more models, each once; these are {', '.join(map(str, named))}.")
-    from drover.pipeline.formats.weights import open_weights
-
-    models = {str(path): deliverable(path) for path in named}
-    for path in models.values():
-        with open_weights(path):
-            pass
-    return models
+def deliverable(path: Path) -> Path:
+    """For a run's folder, the export of its stage convert, which its stage evaluate measures. Before that exists, and
+    for any other folder, `path` itself, from which `open_model` takes a run's newest checkpoint."""
+    run = run_of(path) if (path / "config.yaml").is_file() else None
+    return run.stage_folder("convert") / "hf" if run is not None and run.manifest("convert") is not None else path
 
 
-def _print(results: Record) -> None:
+def validation_result(model: HarnessModel, run: Run, documents: int | None) -> TaskResult:
+    """Bits per byte on a run's validation documents, as in the stage evaluate: cut into windows that overlap by one
+    token. Each model uses its own tokenizer; the bytes are the same. UserError if there are no documents.
+
+    documents: at most so many of each source.
+    """
+    from drover.pipeline.data.text_shards import read_shard, shard_records
+
+    folder, manifest = run.stage_folder("shard"), run.finished("shard")
+    texts: dict[str, str] = {}
+    for source in dict.fromkeys(record["source"] for record in shard_records(manifest, "validation")):
+        records = sorted(shard_records(manifest, "validation", source), key=lambda record: str(record["path"]))
+        read = (document for record in records for document in read_shard(folder, record))
+        texts |= {f"{source}/{document.key}": document.text for document in islice(read, documents)}
+    if not texts:
+        raise UserError(f"The run {run.folder} has no validation text. Omit --validation, or give a run with "
+                        f"shard.validation_share above 0.")
+    tokenizer, length = model.opened.tokenizer, model.max_length
+    windows = []
+    for text in texts.values():
+        ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        windows.append([(ids[start:start + 1], ids[start + 1:start + 1 + length])
+                        for start in range(0, len(ids) - 1, length)])
+    items: list[Item] = [(-value / math.log(2), float(len(text.encode())))
+                         for value, text in zip(model.summed(windows), texts.values(), strict=True)]
+    return {"metrics": {BITS: scored(items)}, "items": len(items), "items_in_file": len(items), "few_shot": 0,
+            "kind": "", "version": manifest.digest[:12], "contexts_truncated": 0, "without_value": {}, "chance": None,
+            "answer_bits_per_byte": None, "items_without_right_choice": 0,
+            "per_item": {"hashes": [*texts], "texts": [], "metrics": {BITS: items}}}
+
+
+def rows(results: Mapping[str, Mapping[str, TaskResult]]) -> Iterator[dict[str, Any]]:
+    """A row a task, metric and model: its score, and its difference from the first model on the same items. results: by
+    model and task."""
+    firsts, *_ = results.values()
+    for task, first in firsts.items():
+        of_items = first["per_item"]["metrics"]
+        for metric in [*first["metrics"], *([ANSWER_BITS] if ANSWER_BITS in of_items else [])]:
+            for model, own in results.items():
+                result = own[task]
+                items = result["per_item"]["metrics"].get(metric, [])
+                is_compared = bool(items) and metric in of_items and result is not first
+                yield {"task": task, "version": result["version"], "few_shot": result["few_shot"], "metric": metric,
+                       "n": result["items"], "model": model,
+                       **(scored(items) if metric == ANSWER_BITS else result["metrics"][metric]),
+                       "chance": result["chance"] if metric.startswith("acc") else None,
+                       **(difference(of_items[metric], items) if is_compared else {})}
+
+
+def difference(first: Sequence[Item], second: Sequence[Item]) -> dict[str, float | None]:
+    """`difference` of the second model's score from the first's, on the items that both have: nan for no items. `low`
+    and `high`: the 95% interval; None for fewer than two items.
+
+    Two models on the same items differ by D = sum(d_i) / sum(w_i), where d_i is the value of the second less that of
+    the first. It is a score of its own, whose standard error is smaller than the root of the sum of the two squared
+    errors if the models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4). D +- 1.96
+    stderr(D) holds the true difference in 95 of 100 comparisons, by the normal distribution: of some 30 items and more.
+    """
+    both = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
+    assert all(one[1] == other[1] for one, other in both), "these are not the same items"
+    result = scored([(other[0] - one[0], one[1]) for one, other in both])
+    apart, stderr = result["value"], result["stderr"]
+    if apart is None or stderr is None:
+        return {"difference": apart, "low": None, "high": None}
+    return {"difference": apart, "low": apart - NORMAL_95 * stderr, "high": apart + NORMAL_95 * stderr}
+
+
+def as_text(made: Mapping[str, Any]) -> str:
+    """The table, and the notes."""
     cells = [["" if row.get(name) is None else form.format(row[name]) for name, form in COLUMNS.items()]
-             for row in results["rows"]]
-    echo(*aligned([HEADING, *cells]), "", *results["notes"])
+             for row in made["rows"]]
+    return "\n".join([*aligned([HEADING, *cells]), "", *made["notes"]])
 
 
 main = Program("python -m drover.tools.compare", __doc__, add_options, work)

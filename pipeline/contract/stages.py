@@ -148,7 +148,7 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/sampling", "pipeline/data/exclusion.py", "pipeline/data/mixing.py",
                 "pipeline/data/token_shards.py", "pipeline/data/shard_table.py", "pipeline/data/chosen_documents.py",
                 "pipeline/data/remote_tokens.py",
-                "pipeline/evaluation/bits_per_byte.py", "pipeline/evaluation/measurement.py",
+                "pipeline/evaluation/bits_per_byte.py", "pipeline/evaluation/scores.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),

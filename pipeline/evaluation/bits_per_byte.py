@@ -28,7 +28,7 @@ from torch import Tensor
 from drover.model.devices import exact
 from drover.model.loss import IGNORED
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit
-from drover.pipeline.evaluation.measurement import Measurement
+from drover.pipeline.evaluation.scores import Measurement
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(tokens, labels, documents, positions), each (batch, length) -> the nats of each target, (batch, length)."""

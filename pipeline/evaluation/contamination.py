@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.core.files import Record
 from drover.pipeline.data.filters.item_index import ItemIndex
 from drover.pipeline.data.text_shards import read_shard, shard_records
-from drover.pipeline.evaluation.paired import scored
+from drover.pipeline.evaluation.items import PerItem
+from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.parallel.ranks import Ranks
 
 N = 13
@@ -41,12 +42,12 @@ def shares_in_training_text(texts: Sequence[str], folder: Path, manifest: Manife
     return index.shares(np.logical_or.reduce(ranks.gather(met)))
 
 
-def clean_and_dirty(per_item: Record, shares: Sequence[float | None]) -> Record:
+def clean_and_dirty(per_item: PerItem, shares: Sequence[float | None]) -> dict[str, Any]:
     """The scores and counts of a task's clean and dirty items.
 
-    per_item: as `items.item_results` returns it. shares: of its items, in order. A part without items has no scores.
+    shares: of the items, in order. A part without items has no scores.
     """
-    parts: Record = {"too_short": shares.count(None)}
+    parts: dict[str, Any] = {"too_short": shares.count(None)}
     for name, is_dirty in (("clean", False), ("dirty", True)):
         chosen = [share is not None and (share > DIRTY) == is_dirty for share in shares]
         metrics = {metric: list(compress(items, chosen)) for metric, items in per_item["metrics"].items()}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
-from drover.pipeline.core.files import Record
-from drover.pipeline.evaluation.paired import Item, scored
+from drover.pipeline.evaluation.scores import Item, Score, scored
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
@@ -21,20 +20,46 @@ ADDENDS: dict[str, Callable[[Any], Item]] = {
 """By the harness's name of an aggregation: an item's addend from its logged value."""
 
 
+class PerItem(TypedDict):
+    """In the order of the items: `hashes`, the beginning of each item's sha256; `texts`, see `item_text`; `metrics`, by
+    name, each item's (value, weight) or null. Metrics that are not means or bits per byte are omitted."""
+
+    hashes: list[str]
+    texts: list[str]
+    metrics: dict[str, list[Item]]
+
+
+class ItemResults(TypedDict):
+    """chance: the expected accuracy of guessing; None without choices. answer_bits_per_byte: of the right answers.
+    items_without_right_choice: the harness counts them as wrong."""
+
+    chance: float | None
+    answer_bits_per_byte: float | None
+    items_without_right_choice: int
+    per_item: PerItem
+
+
+class TaskResult(ItemResults):
+    """What is measured of a task. without_value: why metrics have none. contamination: see `contamination.py`."""
+
+    metrics: dict[str, Score]
+    items: int
+    items_in_file: int
+    few_shot: int
+    kind: str
+    version: str
+    contexts_truncated: int
+    without_value: dict[str, str]
+    contamination: NotRequired[dict[str, Any]]
+
+
 def shown_name(metric: str, filter_name: str) -> str:
     """A metric's name in results."""
     return metric if filter_name == "none" else f"{metric} ({filter_name})"
 
 
-def item_results(task: Any, samples: list[Record]) -> Record:
-    """Results of a task's items: `chance`, the expected accuracy of guessing, None without choices;
-    `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong; and
-    `per_item`.
-
-    samples: as the harness logs them, one per item and filter. `per_item` is ready for JSON, in the order of the items:
-    `hashes`, the beginning of each item's sha256; `texts`, see `item_text`; `metrics`, by name, each item's (value,
-    weight) or null (see `paired.Item`). Metrics that are not means or bits per byte are omitted.
-    """
+def item_results(task: Any, samples: Sequence[Mapping[str, Any]]) -> ItemResults:
+    """Results of a task's items. samples: as the harness logs them, one per item and filter."""
     firsts = {sample["doc_id"]: sample for sample in reversed(samples)}
     documents = [firsts[number] for number in sorted(firsts)]
     addends: dict[str, dict[int, Item]] = defaultdict(dict)
@@ -50,13 +75,13 @@ def item_results(task: Any, samples: list[Record]) -> Record:
     if any(right):
         metrics[ANSWER_BITS] = right
     return {"chance": math.fsum(chances) / len(chances) if chances else None,
-            ANSWER_BITS: scored(right)["value"] if any(right) else None,
+            "answer_bits_per_byte": scored(right)["value"] if any(right) else None,
             "items_without_right_choice": right.count(None),
             "per_item": {"hashes": [document["doc_hash"][:16] for document in documents],
                          "texts": [item_text(task, document["doc"]) for document in documents], "metrics": metrics}}
 
 
-def _answer(task: Any, sample: Record) -> tuple[float | None, Item]:
+def _answer(task: Any, sample: Mapping[str, Any]) -> tuple[float | None, Item]:
     """An item's share of right choices, None without choices; and the model's bits for the right answer given the
     question, with the answer's UTF-8 bytes including its leading blank, None if no choice is right. If several choices
     are right, the first counts."""
@@ -73,7 +98,7 @@ def _answer(task: Any, sample: Record) -> tuple[float | None, Item]:
     return chance, (nats / math.log(2), float(len((context[len(context.rstrip()):] + continuation).encode())))
 
 
-def item_text(task: Any, document: Record) -> str:
+def item_text(task: Any, document: Any) -> str:
     """An item's question and right answer, or the text to be predicted, without wrong choices and few-shot examples."""
     question, target = task.doc_to_text(document), task.doc_to_target(document)
     if task.OUTPUT_TYPE == "multiple_choice":
@@ -83,7 +108,7 @@ def item_text(task: Any, document: Record) -> str:
     return f"{question} {target[0] if isinstance(target, list) and target else target}"
 
 
-def right_choices(task: Any, document: Record) -> tuple[list[str], list[int]]:
+def right_choices(task: Any, document: Any) -> tuple[list[str], list[int]]:
     """The choices of an item, and the numbers of the right ones: none if its target is not among the choices.
 
     As in the harness: with one context (`doc_to_text` is text), `doc_to_target` is the right choice, its number, or a

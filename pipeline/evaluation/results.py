@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import installed_version
-from drover.pipeline.core.files import Record
-from drover.pipeline.evaluation.baselines import AFTER, ALONE, MEANING, OVERALL
-from drover.pipeline.evaluation.measurement import Measurement
+from drover.pipeline.evaluation.items import TaskResult
+from drover.pipeline.evaluation.scores import Measurement, Score
 
 FORMAT = 1
 DIGITS = 6
 """Decimals kept. Further ones depend on a machine's order of summation."""
+AFTER = " after training text"
+MEANING = {
+    "unigram": "each byte coded by its frequency in the training text, no context",
+    f"gzip -9{AFTER}": "DEFLATE on the concatenated validation documents after the last 32 KB of training text, its "
+                       "window: the bits that the documents add",
+    f"xz -9{AFTER}": "LZMA on the concatenated validation documents, one source after another, after training text of "
+                     "up to 64 MB, its window: the bits that the documents add",
+    "gzip -9": "DEFLATE on the concatenated validation documents, 32 KB window, no training text",
+    "xz -9": "LZMA on the concatenated validation documents, sees all of them, no training text",
+}
+ALONE = ("gzip -9", "xz -9")
+"""The baselines that have seen no training text, which the model has."""
+OVERALL = ""
+"""All sources together; no source has an empty name."""
 DEFINITIONS = {
     "bits_per_byte": "sum of nats over all target tokens / (ln 2 x UTF-8 bytes of the original text); targets are "
                      "all tokens of a document and its EOS, BOS is context only; no attention across documents; a "
@@ -35,17 +48,17 @@ DEFINITIONS = {
 }
 
 
-def validation_results(measured: Record) -> Record:
-    """The section `validation` of results.json. measured: `sources`, the exact sums by name; `baselines`, the result of
-    `baselines.compare`; `without_validation_text`, the sources without validation text; `window`."""
-    sources, baselines = measured.pop("sources"), measured.pop("baselines")
+def validation_results(measured: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The section `validation` of results.json. measured: of `measure_validation`; baselines: of `compare`."""
+    sources = measured["sources"]
     total = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
     of_total = baselines[OVERALL] if len(sources) > 1 else next(iter(baselines.values()))
     return {"sources": {name: _validation_entry(counts, baselines[name]) for name, counts in sources.items()},
-            "overall": _validation_entry(total, of_total), **measured}
+            "overall": _validation_entry(total, of_total),
+            **{name: part for name, part in measured.items() if name != "sources"}}
 
 
-def _validation_entry(counts: Record, baselines: dict[str, float]) -> Record:
+def _validation_entry(counts: Mapping[str, Any], baselines: Mapping[str, float]) -> Any:
     """One source, or all of them."""
     loss = Measurement(counts["nats"], counts["targets"], counts["bytes"])
     return rounded({
@@ -63,17 +76,18 @@ def rounded(value: Any) -> Any:
     return round(value, DIGITS) if math.isfinite(value) else None
 
 
-def as_json(config: Config, model: ModelConfig, measured: Record) -> Record:
+def as_json(config: Config, model: ModelConfig, validation: Mapping[str, Any], tasks: Mapping[str, TaskResult],
+            continuations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Everything, ready for results.json."""
     settings = config.evaluate
-    tasks = {name: rounded({key: value for key, value in task.items() if key != "per_item"})
-             for name, task in measured["tasks"].items()}
     return {
         "format": FORMAT,
         "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
                   "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
-        "validation": validation_results(measured["validation"]), "tasks": tasks,
-        "continuations": measured["continuations"],
+        "validation": validation,
+        "tasks": {name: rounded({key: value for key, value in task.items() if key != "per_item"})
+                  for name, task in tasks.items()},
+        "continuations": continuations,
         "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
         "definitions": DEFINITIONS,
@@ -87,24 +101,24 @@ def library_versions() -> dict[str, str]:
     return {package: version for package, version in versions.items() if version is not None}
 
 
-def summary(results: Record) -> Iterator[str]:
+def summary(results: Mapping[str, Any]) -> Iterator[str]:
     """The results in a few lines."""
     total = results["validation"]["overall"]
-    seen, alone = (", ".join(f"{name.removesuffix(AFTER)} {value:.3f}" for name, value in total["baselines"].items()
-                             if (name in ALONE) == unseen) for unseen in (False, True))
+    scores = {name: f"{name.removesuffix(AFTER)} {value:.3f}" for name, value in total["baselines"].items()}
+    seen = ", ".join(score for name, score in scores.items() if name not in ALONE)
     yield (f"{total['bits_per_byte']:.4f} bits per byte on {total['documents']:,} of {total['of_documents']:,} "
            f"validation documents ({total['tokens']:,} of {total['of_tokens']:,} tokens, {total['bytes']:,} bytes); "
-           f"given training text: {seen}; without: {alone}")
+           f"given training text: {seen}; without: {', '.join(map(scores.__getitem__, ALONE))}")
     for source in results["validation"]["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
-        scores = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
+        metrics = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
-        yield f"{name}: {scores}{chance} on {task['items']} items"
+        yield f"{name}: {metrics}{chance} on {task['items']} items"
     yield from doubts(results["tasks"])
 
 
-def doubts(tasks: Record) -> Iterator[str]:
+def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
     """Warnings about task scores."""
     for name, task in tasks.items():
         if count := task["items_without_right_choice"]:
@@ -118,7 +132,7 @@ def doubts(tasks: Record) -> Iterator[str]:
             yield f"{name}: {count:,} of {task['items']:,} items are too short to be searched for in the training text"
 
 
-def metric_text(entry: Record) -> str:
+def metric_text(entry: Score) -> str:
     """0.425 ± 0.079, or only the value."""
     value = "n/a" if entry["value"] is None else f"{entry['value']:.3f}"
     return value if entry["stderr"] is None else f"{value} ± {entry['stderr']:.3f}"

@@ -7,8 +7,8 @@ import pytest
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.evaluation import validation
-from drover.pipeline.evaluation.baselines import AFTER, OVERALL, after_training, baselines
-from drover.pipeline.evaluation.validation import byte_counts, training_text
+from drover.pipeline.evaluation.results import AFTER, OVERALL
+from drover.pipeline.evaluation.validation import after_training, baselines, byte_counts, training_text
 
 TRAINING = "".join(random.Random(1).choices(["def main():\n", "    return 0\n", "größer\n", "import os\n", "x = 1\n"],
                                             k=20_000)).encode()

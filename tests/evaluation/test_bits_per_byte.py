@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drover.pipeline.evaluation.bits_per_byte import IGNORED, ValidationBatches, ValidationText, measure
-from drover.pipeline.evaluation.measurement import Measurement
+from drover.pipeline.evaluation.scores import Measurement
 
 VOCABULARY = 50
 

@@ -15,11 +15,10 @@ from lm_eval.tasks import TaskManager
 from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 from drover.pipeline.evaluation.items import right_choices
-from drover.pipeline.evaluation.paired import scored
 from drover.pipeline.evaluation.results import doubts
-from drover.pipeline.evaluation.running import measure_task
+from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.evaluation.tasks import chosen_tasks
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, harness

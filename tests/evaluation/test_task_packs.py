@@ -5,8 +5,8 @@ import os
 import pytest
 
 from drover.pipeline.core.files import read_lines
-from drover.pipeline.evaluation.paired import scored
-from drover.pipeline.evaluation.running import measure_task
+from drover.pipeline.evaluation.harness import measure_task
+from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.evaluation.tasks import tasks_named
 from tests.data.source_files import write_jsonl
 from tests.evaluation.task_pack import FILES, write_pack
@@ -59,7 +59,7 @@ def test_every_row_can_be_read_alone(results, pack, name):
 
 
 def test_bits_of_pages_are_those_of_their_items(results):
-    """With errors as of `scored`, which test_paired.py has by hand."""
+    """With errors as of `scored`, which test_scores.py has by hand."""
     pages = results["pages"]
     assert pages["metrics"]["bits_per_byte"] == pytest.approx(scored(pages["per_item"]["metrics"]["bits_per_byte"]))
 

@@ -9,7 +9,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines
-from drover.pipeline.evaluation.running import measure_task
+from drover.pipeline.evaluation.harness import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
 from tests.evaluation.test_harness import Uniform, harness
 from tests.refusal import refused

@@ -158,21 +158,21 @@ def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themsel
 def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_is_refused(tasks, tmp_path, monkeypatch):
     """What is renewed in silence is the list of tasks; what a finished one was made of is not. And were results of
     other code kept, the manifest would name code that did not make them."""
-    from drover.pipeline.evaluation import running
-    original = running.measure_task
+    from drover.pipeline.evaluation import harness
+    original = harness.measure_task
 
     def measure(model, task_file, *how):
         if task_file.name == "two":
             raise KeyboardInterrupt
         return original(model, task_file, *how)
     with monkeypatch.context() as patch:
-        patch.setattr(running, "measure_task", measure)
+        patch.setattr(harness, "measure_task", measure)
         tasks("one", "two", expect=INTERRUPTED)
     parts = ("validation text", "task one", "task two")
     output = tasks("one", "two").out
     assert kept_parts(output, *parts) == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
-        patch.setattr("drover.pipeline.evaluation.cached.code_hashes", lambda stage: {"evaluate.py": "another"})
+        patch.setattr("drover.pipeline.contract.run.code_hashes", lambda stage: {"evaluate.py": "another"})
         output = tasks("two", "one").out
     assert kept_parts(output, *parts) == ["measured"] * 3
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())

@@ -5,14 +5,12 @@ import shlex
 
 import pytest
 
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
-from drover.pipeline.evaluation.comparing import rows
 from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.tools.compare import main
+from drover.tools.compare import main, rows
 from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import corpus, text_of
-from tests.refusal import printed, refused, table
+from tests.refusal import printed, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 TOKENIZER = byte_tokenizer()
@@ -83,11 +81,6 @@ def test_a_metric_without_a_value_has_no_difference():
     _, acc, _, bleu = rows({"a": part(items, acc=0.5, bleu=0.1), "b": part(items, acc=1.0, bleu=None)})
     assert (acc["metric"], acc["difference"], acc["low"]) == ("acc", 0.5, 0.5)
     assert (bleu["metric"], bleu["value"]) == ("bleu", None) and "difference" not in bleu
-
-
-def test_other_items_are_refused():
-    refused(UserError, "a and b were measured on different items of the task t", rows,
-            {"a": part(["x", "y"], acc=0.5), "b": part(["x", "z"], acc=0.5)})
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from drover.pipeline.data.sampling.consumption import MANY
-from drover.pipeline.evaluation.baselines import ALONE
+from drover.pipeline.evaluation.results import ALONE
 from drover.pipeline.reporting.document import NONE, Notice, Tile, filled
 from drover.pipeline.reporting.facts import Facts, shareable
 
