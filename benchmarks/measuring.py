@@ -29,10 +29,9 @@ from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.parallel.ranks import Ranks, start_ranks
 from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.training.device_facts import memory_mb, peak_flops
-from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.device import DTYPES, memory_mb, peak_flops
 from drover.pipeline.training.guards import StepLimits
-from drover.pipeline.training.precision import DTYPES
+from drover.pipeline.training.set_up import build_engine
 
 DOCUMENT_TOKENS = 1024
 WARM_UP = 3

@@ -36,9 +36,9 @@ COMPARISON = "how-it-compares"
 """The anchor of a part of README.md that is a page of the site."""
 INTERFACES = {
     "Filter": "drover.pipeline.data.filters.base.Filter",
-    "Optimizer": "drover.pipeline.training.optimizers.base.Optimizer",
+    "Optimizer": "drover.pipeline.training.optimizers.Optimizer",
     "Attention backend": "drover.model.attention.backend.Backend",
-    "Logger": "drover.pipeline.training.sinks.base.SinkSettings",
+    "Logger": "drover.pipeline.training.sinks.SinkSettings",
     "Hook of training": "drover.pipeline.training.hooks.Hook",
     "Stage": "drover.pipeline.contract.stages.Stage",
 }

@@ -12,7 +12,7 @@ from drover.pipeline.core.files import atomic_file, output_record, write_json
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.training.hooks import Hook, HookSettings
-from drover.pipeline.training.sinks.base import About, SinkSettings
+from drover.pipeline.training.sinks import About, SinkSettings
 
 __all__ = ["About", "Document", "Field", "Filter", "Hook", "HookSettings", "OptimizerKind", "SinkSettings", "Stage",
            "Task", "UserError", "Work", "atomic_file", "output_record", "register_stage", "stage_main", "write_json"]

@@ -266,7 +266,7 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
     for path in () if forced else reversed(complete_checkpoints(run.own_folder("train"))):
         if (marker := valid_marker(path)) is not None:  # training renames a corrupted one
             if train.phases or marker.config.get("train", {}).get("phases"):
-                from drover.pipeline.training.resume import changed_future  # imports torch
+                from drover.pipeline.training.checkpoints import changed_future  # imports torch
                 progress = marker.progress
                 for text in changed_future(path, progress, PhasePlan.of(train)):
                     say("note", f"plan changed after step {progress.step}: {text}")

@@ -92,7 +92,7 @@ def evaluate(work: Work) -> None:
     from drover.pipeline.evaluation.results import as_json, summary, validation_results
     from drover.pipeline.evaluation.validation import compare, measure_validation
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
-    from drover.pipeline.training.data.opening import download_once_per_node
+    from drover.pipeline.training.data import download_once_per_node
     from drover.pipeline.training.rank_agreement import RankAgreement
 
     settings = work.config.evaluate

@@ -312,7 +312,7 @@ def all_of(*rooms):
     ("import drover.launch.job.rank", set()),
     ("import drover.tools.verify, drover.tools.trace.__main__", set()),
     (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
-    ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.trace.tracing", {"numpy"}),
+    ("import drover.tools.audit, drover.pipeline.training.data, drover.tools.trace.tracing", {"numpy"}),
     ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
     ("import drover.pipeline.training.set_up", {"torch", "numpy"}),
     (all_of("pipeline/reporting"), {"numpy", "jinja2"}),

@@ -38,10 +38,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.utils.tensorboard",
             "numpy.ma", "sentencepiece", "drover.pipeline.training.set_up", "tests.faulty",
             "drover.pipeline.training.watchdog",
-            "drover.pipeline.training.engines.fsdp")
+            "drover.pipeline.training.engine")
 """What every child finds imported."""
 MORE = {"convert": ("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto"),
-        "deepspeed": ("deepspeed", "drover.pipeline.training.engines.zero")}
+        "deepspeed": ("deepspeed", "drover.pipeline.training.zero")}
 """What some children need besides: imported when the first of them is asked for."""
 SHUTDOWN_S = 600
 """How long ranks may take to save and end, as Drover's launcher has it."""

@@ -136,7 +136,7 @@ def _repeats(history: SampleHistory, result: Audit) -> None:
     After a rollback, the steps before the left-out samples are repeated, and later ones see other samples. A step that
     may have read a damaged token shard may have another loss, once per damaged shard.
     """
-    from drover.pipeline.training.data.token_check import DAMAGED
+    from drover.pipeline.training.data import DAMAGED
 
     damages = [event.get("step", 0) for event in history.events if event["event"] == DAMAGED]
     last: dict[int, Line] = {}

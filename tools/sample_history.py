@@ -13,7 +13,7 @@ from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.records.metrics import Line
 from drover.pipeline.records.rollbacks import excluded_by, is_abandoned
 from drover.pipeline.records.run_facts import RunFacts
-from drover.pipeline.training.data.opening import open_training_data, read_shard_table
+from drover.pipeline.training.data import open_training_data, read_shard_table
 
 
 class SampleHistory(RunFacts):

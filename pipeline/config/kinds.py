@@ -115,7 +115,7 @@ class OptimizerKind:
 
     Attributes:
         make: "module:name" of its factory, called as `make(weights, config, grid)`; see
-            `drover.pipeline.training.optimizers.base.Make`. Only the training ranks import it.
+            `drover.pipeline.training.optimizers.Make`. Only the training ranks import it.
         matrix_bytes: bytes of state per element of the blocks' matrices, for float32 weights.
         other_bytes: the same per element of embeddings, output matrix and norms.
         settings: what train.optimizer_settings may hold, with defaults, whose types are required. A default is part of

@@ -1,6 +1,6 @@
 """What is known of optimizers without torch: for checks, the plan and the memory estimate.
 
-pipeline/training/optimizers/base.py shows how to add an optimizer.
+pipeline/training/optimizers.py shows how to add an optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
     if not isinstance(kind, OptimizerKind):
         raise UserError(f"train.optimizer '{name}' is not an OptimizerKind. Name one, such as "
                         f"OptimizerKind('{name}', matrix_bytes=..., other_bytes=...). "
-                        f"pipeline/training/optimizers/base.py explains it.")
+                        f"pipeline/training/optimizers.py explains it.")
     return kind
 
 

@@ -153,7 +153,7 @@ def plan_problems(train: TrainConfig) -> Iterator[str]:
 
 def only_phases_differ(old: Record, new: Record) -> bool:
     """Whether two identities of the train stage both have phases and differ in nothing else. Training then continues,
-    and refuses by itself any change to phases that have started (pipeline/training/resume.py)."""
+    and refuses by itself any change to phases that have started (pipeline/training/checkpoints.py)."""
     def without(identity: Record) -> Record:
         config = identity.get("config", {})
         train = {key: value for key, value in config.get("train", {}).items()

@@ -1,8 +1,8 @@
 """The only registry of objects that are named as "module:name" and imported on first use: filters, loggers, hooks,
 optimizers, and functions of stages. (The network is a layer below and names its attention backends itself.)
 
-These files show how to add one: pipeline/data/filters/base.py (filter), pipeline/training/sinks/base.py (logger),
-pipeline/training/hooks.py (hook), pipeline/training/optimizers/base.py (optimizer), pipeline/contract/__init__.py
+These files show how to add one: pipeline/data/filters/base.py (filter), pipeline/training/sinks.py (logger),
+pipeline/training/hooks.py (hook), pipeline/training/optimizers.py (optimizer), pipeline/contract/__init__.py
 (stage).
 """
 
@@ -24,17 +24,17 @@ FILTERS = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Fi
     "normalization": "drover.pipeline.data.filters.normalization:Normalization",
     "decontamination": "drover.pipeline.data.filters.decontamination:Decontamination"})
 
-SINKS = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks.base:SinkSettings", {
-    "tensorboard": "drover.pipeline.training.sinks.base:TensorBoard",
-    "wandb": "drover.pipeline.training.sinks.network:WeightsAndBiases",
-    "mlflow": "drover.pipeline.training.sinks.network:MLflow"})
+SINKS = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks:SinkSettings", {
+    "tensorboard": "drover.pipeline.training.sinks:TensorBoard",
+    "wandb": "drover.pipeline.training.sinks:WeightsAndBiases",
+    "mlflow": "drover.pipeline.training.sinks:MLflow"})
 
 HOOKS = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind("drover.pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,
+    "adamw": OptimizerKind("drover.pipeline.training.optimizers:AdamW", matrix_bytes=8, other_bytes=8,
                            engines=("fsdp2", "deepspeed")),
-    "muon": OptimizerKind("drover.pipeline.training.optimizers.muon:Muon", matrix_bytes=4, other_bytes=8,
+    "muon": OptimizerKind("drover.pipeline.training.muon:Muon", matrix_bytes=4, other_bytes=8,
                           settings={"momentum": 0.95, "nesterov": True, "iterations": 5})}
 """By the name in train.optimizer."""
 

@@ -182,7 +182,7 @@ class TrainConfig(Section):
     done. docs/continue.md says what may differ."""
     optimizer: str = added("adamw")
     """`adamw`; `muon`: Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for all else; or `module:NAME` of your
-    own. pipeline/training/optimizers/base.py shows how to write one."""
+    own. pipeline/training/optimizers.py shows how to write one."""
     optimizer_settings: dict[str, Setting] = added({})
     """Settings of the optimizer other than lr, betas, eps and weight_decay. muon: `momentum` (0.95), `nesterov` (true),
     `iterations` (5, of Newton-Schulz)."""

@@ -23,7 +23,7 @@ from drover.pipeline.core.errors import UserError
 MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
         "Rollback": "drover.pipeline.records.rollbacks", "Marker": "drover.pipeline.records.checkpoints",
         "TrainingProgress": "drover.pipeline.records.checkpoints",
-        "DamagedTokensError": "drover.pipeline.training.data.token_check",
+        "DamagedTokensError": "drover.pipeline.training.data",
         "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
         "ValidationText": "drover.pipeline.evaluation.bits_per_byte",
         "DamagedCopyError": "drover.pipeline.storage.mirror",

@@ -17,7 +17,7 @@ from drover.pipeline.rehearsal.memory import KINDS, Peak
 if TYPE_CHECKING:
     from drover.pipeline.rehearsal.traffic import Collective, Traffic
 
-RESULT = "pipeline/training/engines/fsdp.py"
+RESULT = "pipeline/training/engine.py"
 """The file in which every step reads its loss, norm and whether it was applied, in one transfer at its end."""
 
 

@@ -24,11 +24,11 @@ from drover.pipeline.rehearsal import replacements
 from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
 from drover.pipeline.rehearsal.traffic import Traffic
 from drover.pipeline.rehearsal.watch import Watch
-from drover.pipeline.training.engines.build import build_engine
-from drover.pipeline.training.engines.engine import Engine
+from drover.pipeline.training import muon
+from drover.pipeline.training.device import DTYPES, choose_precision
+from drover.pipeline.training.engine import Engine
 from drover.pipeline.training.guards import StepLimits
-from drover.pipeline.training.optimizers import muon
-from drover.pipeline.training.precision import DTYPES, choose_precision
+from drover.pipeline.training.set_up import build_engine
 
 ENOUGH = 3
 """Micro-batches that are computed of a step without a pipeline: the first, one in the middle, and the last. All in the

@@ -21,9 +21,8 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.formats.weights import Weights, open_weights
-from drover.pipeline.parallel.initial_values import InitialValues, drawn
+from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.records.generation_settings import keep_settings
 from drover.pipeline.tokenization.files import MODEL_FILE, RECORD, kind_of_model, vocabulary_record
 from drover.pipeline.tokenization.ready import open_tokenizer
 
@@ -33,45 +32,26 @@ TOKENIZER = "tokenizer.json"
 
 
 @contextmanager
-def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, has_checkpoint: bool
-                   ) -> Iterator[InitialValues | None]:
-    """The initial values of the parameters, valid while the context is open; None if the run has a checkpoint.
+def given_values(work: Work, path: Path, model: ModelConfig, own: InitialValues, ranks: Ranks
+                 ) -> Iterator[InitialValues]:
+    """The values in the weights of `train.init_from`, valid while the context is open. Rows that they lack are `own`.
 
     Args:
         model: the shape that is trained, `vocab_size` known.
 
     Raises:
-        UserError: the weights of `train.init_from` are missing or damaged, or have another shape or tokenizer; the
-            same on every rank. NaN and infinite values raise it later, when the weights are read.
+        UserError: the weights are missing or damaged, or have another shape or tokenizer; the same on every rank. NaN
+            and infinite values raise it later, when the weights are read.
     """
-    if has_checkpoint:
-        yield None
-        return
-    own = drawn(model, work.config.seed)
-    start = work.config.train.init_from
-    if start is None:
-        if ranks.is_rank_zero:
-            _keep_settings(work, None)
-        yield own
-        return
-    path = Path(start)
-
     def checked() -> str:
         refuse_other_shape(path, model)
-        compared = refuse_other_tokenizer(path, work.input("tokenizer")[0] / "hf")
-        _keep_settings(work, path)
-        return compared
+        return refuse_other_tokenizer(path, work.input("tokenizer")[0] / "hf")
     compared = ranks.by_leader(checked)
     with open_weights(path) as weights:
         if ranks.is_rank_zero:
             work.say(f"starts from the weights in {weights.path} ({weights.form}; {compared})"
                      + "".join(f"; {change}" for change in changes(weights.config, model)))
         yield taken(weights, own)
-
-
-def _keep_settings(work: Work, path: Path | None) -> None:
-    ids = work.input("tokenizer")[1].counts
-    keep_settings(path, work.folder, ids["bos_id"], ids["eos_id"])
 
 
 def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:

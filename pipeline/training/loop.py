@@ -28,20 +28,14 @@ from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import PLACES
 from drover.pipeline.records.metrics import Line, read_metrics
 from drover.pipeline.records.rollbacks import ROLLBACKS
-from drover.pipeline.training.async_saver import AsyncSaver
-from drover.pipeline.training.checkpoint import Checkpoints
-from drover.pipeline.training.data.step_batches import StepBatches
-from drover.pipeline.training.data.token_check import DamagedTokensError, TokenCheck
-from drover.pipeline.training.device_facts import memory_explained
-from drover.pipeline.training.engines.engine import Engine, StepResult
-from drover.pipeline.training.guard_runner import GuardRunner
-from drover.pipeline.training.guards import GuardDecision
-from drover.pipeline.training.hooks import Hook
-from drover.pipeline.training.optimizers.schedule import planned_rate
-from drover.pipeline.training.recorder import Recorder, train_s
-from drover.pipeline.training.resume import load
-from drover.pipeline.training.stop_agreement import Stop, StopAgreement
-from drover.pipeline.training.summary import packing_facts
+from drover.pipeline.training.checkpoints import AsyncSaver, Checkpoints, load
+from drover.pipeline.training.data import DamagedTokensError, StepBatches, TokenCheck
+from drover.pipeline.training.device import memory_explained
+from drover.pipeline.training.engine import Engine, StepResult
+from drover.pipeline.training.guards import GuardDecision, GuardRunner
+from drover.pipeline.training.hooks import Hook, Stop, StopAgreement
+from drover.pipeline.training.optimizers import planned_rate
+from drover.pipeline.training.recorder import Recorder, packing_facts, train_s
 from drover.pipeline.training.watchdog import Watchdog
 
 

@@ -21,7 +21,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.tensor_file import Dims
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.training.engines.engine import Engine, LocalWeights
+from drover.pipeline.training.engine import Engine, LocalWeights
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:

@@ -12,10 +12,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
+from drover.model.attention.backend import Where
+from drover.model.config import ModelConfig
+from drover.model.llama import ModelPart
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
@@ -26,38 +30,46 @@ from drover.pipeline.contract.stage_work import Work, git_state, software_versio
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import Record
-from drover.pipeline.parallel.compiling import compiles
-from drover.pipeline.parallel.fp8 import fp8_lines
+from drover.pipeline.parallel.attention import choose_attention, choose_flash
+from drover.pipeline.parallel.compiling import compiles, refuse_without_compiler
+from drover.pipeline.parallel.fp8 import fp8_lines, refuse_without_fp8
+from drover.pipeline.parallel.fsdp import parallelize
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.ranks import start_ranks
+from drover.pipeline.parallel.initial_values import InitialValues, drawn
+from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
+from drover.pipeline.parallel.ranks import Ranks, start_ranks
+from drover.pipeline.parallel.stages import stage_layers
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
+from drover.pipeline.records.generation_settings import keep_settings
 from drover.pipeline.records.hangs import write_places
 from drover.pipeline.records.metrics import OTHER_ORDER, TrainingRecords
 from drover.pipeline.records.rollbacks import no_longer_left_out
-from drover.pipeline.training.async_saver import AsyncSaver
-from drover.pipeline.training.checkpoint import Checkpoints
-from drover.pipeline.training.data.opening import refuse_beyond
-from drover.pipeline.training.data.step_batches import StepBatches
-from drover.pipeline.training.data.token_check import TokenCheck
-from drover.pipeline.training.determinism import make_deterministic
-from drover.pipeline.training.device_facts import memory_explained
-from drover.pipeline.training.engines.build import build_engine
-from drover.pipeline.training.guard_runner import GuardRunner
-from drover.pipeline.training.hooks import Hook
-from drover.pipeline.training.housekeeping import Garbage, Saving
-from drover.pipeline.training.initial_weights import initial_values
+from drover.pipeline.training.checkpoints import (
+    AsyncSaver,
+    Checkpoints,
+    agreed_precision,
+    changed_code,
+    changed_future,
+    continued,
+    load,
+)
+from drover.pipeline.training.data import StepBatches, TokenCheck, refuse_beyond
+from drover.pipeline.training.device import DTYPES, make_deterministic, memory_explained
+from drover.pipeline.training.engine import Engine, FsdpEngine, PipelineEngine
+from drover.pipeline.training.guards import GuardRunner
+from drover.pipeline.training.hooks import Garbage, Hook, Saving, StopAgreement
 from drover.pipeline.training.loop import Loop
 from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
-from drover.pipeline.training.precision import DTYPES
+from drover.pipeline.training.optimizers import build_elementwise, build_optimizer
 from drover.pipeline.training.profiling import Profiling
 from drover.pipeline.training.rank_agreement import RankAgreement
-from drover.pipeline.training.recorder import Recorder
+from drover.pipeline.training.recorder import Recorder, kernel_lines, summary_lines
 from drover.pipeline.training.replicas import ReplicaCheck
-from drover.pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
-from drover.pipeline.training.stop_agreement import StopAgreement
-from drover.pipeline.training.summary import kernel_lines, summary_lines
 from drover.pipeline.training.uploads import Uploads
 from drover.pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
+
+ZBV_TORCH = "2.13"
+"""The first version of torch whose ZBV schedule supports autograd functions with their own backward pass."""
 
 
 class StartupTimes(dict[str, float]):
@@ -150,8 +162,8 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         torch.manual_seed(config.seed + ranks.rank)
         rehearsal = (f"--config {shlex.quote(str(work.run.folder.absolute() / 'config.yaml'))} "
                      f"model.vocab_size={model_config.vocab_size}")
-        with (initial_values(work, model_config, ranks, has_checkpoint=newest is not None) as initial,
-              memory_explained(None, ranks, progress.step, rehearsal, first=True)):
+        with ExitStack() as opened, memory_explained(None, ranks, progress.step, rehearsal, first=True):
+            initial = None if newest is not None else _initial_values(work, model_config, ranks, opened)
             engine = build_engine(decided, model_config, grid, DTYPES[precision], phase_batches[0].accumulation,
                                   initial)
         if compiles(train, ranks.device, config.parallel):
@@ -174,7 +186,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         recorder.open(progress, DTYPES[precision] == torch.bfloat16)
         for text in [*summary_lines(config, model_config, grid, batches.data, precision_reason),
                      *kernel_lines(config, engine, ranks.device, DTYPES[precision]),
-                     *fp8_lines(decided, model_config, grid.tensor, ranks.device)]:
+                     *(fp8_lines(decided, model_config, grid.tensor, ranks.device) if precision == "fp8" else ())]:
             say(text)
         stop = StopAgreement(ranks, work.run.folder, train.stop_after_minutes, work.began)
         loop = Loop(work, watchdog, ranks, agreement.nodes, grid, plan, phase_batches, model_config, batches, engine,
@@ -201,6 +213,67 @@ def _continued(newest: tuple[Path, TrainingProgress] | None, work: Work, guards:
     if plan_changes and before.plan_sha256 != now:
         plan_changes.append(OTHER_ORDER)
     return continued(path, before, now, bool(work.accepted))
+
+
+def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
+                 initial: InitialValues | None) -> Engine:
+    """The configured engine with a model and its initial weights; None leaves them to a checkpoint.
+
+    precision: the element type of `config.train.precision`, which must be decided (not `auto`).
+    """
+    train = config.train
+    parallel = config.parallel
+    device = grid.ranks.device
+    assert model.vocab_size is not None
+    if model.vocab_size % parallel.tp:
+        raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({parallel.tp}) does not "
+                        f"divide. Set model.vocab_size to a multiple (ids beyond the tokenizer's are never used), or "
+                        f"another parallel.tp.")
+    if parallel.pp > 1 and parallel.pp_schedule == "zbv" and torch.__version__ < ZBV_TORCH:
+        raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot split "
+                        f"the backward passes of these blocks. Use 1f1b or interleaved.")
+    refuse_without_compiler(train, device)
+    if train.precision == "fp8":
+        refuse_without_fp8(config, device)
+    where = Where(device, precision, compiles(train, device, parallel), model.head_width,
+                  model.sliding_window is not None, grid.context > 1)
+    attention, flash = choose_attention(train.attention, where), choose_flash(train.flash, device)
+    backend = attention.backend
+    if grid.context > 1:
+        from drover.pipeline.parallel.context_parallel import ContextParallel
+        backend = ContextParallel(backend, grid.mesh["context"])
+    place: Any = partial(parallelize, model, initial, grid, precision, train, parallel, backend)
+    engine: Engine
+    if parallel.engine == "deepspeed":
+        from drover.pipeline.training.zero import ZeroEngine
+        engine = ZeroEngine(model, initial, grid.ranks, precision, config, accumulation, backend,
+                            lambda placed: build_elementwise(placed, config, grid, model.tied_embeddings))
+    elif grid.pipeline > 1:
+        layers = stage_layers(model, parallel.stages)
+        parts = [place(ModelPart(layers[number], model.layers)) for number in parallel.stages_of(grid.pipeline_rank)]
+        stages = PipelinedModel(parts, grid, parallel, precision)
+        engine = PipelineEngine(stages, build_optimizer(stages, config, grid, model.tied_embeddings), grid, config)
+    else:
+        placed = place()
+        engine = FsdpEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid, config)
+    # Under context parallelism `part_of` already marks a whole sequence as one document.
+    engine.across_documents = train.across_documents and grid.context == 1
+    engine.attention = attention
+    engine.flash = flash
+    engine.windowed = where.windowed
+    return engine
+
+
+def _initial_values(work: Work, model: ModelConfig, ranks: Ranks, opened: ExitStack) -> InitialValues:
+    """Those of a new model, or those in the weights of `train.init_from`, which `opened` closes."""
+    own = drawn(model, work.config.seed)
+    path = None if work.config.train.init_from is None else Path(work.config.train.init_from)
+    if path is not None:
+        from drover.pipeline.training.initial_weights import given_values
+        own = opened.enter_context(given_values(work, path, model, own, ranks))
+    ids = work.input("tokenizer")[1].counts
+    ranks.by_leader(lambda: keep_settings(path, work.folder, ids["bos_id"], ids["eos_id"]))
+    return own
 
 
 def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:

@@ -57,8 +57,7 @@ from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.storage.store import Missing, Store, preflight
-from drover.pipeline.training.async_saver import Event, in_turn, tried
-from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.checkpoints import Checkpoints, Event, in_turn, tried
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.training.summary import summary_lines
+from drover.pipeline.training.recorder import summary_lines
 from tests.conftest import REPOSITORY
 from tests.refusal import table
 

@@ -10,8 +10,8 @@ from drover.pipeline.config.phases import PhasePlan, only_phases_differ
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.training.optimizers.schedule import planned_rate
-from drover.pipeline.training.resume import plan_changes
+from drover.pipeline.training.checkpoints import plan_changes
+from drover.pipeline.training.optimizers import planned_rate
 from tests.config.files import refusal
 from tests.refusal import table
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from drover.model.loss import Passes, cross_entropy_sum, into_gradient, log_sum_exp, token_losses
-from drover.pipeline.training.device_facts import compiled_graphs
+from drover.pipeline.training.device import compiled_graphs
 from tests.model.agreement import Recorder, agree
 
 

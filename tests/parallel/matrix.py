@@ -19,7 +19,7 @@ import torch
 
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.training.engines.build import ZBV_TORCH
+from drover.pipeline.training.set_up import ZBV_TORCH
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import covering, every, pairwise
 from tests.parallel.groups import REPOSITORY, run_case

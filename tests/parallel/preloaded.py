@@ -9,8 +9,8 @@ for name in ("tests.parallel.train_steps", "torch.distributed.tensor.experimenta
                                                              "tensorrt", "torchxla", "tvm")),
              "torch._dynamo.repro.after_dynamo", "torch.fx.experimental.validator", "sympy.combinatorics",
              "sympy.tensor.tensor", "drover.model.attention.by_document", "drover.model.attention.flex",
-             "drover.pipeline.training.engines.fsdp", "drover.pipeline.training.engines.pipelined",
-             "drover.pipeline.training.optimizers.adamw", "drover.pipeline.training.sinks.base",
+             "drover.pipeline.training.engine",
+             "drover.pipeline.training.optimizers", "drover.pipeline.training.sinks",
              "drover.pipeline.contract.stage_work"):
     importlib.import_module(name)
 gc.collect()

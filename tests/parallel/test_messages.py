@@ -24,7 +24,7 @@ from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.checkpoints import Marker, TrainingProgress
 from drover.pipeline.records.rollbacks import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
-from drover.pipeline.training.data.token_check import DamagedTokensError
+from drover.pipeline.training.data import DamagedTokensError
 from tests.formats.test_weights import Hostile
 from tests.refusal import refused
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from drover.pipeline.training.engines.norms import layer_norms
+from drover.pipeline.training.monitor import layer_norms
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import Case, kind_of, lacks
 from tests.parallel.train_steps import norms

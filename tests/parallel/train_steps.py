@@ -26,11 +26,11 @@ from drover.pipeline.parallel.compiling import CALLS
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import drawn
-from drover.pipeline.training.engines.build import build_engine
-from drover.pipeline.training.engines.norms import StepNorms
+from drover.pipeline.training.device import DTYPES
 from drover.pipeline.training.guards import StepLimits
-from drover.pipeline.training.optimizers.schedule import planned_rate
-from drover.pipeline.training.precision import DTYPES
+from drover.pipeline.training.monitor import StepNorms
+from drover.pipeline.training.optimizers import planned_rate
+from drover.pipeline.training.set_up import build_engine
 from tests.model.agreement import operators
 from tests.model.varlen_on_cpu import CALLS as KERNEL_CALLS
 from tests.model.varlen_on_cpu import NAME
@@ -148,7 +148,7 @@ def passes(ranks, **settings):
 
 
 def norms(ranks, **settings):
-    """What `engines/norms.py` measures in each step, and the norms that follow from whole gradients and weights."""
+    """What `StepNorms` measures in each step, and the norms that follow from whole gradients and weights."""
     result, computed, seen = [], [], []
 
     def update(engine, step):

@@ -12,7 +12,7 @@ import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
-from drover.pipeline.training.stop_agreement import LOOK_EVERY_S
+from drover.pipeline.training.hooks import LOOK_EVERY_S
 from tests.launch.recorded_slurm import NO_CONTROLLER, Programs
 from tests.slurm.faults import EVERY, Training, in_order
 

@@ -12,8 +12,8 @@ from drover.model.attention.choosing import choose
 from drover.model.llama import Llama
 from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel import ranks
-from drover.pipeline.training.engines.fsdp import FsdpEngine
-from drover.pipeline.training.optimizers import adamw
+from drover.pipeline.training import optimizers
+from drover.pipeline.training.engine import FsdpEngine
 from tests.refusal import refused
 from tests.stages.here import run_here
 from tests.stages.training import curve, events, train_folder
@@ -36,7 +36,7 @@ class AsOnMps(TorchDispatchMode):
 @pytest.fixture
 def stand_in(monkeypatch):
     """The CPU is `mps`, and computes as that has to from the second step on (tables are made in the first)."""
-    for module in (devices, rope, ranks, adamw):
+    for module in (devices, rope, ranks, optimizers):
         monkeypatch.setattr(module, "is_mps", lambda device: True)
     monkeypatch.setattr(ranks, "find_device", {"mps": torch.device("cpu")}.get)
     accumulate, watched = FsdpEngine.accumulate, []

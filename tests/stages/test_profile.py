@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from drover.pipeline.training.sinks.base import curves
+from drover.pipeline.training.sinks import curves
 from drover.tools.rehearse import main as rehearse
 from drover.tools.verify import main as verify
 from tests.stages.training import curve, events, lines, reusing, run_train, run_with_faults, train_folder

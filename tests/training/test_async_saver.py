@@ -10,9 +10,8 @@ from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.records.checkpoints import MARKER, TrainingProgress
-from drover.pipeline.training import async_saver
-from drover.pipeline.training.async_saver import AsyncSaver
-from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training import checkpoints as module
+from drover.pipeline.training.checkpoints import AsyncSaver, Checkpoints
 from tests.formats.cutting import whole
 from tests.refusal import refused
 from tests.training.uploads.saving import Log, save
@@ -30,7 +29,7 @@ def make(tmp_path, ranks):
 
 
 def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
-    monkeypatch.setattr(async_saver, "SLAB_BYTES", 100)  # the two tensors need more than one slab
+    monkeypatch.setattr(module, "SLAB_BYTES", 100)  # the two tensors need more than one slab
     saver, checkpoints, _ = make(keep=5)
     living = torch.full((3, 5), 1.0)
     still = torch.arange(7)

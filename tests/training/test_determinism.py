@@ -11,7 +11,7 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.training import set_up
-from drover.pipeline.training.determinism import VARIABLES, make_deterministic
+from drover.pipeline.training.device import VARIABLES, make_deterministic
 from tests.refusal import refused
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.training.device_facts import allocator_facts, memory_explained, peak_flops, want_of_memory
+from drover.pipeline.training.device import allocator_facts, memory_explained, peak_flops, want_of_memory
 
 GPU = torch.device("cuda", 0)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drover.pipeline.parallel.grid import own
-from drover.pipeline.training.device_facts import compiled_graphs
+from drover.pipeline.training.device import compiled_graphs
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.monitor import FACTORS, Fp8Watch, fp8_curves
 from tests.training.engines.kit import batch_of, engine_of

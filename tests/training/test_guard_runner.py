@@ -12,8 +12,8 @@ from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.provenance import SeenDocument
 from drover.pipeline.records.checkpoints import TrainingProgress
-from drover.pipeline.training.engines.engine import StepResult
-from drover.pipeline.training.guard_runner import GuardRunner
+from drover.pipeline.training.engine import StepResult
+from drover.pipeline.training.guards import GuardRunner
 from tests.refusal import refused
 
 NAN = StepResult(math.nan, 1.0, False)
@@ -24,7 +24,7 @@ def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypa
     read = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", [8])])
     printed = Mock()
     log = Mock()
-    monkeypatch.setattr("drover.pipeline.training.guard_runner.documents_of", read)
+    monkeypatch.setattr("drover.pipeline.training.guards.documents_of", read)
     ranks = SimpleNamespace(is_rank_zero=is_rank_zero, by_leader=lambda read: [],
                             same=lambda value: value if is_rank_zero else "what rank 0 has read")
     runner = GuardRunner(Mock(**{"config.train.guards": GuardConfig(max_skipped=1)}), ranks, Mock(), printed)

@@ -4,7 +4,7 @@ import gc
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
-from drover.pipeline.training.housekeeping import ALL_EVERY, EVERY, Garbage
+from drover.pipeline.training.hooks import ALL_EVERY, EVERY, Garbage
 
 
 def test_garbage_goes_after_the_same_steps_on_all_ranks(monkeypatch):

@@ -5,8 +5,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from drover.pipeline.training.precision import choose_precision
-from drover.pipeline.training.resume import agreed_precision
+from drover.pipeline.training.checkpoints import agreed_precision
+from drover.pipeline.training.device import choose_precision
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, vendor, expecte
         monkeypatch.setattr(torch.cpu, query, Mock(return_value=supported), raising=False)
         if supported is None:
             monkeypatch.delattr(torch.cpu, query)
-    monkeypatch.setattr("drover.pipeline.training.precision.vendor", lambda: vendor)
+    monkeypatch.setattr("drover.pipeline.training.device.vendor", lambda: vendor)
     assert expected in choose_precision("auto", CPU)
 
 

@@ -14,7 +14,7 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training import recorder as module
-from drover.pipeline.training.engines.engine import StepResult
+from drover.pipeline.training.engine import StepResult
 
 PLAN = PhasePlan.of(TrainConfig(sequence_length=64, batch_tokens=1024, warmup_steps=0, phases=[
     {"until": 10_240}, {"until": 30_720, "batch_tokens": 4096}]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drover.pipeline.training import replicas
-from drover.pipeline.training.engines.engine import LocalWeights
+from drover.pipeline.training.engine import LocalWeights
 from drover.pipeline.training.replicas import differences, fingerprint, imbalance
 from tests.refusal import table
 

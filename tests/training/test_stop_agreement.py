@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.training import stop_agreement
-from drover.pipeline.training.stop_agreement import Stop, StopAgreement
+from drover.pipeline.training import hooks
+from drover.pipeline.training.hooks import Stop, StopAgreement
 
 
 def rank_of(rank=0, world=1):
@@ -61,7 +61,7 @@ def test_the_file_and_the_clock(tmp_path):
 
 
 def test_the_file_is_looked_for_now_and_then_only_and_who_was_asked_once_stays_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(stop_agreement.time, "monotonic", Mock(side_effect=[100.0, 101.5, 102.5, 105.0]))
+    monkeypatch.setattr(hooks.time, "monotonic", Mock(side_effect=[100.0, 101.5, 102.5, 105.0]))
     request = StopAgreement(rank_of(), tmp_path, None, 0.0)
     assert not agreed_by(request)
     (tmp_path / STOP).parent.mkdir()

@@ -10,7 +10,7 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.consumption import planned_by
-from drover.pipeline.training.data.opening import refuse_beyond
+from drover.pipeline.training.data import refuse_beyond
 from drover.tools.audit import Audit, _sequences
 from tests.data.sampling.phased import contents, times_read
 from tests.refusal import refused

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from drover.pipeline.data.sampling.batch import pack
-from drover.pipeline.training.engines.engine import Engine, without_gradient
+from drover.pipeline.training.engine import Engine, without_gradient
 
 
 @pytest.mark.parametrize("windowed", [False, True])

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import fsdp
-from drover.pipeline.training.device_facts import memory_explained
+from drover.pipeline.training.device import memory_explained
 from drover.pipeline.training.guards import StepLimits
 from tests.training.engines.kit import MODEL, batch_of, engine_of
 

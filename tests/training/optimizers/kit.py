@@ -9,7 +9,7 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.training.optimizers.build import build_optimizer
+from drover.pipeline.training.optimizers import build_optimizer
 from tests.training.engines.kit import MODEL
 
 YES = torch.tensor(True)

@@ -3,7 +3,7 @@
 import torch
 
 from drover.pipeline.config.optimizers import OptimizerKind, optimizer_settings
-from drover.pipeline.training.optimizers.base import parameter_groups
+from drover.pipeline.training.optimizers import parameter_groups
 
 
 def sgd(weights, config, grid):

@@ -2,7 +2,7 @@
 
 import torch
 
-from drover.pipeline.training.optimizers.base import decays
+from drover.pipeline.training.optimizers import decays
 from tests.training.optimizers.kit import built, give, model_of, step
 
 

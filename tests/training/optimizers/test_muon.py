@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.training.optimizers.muon import COEFFICIENTS, orthogonal
-from drover.pipeline.training.optimizers.whole_matrices import assign_owners
+from drover.pipeline.training.muon import COEFFICIENTS, assign_owners, orthogonal
 from tests.refusal import refused
 from tests.training.optimizers.kit import built, give, model_of, step
 

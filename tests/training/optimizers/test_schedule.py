@@ -6,7 +6,7 @@ import pytest
 
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.training.optimizers.schedule import planned_rate
+from drover.pipeline.training.optimizers import planned_rate
 
 COSINE = {"steps": 111, "warmup_steps": 10, "lr": 1.0, "min_lr_share": 0.1}
 WSD = {"steps": 100, "lr": 1.0, "schedule": "wsd"}

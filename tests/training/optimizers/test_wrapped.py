@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.training.optimizers.base import Weight
-from drover.pipeline.training.optimizers.wrapped import Wrapped
+from drover.pipeline.training.optimizers import Weight, Wrapped
 from tests.refusal import refused
 from tests.training.optimizers.kit import model_of
 

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from drover.pipeline.core.files import read_lines
-from drover.pipeline.training.sinks.base import (
+from drover.pipeline.training.sinks import (
     About,
     JsonLines,
     SinkSettings,
@@ -70,7 +70,7 @@ def test_one_that_fails_is_switched_off_and_said_once_and_another_is_told_everyt
 
 
 def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
-    monkeypatch.setattr("drover.pipeline.training.sinks.base.CLOSE_S", 0.05)
+    monkeypatch.setattr("drover.pipeline.training.sinks.CLOSE_S", 0.05)
     gate = threading.Event()
     log_ = log(slow=(slow := sink_mock(gate=gate)))
     for step in range(100):

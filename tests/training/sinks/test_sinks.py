@@ -13,7 +13,7 @@ import pytest
 
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.core.files import read_lines
-from drover.pipeline.training.sinks.base import About, JsonLines, TrainingLog, checkpoint_curves, curves
+from drover.pipeline.training.sinks import About, JsonLines, TrainingLog, checkpoint_curves, curves
 from tests.waiting import wait_for
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None,

@@ -10,8 +10,7 @@ from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from drover.pipeline.storage.store import Store
-from drover.pipeline.training.async_saver import AsyncSaver
-from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.checkpoints import AsyncSaver, Checkpoints
 from drover.pipeline.training.uploads import CopiedCheckpoints, Uploads
 from tests.formats.cutting import whole
 from tests.waiting import wait_for

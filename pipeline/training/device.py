@@ -1,7 +1,8 @@
-"""Facts about the device and the process: peak FLOP/s, memory, compiled graphs."""
+"""The device: the precision that it computes in, bit-equal results, and facts: peak FLOP/s, memory, compiled graphs."""
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -12,12 +13,65 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drover.model.devices import is_mps
+from drover.model.kernels import vendor
 from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
-    from drover.pipeline.training.engines.engine import Engine
+    from drover.pipeline.training.engine import Engine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64,
+          "fp8": torch.bfloat16}
+"""The element type of each precision. `fp8` is bfloat16, except in products that pipeline/parallel/fp8.py converts."""
+
+
+def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
+    """The precision, a key of DTYPES, and the reason, for the log.
+
+    `auto` uses bf16 only if the hardware multiplies it fast. A CPU without AMX or AVX512-BF16 computes bf16 at about a
+    quarter of its fp32 speed. Intel's AVX512-BF16 reaches about half of it (benchmarks/RESULTS.md), AMD's exceeds it.
+    """
+    if wanted != "auto":
+        return wanted, f"{wanted} as configured"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16", "bf16: this GPU has it"
+        return "fp32", "fp32: this GPU has no bf16"
+    if is_mps(device):
+        return "fp32", "fp32: the only precision on mps"
+    # These functions are private to torch; if one is missing, fp32 is the safe choice.
+    amx, avx512 = (getattr(torch.cpu, query, lambda: False)() for query in
+                   ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    if amx or (avx512 and vendor() != "GenuineIntel"):
+        return "bf16", "bf16: this CPU has fast bf16"
+    return "fp32", "fp32: no fast bf16 here"
+
+
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""cuBLAS's workspace, of which torch refuses any with which cuBLAS is not deterministic, and a fixed order of sums
+between GPUs, independent of NCCL's measurements. Ring supports every collective; Tree only the all-reduce. A value that
+the user has set stays."""
+
+
+def make_deterministic() -> None:
+    """Make every start on the same machine give the same bits. Call it before anything is on a GPU.
+
+    Afterwards operators without a deterministic version raise RuntimeError, and attention uses deterministic kernels:
+    flash and efficient attention with a deterministic backward pass, and never cuDNN's.
+    """
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)  # not warn_only: attention would keep its faster backward pass
+    # It would fill all allocated memory in an extra pass, for values that our code never reads.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    import torch._inductor.config as inductor
+    if hasattr(inductor, "deterministic"):  # newer torch: kernels are not chosen by measuring them
+        inductor.deterministic = True
+
 
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800": 989.5, "L40S": 362.0,
                "GB200": 2500.0, "GB300": 2500.0, "B200": 2250.0, "B300": 2250.0, "V100": 125.0, "RTX 4090": 165.2,

@@ -25,9 +25,9 @@ from drover.pipeline.formats.tensor_file import Dims
 from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.parallel.zero import spread_by_zero
-from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult
+from drover.pipeline.training.engine import Engine, LocalWeights, StepResult
 from drover.pipeline.training.guards import StepLimits
-from drover.pipeline.training.optimizers.base import ElementwiseOptimizer
+from drover.pipeline.training.optimizers import ElementwiseOptimizer
 
 Read = Callable[[str, str, Dims, Dims], Tensor]
 """(kind, name, offset, size) -> that rectangle."""

@@ -1,1 +1,0 @@
-"""Engines: a model spread over ranks, with its optimizer, behind one interface."""

@@ -1,1 +1,0 @@
-"""Loggers: where the numbers, texts and events of training go."""
