@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.phases import BatchPlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.command_line import Parser
 from drover.pipeline.core.console import markdown

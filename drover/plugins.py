@@ -6,7 +6,7 @@ from drover.pipeline.config.optimizers import OptimizerKind
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import Stage, register_stage
-from drover.pipeline.contract.tasks import Task
+from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record, write_json
 from drover.pipeline.data.documents import Document

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.loading import load_config, refusal
-from drover.pipeline.config.places import blocked
+from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.command_line import Parser

@@ -14,10 +14,9 @@ from drover.launch.plan import Job, Options
 from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems, options_of
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
-from drover.pipeline.config.checks import problems, rank_problems
-from drover.pipeline.config.external import absent_attention, absent_packages
+from drover.pipeline.config.checks import absent_attention, absent_packages, problems, rank_problems
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.places import blocked
+from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, before, follows_training

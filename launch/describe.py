@@ -12,9 +12,8 @@ from drover.launch.forecast import (
     state_bytes_per_rank,
 )
 from drover.launch.plan import Job, Options, code_path
-from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.checks import rank_problems
-from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import aligned, counted, duration, echo, first, readable

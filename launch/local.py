@@ -23,12 +23,11 @@ from drover.launch.processes import Each, Environment, run_local, show, stop_req
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.entry import INTERRUPTED
-from drover.pipeline.contract.preparation import report_done
+from drover.pipeline.contract.entry import INTERRUPTED, report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
 from drover.pipeline.contract.state import now
-from drover.pipeline.contract.threads import usable_cores
+from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.console import duration
 from drover.pipeline.parallel.free_memory import free_on_host
 

@@ -11,12 +11,12 @@ from typing import Literal
 
 from drover.launch.job.spec import JobSpec
 from drover.pipeline.config.checks import rank_problems
+from drover.pipeline.config.kinds import plugin_folders
 from drover.pipeline.config.launching import ArrayResources, Container, LaunchConfig, Resources
-from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import State
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
-from drover.pipeline.contract.validity import State
 
 MOST_ELEMENTS = 64
 """The most elements of a stage's array by default."""

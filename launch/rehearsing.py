@@ -11,7 +11,7 @@ import sys
 from drover.launch.plan import Job, Options
 from drover.launch.processes import answer_of
 from drover.pipeline.config.checks import network
-from drover.pipeline.config.plugins import plugin_folders
+from drover.pipeline.config.kinds import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM

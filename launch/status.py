@@ -30,7 +30,8 @@ from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.core.command_line import RUNS, Parser, Program, add_json, find_run, in_colour, runs_in
-from drover.pipeline.core.errors import UserError, printable
+from drover.pipeline.core.console import printable
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record
 
 WIDTH = 100

@@ -45,8 +45,8 @@ from drover.launch.rehearsing import rehearse_training
 from drover.launch.slurm.options import parameters
 from drover.launch.slurm.submission import for_slurm, submit_chain
 from drover.pipeline.config.loading import refusal
-from drover.pipeline.config.places import make_folder
-from drover.pipeline.contract.preparation import clear_done
+from drover.pipeline.config.section import make_folder
+from drover.pipeline.contract.entry import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import STOP

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from drover.model.config import ModelConfig
     from drover.pipeline.config.tree import Config
-    from drover.pipeline.contract.input_check import Expected
+    from drover.pipeline.contract.inputs import Expected
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.formats.huggingface import Read
     from drover.pipeline.tokenization.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def _convert(work: Work) -> None:
     from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable, write_folder
     from drover.pipeline.formats.weights import MeanWeights
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
-    from drover.pipeline.records.generation_settings import FILE, read_settings
+    from drover.pipeline.records.weight_files import FILE, read_settings
     from drover.pipeline.tokenization.export import names_qwen2, settings_text
     from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS
     from drover.pipeline.tokenization.tokenizer import load_tokenizer
@@ -135,7 +135,7 @@ def _convert(work: Work) -> None:
 
 def _files_of(checkpoint: Path) -> list[Expected]:
     """The files of a checkpoint to be averaged, from its own marker; UserError if it is not complete."""
-    from drover.pipeline.contract.input_check import Expected
+    from drover.pipeline.contract.inputs import Expected
     from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, valid_marker
 
     if (marker := valid_marker(checkpoint)) is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.contract.tasks import Task
+from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError, installed_version, listed
 from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records

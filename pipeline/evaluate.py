@@ -25,7 +25,7 @@ from drover.pipeline.core.files import Ledger, output_record, sha256_json, write
 from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
 
 if TYPE_CHECKING:
-    from drover.pipeline.contract.input_check import Expected, InputCheck
+    from drover.pipeline.contract.inputs import Expected, InputCheck
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.data.shard_table import ShardTable
     from drover.pipeline.evaluation.items import TaskResult
@@ -44,7 +44,7 @@ class Cached:
     def __init__(self, work: Work, ranks: Ranks) -> None:
         from drover.pipeline.contract.run import code_hashes
         from drover.pipeline.contract.stages import STAGES
-        from drover.pipeline.contract.tasks import TASKS
+        from drover.pipeline.contract.workers import TASKS
         from drover.pipeline.evaluation.results import library_versions
 
         self.ledger = Ledger(work.folder / TASKS / "measured")

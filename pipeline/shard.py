@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.tasks import Task
+from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import source_card
@@ -62,7 +62,7 @@ MANY_PAGES = 0.01
 
 def shard(work: Work) -> None:
     """Read, plan, write, reconcile, commit."""
-    from drover.pipeline.contract.external_inputs import gathered
+    from drover.pipeline.contract.inputs import gathered
     from drover.pipeline.data.filters.decontamination import gather_contamination, short_sets
     from drover.pipeline.data.planning.passes import decide
     from drover.pipeline.data.planning.shards import write_shard

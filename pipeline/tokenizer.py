@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.tasks import Task
+from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.files import copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
-from drover.pipeline.config.plugins import warn
+from drover.pipeline.config.kinds import warn
 from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
@@ -173,7 +173,7 @@ def place(tmp_path):
 def no_plugins(monkeypatch):
     """None are imported yet; what importing some changes in this process is undone."""
     loaded = {}
-    monkeypatch.setattr("drover.pipeline.config.plugins._LOADED", loaded)
+    monkeypatch.setattr("drover.pipeline.config.kinds._LOADED", loaded)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     warn.cache_clear()

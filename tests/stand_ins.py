@@ -4,9 +4,8 @@ from pathlib import Path
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.state import read_state
+from drover.pipeline.contract.state import StageJob, read_state
 from drover.pipeline.core.files import output_record, write_text
 
 

@@ -19,12 +19,10 @@ from drover.launch.slurm.nodes import failures
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.status import main as status
 from drover.model.config import ModelConfig
-from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.shapes import shape_in
-from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.config.loading import load_config, shape_in
+from drover.pipeline.contract.manifest import STARTED, read_manifest, read_start, start_or_empty
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED, read_start, start_or_empty
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, write_json, write_sealed, write_text
@@ -35,12 +33,10 @@ from drover.pipeline.data.token_shards import read_batch
 from drover.pipeline.evaluation.tasks import find_tasks
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
-from drover.pipeline.records.generation_settings import read_settings
 from drover.pipeline.records.goodput import first_start, goodput
 from drover.pipeline.records.hangs import judge_hang, write_places
-from drover.pipeline.records.metrics import read_metrics
-from drover.pipeline.records.rollbacks import Rollback, add_rollback
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import Rollback, RunFacts, add_rollback, read_metrics
+from drover.pipeline.records.weight_files import read_settings
 from drover.pipeline.tokenization.export import names_code, settings_text, write_hugging_face
 from drover.pipeline.tokenization.files import vocabulary_record, write_record
 from drover.pipeline.tokenization.ready import open_tokenizer

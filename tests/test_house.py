@@ -99,7 +99,7 @@ BY_THE_USER = {"pipeline/contract/signed.py": "a secret, which others on the mac
 
 
 def test_stages_are_steered_by_arguments_and_not_by_variables():
-    """What a stage knows of its job is in `pipeline/contract/job.py`."""
+    """What a stage knows of its job is in `pipeline/contract/state.py`."""
     reading = {str(path.relative_to(REPOSITORY)) for room in ("pipeline", "model")
                for path in (REPOSITORY / room).rglob("*.py") if "DROVER_" in path.read_text()}
     assert reading == set(BY_THE_USER)

@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from drover.pipeline.config.external import absent_packages
+from drover.pipeline.config.checks import absent_packages
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core import errors as packages
 from drover.pipeline.core.errors import UserError

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.manifest import not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
@@ -29,8 +29,7 @@ from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problem_of
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers
-from drover.pipeline.records.metrics import OTHER_ORDER, Event, Line
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import OTHER_ORDER, Event, Line, RunFacts
 
 if TYPE_CHECKING:
     import numpy as np

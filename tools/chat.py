@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from drover.model.generation.sampling import Sampling
-from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.core.command_line import Parser, Program, complain, find_model
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import (

@@ -20,8 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.config.evaluation import EvaluateConfig
-from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.config.kinds import add_plugin_option
+from drover.pipeline.config.tree import EvaluateConfig
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.command_line import Parser, Program, add_json, find_model, find_run, refuse_low

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.command_line import Parser, Program

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import (
+    Ledger,
     Record,
     lock_file,
     output_record,

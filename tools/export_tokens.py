@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.command_line import Parser, Program
 

@@ -24,7 +24,7 @@ from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.model.presets import ladder_step
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.mixture import read_tokens, tokens_text
+from drover.pipeline.config.training import read_tokens, tokens_text
 from drover.pipeline.core.command_line import Parser, Program, refuse_low
 from drover.pipeline.core.console import duration, echo
 from drover.pipeline.core.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drover.pipeline.contract.input_check import output, refuse_changed
+from drover.pipeline.contract.inputs import output, refuse_changed
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import ProgressBar, echo
 from drover.pipeline.core.errors import UserError

@@ -10,9 +10,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded, Range
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.records.metrics import Line
-from drover.pipeline.records.rollbacks import excluded_by, is_abandoned
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import Line, RunFacts, excluded_by, is_abandoned
 from drover.pipeline.training.data import open_training_data, read_shard_table
 
 

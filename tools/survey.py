@@ -18,8 +18,8 @@ from typing import Any
 
 from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import UserError, printable
+from drover.pipeline.core.console import first, printable
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.file_kinds import mistaken, utf16_order

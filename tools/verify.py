@@ -25,14 +25,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.config.plugins import add_run_and_plugins
-from drover.pipeline.contract.external_inputs import HASHES
+from drover.pipeline.config.kinds import add_run_and_plugins
+from drover.pipeline.contract.inputs import HASHES
 from drover.pipeline.contract.locks import LOCKS
 from drover.pipeline.contract.manifest import MANIFEST, Manifest, not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import PROGRESS
-from drover.pipeline.contract.tasks import TASKS
+from drover.pipeline.contract.workers import TASKS
+from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.command_line import Parser, Program, add_json
 from drover.pipeline.core.console import ProgressBar, echo, first
 from drover.pipeline.core.files import (
@@ -44,7 +45,6 @@ from drover.pipeline.core.files import (
     seal_of,
     sealing,
 )
-from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, valid_marker
 from drover.pipeline.storage.mirror import SENT
 

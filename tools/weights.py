@@ -16,7 +16,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.core.command_line import Parser, Program, find_model, refuse_low
 from drover.pipeline.core.console import ProgressBar, say
 from drover.pipeline.formats.record import FORMAT, RECORD

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from drover.launch.processes import Say
 from drover.launch.slurm.scheduler import WITH_NODES, Scheduler
-from drover.pipeline.contract.claims import HEARTBEAT_S, SILENT_S, Heartbeats
+from drover.pipeline.contract.locks import HEARTBEAT_S, SILENT_S, Heartbeats
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record, write_json
 

@@ -41,19 +41,20 @@ from drover.launch.slurm.chain import ChainJob, read_chain
 from drover.launch.slurm.nodes import EXCLUDED_AFTER, clear_failures, few, lost, named, record_failure
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
-from drover.pipeline.contract.job import RANK_VARIABLES, StageJob
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
     KILLED,
+    RANK_VARIABLES,
     STATE,
     STOP,
+    StageJob,
     StageState,
     log_attempt,
     read_attempts,
     read_state,
     write_state,
 )
-from drover.pipeline.contract.tasks import CLAIMS
+from drover.pipeline.contract.workers import CLAIMS
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, renamed

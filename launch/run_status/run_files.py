@@ -19,14 +19,13 @@ from pydantic import TypeAdapter
 from drover.launch.slurm.chain import ChainJob, JobChain, read_chain
 from drover.launch.slurm.nodes import failing
 from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
-from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS, STOP, Progress, StageState, read_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_bytes, read_sealed
-from drover.pipeline.records.run_facts import RunFacts, Start
+from drover.pipeline.records.metrics import RunFacts, Start
 
 Value = TypeVar("Value")
 

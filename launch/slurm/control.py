@@ -20,10 +20,10 @@ from drover.launch.status import query, show
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.command_line import in_colour
-from drover.pipeline.core.console import echo, readable
-from drover.pipeline.core.errors import UserError, printable
+from drover.pipeline.core.console import echo, printable, readable
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import opened, read_bytes, write_text
-from drover.pipeline.records.run_facts import RunFacts, Start
+from drover.pipeline.records.metrics import RunFacts, Start
 
 POLL_S = 0.5
 SHOWN, LINES = 10, 10

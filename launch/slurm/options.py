@@ -14,8 +14,8 @@ from typing import Any
 from drover.launch.plan import OPTIONS, Job
 from drover.launch.slurm.chain import token
 from drover.launch.slurm.scheduler import literal
+from drover.pipeline.config.kinds import plugin_folders
 from drover.pipeline.config.launching import LaunchConfig
-from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import sha256_json

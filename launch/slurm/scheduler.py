@@ -18,7 +18,7 @@ from pathlib import Path
 
 from drover.launch.processes import Environment, answer_of
 from drover.launch.slurm.wait_reasons import plain
-from drover.pipeline.core.time_limits import seconds_of
+from drover.pipeline.core.console import seconds_of
 
 UNKNOWN = "unknown"
 """State of a job that Slurm does not know, or no longer knows."""

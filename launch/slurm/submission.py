@@ -20,9 +20,9 @@ from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.launch.slurm.wait_reasons import refusal
+from drover.pipeline.config.kinds import plugin_files
 from drover.pipeline.config.loading import config_hash, save_config
-from drover.pipeline.config.places import make_folder
-from drover.pipeline.config.plugins import plugin_files
+from drover.pipeline.config.section import make_folder
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run

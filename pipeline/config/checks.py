@@ -10,21 +10,22 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import combinations
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.model.config import ModelConfig
-from drover.pipeline.config.batch import BatchPlan, batch_problems
 from drover.pipeline.config.data import UINT16_IDS
-from drover.pipeline.config.mixture import mixture_problems
-from drover.pipeline.config.optimizers import optimizer_problems
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.phases import in_phases, plan_problems
-from drover.pipeline.config.shipped import name_of
-from drover.pipeline.config.training import FIRST
+from drover.pipeline.config.kinds import external_sources, source_of
+from drover.pipeline.config.optimizers import optimizer_kind, optimizer_problems
+from drover.pipeline.config.phases import BatchPlan, batch_problems, in_phases, plan_problems
+from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS, name_of
+from drover.pipeline.config.training import FIRST, ParallelConfig, mixture_problems
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError, absent
 
 SPECIAL_IDS = 256
 TRAINED = ("sentencepiece", "bpe")
@@ -239,3 +240,56 @@ def _stores(config: Config) -> Iterator[str]:
         if inner.startswith(outer):
             yield (f"{second} {inner[:-1]} lies in {first} {outer[:-1]}: token shards, checkpoints and the export need "
                    f"separate places.")
+
+
+OURS = "drover."
+
+
+def training_code(config: Config) -> dict[str, Path]:
+    """The source files of attention, optimizer and hooks that are not built in, by module, as far as they are found."""
+    named = [config.train.attention, config.train.optimizer, *(hook.kind for hook in config.train.hooks)]
+    with suppress(UserError):
+        named.append(optimizer_kind(config.train.optimizer).make)
+    return external_sources(name for name in named if not name.startswith(OURS))
+
+
+def absent_attention(config: Config) -> Iterator[str]:
+    """A sentence if the module that `train.attention` names is missing: the launcher does not import it."""
+    module, colon, _ = config.train.attention.partition(":")
+    if colon and source_of(module) is None:
+        yield (f"train.attention names {config.train.attention}, but there is no module {module}. Name its file in "
+               f"`plugins`, put it next to one that is named there, or install it.")
+
+
+def needed_modules(config: Config, stage: str) -> Iterator[tuple[str, str, str]]:
+    """Parts of a configuration that need an optional module: the part, the module, and how to do without.
+
+    Raises:
+        UserError: filters, loggers or hooks cannot be imported, or have wrong settings.
+    """
+    shard, train = config.shard, config.train
+    if stage == "shard":
+        for source in shard.sources:
+            if source.kind == "hf":
+                yield f"the source {source.name} (kind hf)", "datasets", "take its files by kind files"
+        if shard.near_duplicates is not None:
+            yield "shard.near_duplicates", "rensa", "set shard.near_duplicates to null"
+    if stage == "train" and config.parallel.engine == "deepspeed":
+        yield "parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2"
+    if stage == "train" and train.precision == "fp8":
+        yield "train.precision fp8", "torchao", "take train.precision=bf16"
+    if stage == "evaluate" and config.evaluate.tasks:
+        yield "evaluate.tasks", "lm_eval", "set evaluate.tasks=[]"
+    for kinds, of, items in ((FILTERS, "shard", shard.filters), (SINKS, "train", train.log_to),
+                             (HOOKS, "train", train.hooks)):
+        for item in kinds.made(items) if stage == of else ():
+            if item.needs:
+                yield f"{kinds.setting} {item.kind}", item.needs, f"take {item.kind} out of {kinds.setting}"
+
+
+def absent_packages(config: Config, stage: str) -> list[str]:
+    """Packages that a stage needs and that are missing, and kinds that cannot be imported, as sentences."""
+    try:
+        return [problem for needed in needed_modules(config, stage) for problem in absent(*needed)]
+    except UserError as error:
+        return [str(error)]

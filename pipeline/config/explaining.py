@@ -1,22 +1,129 @@
-"""What a setting means: `drover explain train.lr`, `drover explain train`, or `drover explain` for everything."""
+"""What a setting means: `drover explain train.lr`, `drover explain train`, or `drover explain` for everything.
+And which setting a wrong name may mean."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
 
-from drover.pipeline.config.field_names import suggestion
-from drover.pipeline.config.places import EXTERNAL
-from drover.pipeline.config.section import is_execution, section_of
+from drover.pipeline.config.section import EXTERNAL, is_execution, keys_of, section_of
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.errors import UserError
+
+ELSEWHERE = {
+    "train": "training",
+    "train.steps": "max_steps num_steps total_steps train_steps num_train_steps train_iters max_iters num_iterations "
+                   "iterations epochs num_epochs num_train_epochs",
+    "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size max_length context_length",
+    "train.batch_tokens": "batch_size global_batch_size train_batch_size global_batch total_batch_size "
+                          "tokens_per_batch",
+    "train.micro_batch": "micro_batch_size per_device_train_batch_size device_batch_size local_batch_size "
+                         "train_micro_batch_size_per_gpu gradient_accumulation gradient_accumulation_steps "
+                         "grad_accum_steps accumulation accumulate_grad_batches",
+    "train.optimizer": "optim optimiser optim_type optimizer_type optimizer_name",
+    "train.optimizer_settings": "optimizer_args optimizer_kwargs optim_args optimizer_params momentum nesterov",
+    "train.param_groups": "lr_factors lr_multipliers lr_mult lr_scales",
+    "train.lr": "learning_rate max_lr peak_lr base_lr max_learning_rate",
+    "train.min_lr_share": "min_lr min_learning_rate lr_min final_lr min_lr_ratio lr_end",
+    "train.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio",
+    "train.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style decay_type",
+    "train.decay_steps": "lr_decay_steps lr_decay_iters cooldown_steps decay_iters",
+    "train.beta1": "adam_beta1 beta_1 b1 betas",
+    "train.beta2": "adam_beta2 beta_2 b2",
+    "train.eps": "adam_epsilon adam_eps epsilon",
+    "train.weight_decay": "wd decay l2",
+    "train.clip_norm": "grad_clip max_grad_norm clip_grad gradient_clip gradient_clipping gradient_clip_val "
+                       "clip_grad_norm max_norm clip",
+    "train.precision": "dtype mixed_precision bf16 fp16 fp8 float8 amp param_dtype",
+    "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute recompute_granularity ac",
+    "train.attention": "attn_implementation attention_backend attn_type attn_impl",
+    "train.flash": "flash_attention use_flash_attn flash_attn",
+    "train.compile": "torch_compile",
+    "train.loader_threads": "num_workers dataloader_num_workers",
+    "train.log_every": "log_interval logging_steps log_freq log_every_n_steps",
+    "shard.validation_share": "heldout_share val_share val_ratio valid_split val_split validation_split",
+    "shard.validation_rule": "heldout_rule",
+    "train.validation_tokens": "heldout_tokens eval_tokens val_tokens",
+    "evaluate.validation_tokens": "heldout_tokens",
+    "train.validation_every": "heldout_every eval_every eval_interval eval_steps val_check_interval val_interval",
+    "train.checkpoint.every_steps": "save_every save_steps save_interval checkpoint_every checkpoint_interval",
+    "train.checkpoint.keep": "save_total_limit keep_last keep_latest_k",
+    "train.guards": "spike_detection",
+    "train.mixture": "data_mix data_weights mixture_weights weights",
+    "model.dim": "hidden_size d_model n_embd emb_dim embed_dim width",
+    "model.layers": "num_layers n_layers n_layer num_hidden_layers depth",
+    "model.heads": "num_heads n_heads n_head num_attention_heads",
+    "model.kv_heads": "num_key_value_heads n_kv_heads num_kv_heads num_query_groups",
+    "model.head_dim": "d_head head_size kv_channels",
+    "model.qkv_bias": "attention_bias add_qkv_bias attn_bias",
+    "model.ffn_dim": "intermediate_size ffn_hidden_size d_ff hidden_dim mlp_dim",
+    "model.context_length": "max_position_embeddings max_seq_len seq_len seq_length block_size context_size n_ctx "
+                            "sequence_length",
+    "model.rope_theta": "rope_base rotary_base",
+    "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying",
+    "model.norm_eps": "rms_norm_eps norm_epsilon layer_norm_eps",
+    "convert.average": "ema ema_decay checkpoint_averaging weight_averaging swa polyak",
+    "parallel": "distributed parallelism fsdp deepspeed",
+    "parallel.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tp_size "
+                   "tensor_model_parallel_size",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pp_size "
+                   "pipeline_model_parallel_size",
+    "parallel.pp_schedule": "pipeline_parallel_schedule pp_engine",
+    "parallel.pp_stages": "virtual_pipeline_model_parallel_size num_virtual_stages_per_rank",
+    "parallel.cp": "context_parallel context_parallel_size context_parallel_degree cp_size cp_degree",
+    "parallel.async_tp": "enable_async_tensor_parallel async_tensor_parallel tp_comm_overlap",
+    "parallel.timeout_minutes": "nccl_timeout distributed_timeout_minutes ddp_timeout dist_timeout "
+                                "init_timeout_seconds train_timeout_seconds",
+    "parallel.dp_replicate": "data_parallel_replicate_degree replicas",
+    "parallel.dp_shard": "data_parallel_shard_degree fsdp_size",
+    "parallel.zero_stage": "zero zero_optimization stage",
+    "parallel.offload": "cpu_offload",
+    "shard": "data dataset datasets",
+    "shard.sources": "data dataset datasets corpus",
+    "tokenizer.path": "tokenizer_path model_path tokenizer_model name_or_path",
+    "tokenizer.vocab_size": "vocabulary_size",
+    "launch": "slurm cluster launcher",
+    "launch.cpus": "cpus_per_task",
+    "launch.mem": "memory memory_gb mem_gb",
+    "launch.time": "time_minutes timeout walltime time_limit",
+    "launch.gpus_per_node": "gpus ngpus_per_node",
+    "launch.train.nodes": "nodes num_nodes nnodes",
+    "launch.processes": "nproc_per_node num_processes world_size",
+    "evaluate": "eval evaluation lm_eval",
+    "evaluate.tasks": "task",
+    "runs_dir": "output_dir out_dir save_dir checkpoint_dir work_dir root",
+    "name": "run_name experiment experiment_name exp_name",
+    "seed": "random_seed manual_seed",
+}
+"""Our key: names of the same or nearly the same setting in transformers, torchtitan, Megatron-LM, nanoGPT, litgpt,
+DeepSpeed, Lightning and others."""
+MEANINGS = {
+    "train.batch_tokens": "counted in tokens: sequences x train.sequence_length",
+    "train.micro_batch": "the most sequences of a rank at once; accumulation follows from batch and ranks",
+    "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
+    "train.warmup_steps": "in steps",
+}
+
+
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """A hint for an unknown setting, whose section has the keys `known`."""
+    section, _, name = key.rpartition(".")
+    name = name.lower().replace("-", "_")
+    meant = [ours for ours, theirs in ELSEWHERE.items() if name in theirs.split()]
+    meant += [ours for ours in keys_of(Config) if ours.rpartition(".")[2] == name]
+    close = [f"{section}.{one}".strip(".") for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
+    for best in sorted(meant, key=lambda ours: ours.rpartition(".")[0] != section) + close:
+        return f"did you mean '{best}'{f' ({MEANINGS[best]})' if best in MEANINGS else ''}?"
+    return f"known here: {', '.join(known)}."
+
 
 LIMITS = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
 """Arguments of fields that are shown with their types."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drover.pipeline.config.section import LocalPath, Location, Section, in_form, nested
-from drover.pipeline.core.time_limits import minutes
+from drover.pipeline.core.console import minutes
 
 
 def _joined(value: Any) -> Any:

@@ -1,10 +1,15 @@
-"""Settings of the train stage: the run's length and batch, the optimizer, checkpoints, logging."""
+"""Settings of the train stage: the run's length and batch, the optimizer, checkpoints, logging, and the layout."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,9 +21,56 @@ from pydantic import (
 )
 
 from drover.pipeline.config.kinds import Kind
-from drover.pipeline.config.mixture import Mixture, TokenCount
 from drover.pipeline.config.section import LocalPath, Section, StoreUrl, added, execution, nested
 from drover.pipeline.config.shipped import HOOKS, SINKS
+
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+SMALLEST_SHARE = 2.0**-17
+"""Smallest share of all training sequences. The order of samples repeats a table, in which each source needs several
+sequences: this share gives 8 in a million."""
+
+
+def mixture_problems(mixture: Mapping[str, float]) -> list[str]:
+    """Shares of 0 or more that are too small to be sampled."""
+    total = math.fsum(mixture.values())
+    return [share_too_small(name, share / total) for name, share in mixture.items()
+            if 0 < share / total < SMALLEST_SHARE]
+
+
+def share_too_small(name: str, share: float) -> str:
+    """The message for a source whose share is below SMALLEST_SHARE."""
+    return (f"train.mixture gives the source {name} {share:.3g} of the training sequences; the smallest share that is "
+            f"sampled is {SMALLEST_SHARE:.3g} (1 in {round(1 / SMALLEST_SHARE):,}). Raise it, or write 0 to leave the "
+            f"source out.")
+
+
+def read_tokens(value: Any) -> Any:
+    """A number of tokens in any notation: 250M, 2.5k, 10B or 15T as text, or a whole number with a point or an
+    exponent. Other values are returned unchanged, for pydantic to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([kKMBT]?)\s*", value)):
+        number = Decimal(match[1].replace("_", "")) * UNITS[match[2].replace("K", "k")]
+        return int(number) if number == int(number) and number < 2**63 else float(number)
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+
+def _share(value: Any) -> Any:
+    number = read_tokens(value)
+    return float(number) if isinstance(number, int) and not isinstance(number, bool) else number
+
+
+TokenCount = Annotated[int, BeforeValidator(read_tokens)]
+"""Tokens: a whole number, or a text such as 250M."""
+Mixture = dict[str, Annotated[float, BeforeValidator(_share), Field(ge=0, lt=2**63)]]
+"""Weights by source: numbers, or tokens as texts (8B)."""
+
+
+def tokens_text(tokens: float) -> str:
+    """A number of tokens in short: 250M, 1.5k, 10B."""
+    for unit in ("T", "B", "M", "k"):
+        if abs(tokens) >= UNITS[unit]:
+            return f"{float(Decimal(tokens) / UNITS[unit]):.4g}{unit}"  # of any size
+    return f"{tokens:.4g}"
+
 
 FIRST = 3
 """The watchdog waits this many times `hang_minutes` for a first step, which may compile."""
@@ -345,3 +397,91 @@ class TrainConfig(Section):
             steps.append(max(0, -(-(phase.until - token) // batch)))
             token += steps[-1] * batch
         return steps
+
+
+class GridSizes(NamedTuple):
+    """The sizes of the device mesh; their product is the number of ranks."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+
+
+class ParallelConfig(Section):
+    """How the model is distributed over ranks. Results agree within rounding for every choice, and a run may change it
+    at any checkpoint.
+
+    fsdp2: ranks = pp x dp_replicate x dp_shard x cp x tp. deepspeed: all ranks shard one replica by ZeRO.
+    """
+
+    engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
+    """`fsdp2` is torch's own sharding and composes with tensor, context and pipeline parallelism. `deepspeed` is ZeRO,
+    which can also keep optimizer state or weights in host memory (`offload`)."""
+    dp_replicate: PositiveInt | Literal[-1] = 1
+    """Replicas of the sharded model (HSDP). With many nodes, use one replica per group of nodes: only gradients then
+    travel between groups. -1: as many as there are ranks for. For example, `dp_replicate: -1` with `dp_shard: 8` is a
+    replica per node of eight GPUs, on any number of nodes."""
+    dp_shard: PositiveInt | Literal[-1] = -1
+    """Ranks that shard one replica of weights, gradients and optimizer state; -1: all remaining ranks."""
+    tp: PositiveInt = 1
+    """Tensor parallelism: ranks that share each matrix product. Between the products they split the sequence. Keep them
+    within one node. tp must divide heads, kv_heads, the sequence length and the vocabulary."""
+    cp: PositiveInt = 1
+    """Context parallelism: ranks that share each sequence. Each holds a part of every document and all-gathers keys and
+    values for attention. Use it for sequences that fit no other way. cp x tp must divide the sequence length. These
+    ranks also shard the weights, as those of dp_shard do."""
+    pp: PositiveInt = 1
+    """Pipeline parallelism: groups of ranks that hold neighbouring layers and pass activations on. Every step needs at
+    least as many micro-batches as there are groups. Gradients are reduced once a step."""
+    pp_schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
+    """Order in which a pipeline's ranks compute. `1f1b`: one forward and one backward pass in turn, with one stage per
+    rank. `interleaved`: the same with `pp_stages` stages per rank, for smaller bubbles and more communication. `zbv`
+    (experimental): two stages per rank, laid out as a V; weight gradients are computed in the bubbles."""
+    pp_stages: int = Field(2, gt=1)
+    """Stages per rank for `pp_schedule: interleaved`."""
+    async_tp: bool = False
+    """Overlap communication and computation in tensor parallelism (torch's asynchronous tensor parallelism). It needs
+    compiled blocks and GPUs that reach each other's memory (NVLink). Not tried on GPUs yet: compare a few steps with
+    and without."""
+    timeout_minutes: PositiveFloat | None = None
+    """Minutes that a rank waits for others in a collective before torch aborts it and names their group. Groups are
+    `mesh_replicate`, `mesh_shard`, `mesh_tensor` and so on; `default_pg` is all ranks. null: 30, or 10 more than the
+    watchdog (`train.guards.hang_minutes`) waits in a first step, if that is longer. The watchdog should come first,
+    since it records what each rank was doing. Raise it if hashing a checkpoint or compiling takes longer."""
+    reshard: Literal["always", "never"] = "always"
+    """`always`: reshard a block's weights after its forward pass and all-gather them again for the backward pass.
+    `never` saves the second all-gather if memory holds all weights in the computing precision."""
+    reduce: Literal["each", "last"] = "each"
+    """When gradients are reduced over ranks. `each`: after every micro-batch, so that a rank holds only its shard of
+    them. `last`: after the last micro-batch of a step, which saves communication. Memory must then hold all gradients
+    (of a tensor-parallel rank's part) in float32."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """For deepspeed: what is sharded over ranks. 1: optimizer state and master weights; 2: gradients too; 3: weights
+    too."""
+    offload: Literal["none", "optimizer", "params"] = "none"
+    """For deepspeed: what is kept in host memory. `optimizer`: optimizer state and master weights; `params`: with ZeRO
+    3, weights too. Slower; for models that fit no other way."""
+
+    def sizes(self, ranks: int) -> GridSizes:
+        """The mesh for this many ranks. If they do not fit, `checks.grid_problems` says why."""
+        each = self.pp * self.cp * self.tp
+        copies = max(1, ranks // (each * self.dp_shard)) if self.dp_replicate == -1 else self.dp_replicate
+        shard = ranks // (each * copies) if self.dp_shard == -1 else self.dp_shard
+        return GridSizes(self.pp, copies, shard, self.cp, self.tp)
+
+    @property
+    def stages(self) -> int:
+        """Number of parts into which the layers are cut, over all ranks of a pipeline."""
+        each = {"1f1b": 1, "interleaved": self.pp_stages, "zbv": 2}[self.pp_schedule]
+        return self.pp * each if self.pp > 1 else 1
+
+    def stage_rank(self, stage: int) -> int:
+        """The pipeline rank that has a stage: in turn from first to last, or there and back in a V."""
+        turn, rank = divmod(stage, self.pp)
+        return self.pp - 1 - rank if self.pp_schedule == "zbv" and turn % 2 else rank
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, in order."""
+        return [stage for stage in range(self.stages) if self.stage_rank(stage) == rank]

@@ -1,20 +1,89 @@
-"""The whole configuration."""
+"""The whole configuration, with the settings of the stages after training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
-from drover.pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
 from drover.pipeline.config.launching import LaunchConfig
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.section import LocalPath, Section, execution, in_form, nested
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.section import LocalPath, Section, StoreUrl, added, execution, in_form, nested
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
+
+
+class ConvertConfig(Section):
+    """Stage 5: export the checkpoint as a Hugging Face folder."""
+
+    average: list[PositiveInt] = added([])
+    """Steps of checkpoints whose weights are averaged for the export, as in [9000, 9500, 10000]. Llama 3 averaged
+    checkpoints from the end of its training. Training saves after these steps and keeps what it saves. []: export the
+    last checkpoint."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the exported weights."""
+    max_shard_mb: PositiveFloat = 4000.0
+    """Largest safetensors file in MB."""
+    copy_to: StoreUrl | None = execution(None)
+    """URL in an object store (`s3://bucket/models/mine`) for an upload of the finished folder; null: no upload. Use the
+    URL for this run's export alone. If you set it later, the folder is uploaded without a new conversion."""
+
+
+class EvaluateConfig(Section):
+    """Stage 6: validation bits per byte, tasks, continuations."""
+
+    validation_tokens: PositiveInt | None = 4_194_304
+    """Validation tokens to measure per source; null: all. Whole documents are taken in the order of their keys, which
+    are hashes. Runs on the same text shards and vocabulary therefore measure the same documents. Results state how many
+    of how many were measured. If you change it, only this part is measured again."""
+    sequence_length: PositiveInt | None = None
+    """Tokens per window of validation text; null: the model's context_length. Give the training length if that is
+    shorter."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which the model is evaluated. bfloat16 halves the memory; bits per byte change in about the fourth
+    decimal. A change of this setting therefore makes the results stale."""
+    compressed_mb: PositiveFloat = added(64.0)
+    """Validation text in MB that gzip and xz compress for comparison, of all sources together. The first whole
+    documents of each are taken. Before them they get as much training text, at most their windows: xz 64 MB from all
+    shards, gzip 32 KB. A thread of rank 0 compresses while the ranks evaluate: about a minute for 64 MB of training
+    text, and as long for 64 MB of validation text."""
+    batch: PositiveInt = execution(16)
+    """Sequences per forward pass."""
+    dp_shard: PositiveInt | None = execution(None)
+    """Neighbouring ranks that shard the weights (FSDP2) and all-gather one block at a time in every forward pass. null:
+    1, all weights on each rank, if they take at most 60% of the free memory of the rank that has least (of its GPU, or
+    its share of the host's); else as few ranks as hold them so. Results are bit-identical. Generation is slow with
+    sharded weights: each new token all-gathers all of them once."""
+    tasks: list[str] = []
+    """Names of lm-evaluation-harness tasks, found under `task_folders`."""
+    task_folders: list[LocalPath] = execution(["configs/tasks"])
+    """Folders with YAML files of tasks. Relative paths start at the repository."""
+    task_limit: PositiveInt | None = None
+    """Items per task; null: all."""
+    contamination: bool = added(False)
+    """Search the training text for every item of the tasks; the text is read once. The scores of clean and of
+    contaminated items are reported next to those of all. See docs/evaluation.md."""
+    bootstrap_iters: NonNegativeInt = 100_000
+    """Bootstrap resamples for the standard errors of metrics without a formula (f1, perplexity, bleu ...). Accuracies
+    need none. lm-evaluation-harness has the same setting and default. 0: no standard errors at all."""
+    prompts: list[str] = ["def main():\n", "import os\n", "class Node:\n    def __init__(self"]
+    """Prompts to continue."""
+    prompt_tokens: PositiveInt = 96
+    """Length of a continuation in tokens."""
+    temperature: NonNegativeFloat = 0.8
+    """Sampling temperature of the continuations; 0: greedy decoding."""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Probability mass of nucleus sampling. Prompt i is continued with seed i."""
+
+
+class ReportConfig(Section):
+    """Stage 7: write report.html and report.md."""
+
+    title: str | None = None
+    """Heading of the report; null: the run's name."""
+
 
 Part = TypeVar("Part", bound=BaseModel)
 

@@ -36,16 +36,14 @@ whatever is killed. It writes the manifest last, and this commits the stage. The
 
 A stage without tasks writes its outputs itself, and commits. docs/extending.md has one, with its configuration.
 
-    entry.py          one attempt from the command line to the exit status; preparation.py decides what is allowed
+    entry.py          one attempt from the command line to the exit status, and what is allowed
     stages.py         the table of stages
-    run.py            the run folder; validity.py: whether a stage is done, resumable, changed or absent
+    run.py            the run folder, and the state of each stage in it
     stage_work.py     Work: inputs, tasks, commit
-    workers.py        the processes that do tasks; stopping.py: requests to stop them
-    tasks.py          tasks and their keys; the ledger of finished tasks is in core/files.py
-    claims.py         which process does a task, if several share a stage
-    manifest.py       the record of a finished stage; start_record.py: of a started one; state.py: its final status
-    external_inputs.py  files from outside of the run, and their hashes
-    input_check.py    hashes the inputs in the background
-    locks.py          who may work on a stage
+    workers.py        tasks, the processes that do them, requests to stop; the ledger of tasks is in core/files.py
+    locks.py          who may work on a stage, and who does which task
+    manifest.py       the record of a finished stage, that of a started one, and whether its outputs are valid
+    state.py          the status of an attempt, its progress, and the launcher's job that it belongs to
+    inputs.py         files from outside of the run, their hashes, and hashing in the background
     broadcast.py      what rank 0 sends to the other ranks; signed.py: proof that rank 0 sent it
 """

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.job import RANK_VARIABLES, this_job
 from drover.pipeline.contract.manifest import ExternalFiles, Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import RANK_VARIABLES, this_job
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record

@@ -10,28 +10,45 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import replace
 from typing import NoReturn
 
-from drover.pipeline.config.external import absent_packages
-from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.places import blocked, make_folder
+from drover.pipeline.config.checks import absent_packages
+from drover.pipeline.config.loading import POSITIONS, load_config, refuse_impossible
+from drover.pipeline.config.section import blocked, make_folder
 from drover.pipeline.contract.broadcast import Channel, Ended
-from drover.pipeline.contract.job import StageJob, set_this_job, this_job
+from drover.pipeline.contract.inputs import listed_files
 from drover.pipeline.contract.locks import StageLock, lock, turn
-from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.preparation import clear_done, forced, is_leader, prepare, report_done
-from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stage_work import DoneElsewhere, Work, join, processes
-from drover.pipeline.contract.stages import STAGES, Stage, before
-from drover.pipeline.contract.start_record import change_start, start_or_empty
-from drover.pipeline.contract.state import read_state, write_state
-from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.workers import Workers
+from drover.pipeline.contract.manifest import (
+    MANIFEST,
+    OTHER_FILES,
+    Manifest,
+    State,
+    change_start,
+    read_manifest,
+    restore_start,
+    start_or_empty,
+)
+from drover.pipeline.contract.run import Run, places
+from drover.pipeline.contract.stage_work import DoneElsewhere, Work, begin, join, processes, set_aside
+from drover.pipeline.contract.stages import STAGES, Stage, before, follows_training
+from drover.pipeline.contract.state import (
+    PROGRESS,
+    STATE,
+    StageJob,
+    clear,
+    left_files,
+    read_state,
+    set_this_job,
+    this_job,
+    write_state,
+)
+from drover.pipeline.contract.workers import Stopped, StopRequest, Workers, finished_tasks
+from drover.pipeline.core.background import end_with_parent
 from drover.pipeline.core.command_line import INTERRUPTED, Parser, complain
-from drover.pipeline.core.console import say
+from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_disk, listed
 from drover.pipeline.core.files import sha256_json
-from drover.pipeline.core.orphans import end_with_parent
 
 NETWORK_S = 75.0
 """Longer than the default time for which network file systems remember that a file is missing."""
@@ -119,7 +136,7 @@ class StageAttempt:
         self.name = name
         self.body = body
         self.options = options
-        self.channel = Channel.of_process()
+        self.channel = Channel.of_process() if "RANK" in os.environ else None
 
     @property
     def stage(self) -> Stage:
@@ -159,7 +176,7 @@ class StageAttempt:
 
     def lead(self) -> int:
         """Decide what there is to do, and do it together with the other ranks."""
-        self.run = Run(load_config(self.options.config, self.options.overrides))
+        self.run = Run(load_config(self.options.config, self.options.overrides, check=False))
         if self.name not in STAGES:
             raise UserError(f"stage_main is called with the name {self.name!r}, but no stage of this name is "
                             f"registered. The stages are {', '.join(STAGES)}.")
@@ -183,7 +200,8 @@ class StageAttempt:
                 raise
 
     def _is_done(self) -> bool:
-        """Whether the stage is up to date; UserError if an input or a package is missing."""
+        """Whether the stage is up to date; UserError if an input or a package is missing, or if it cannot run as the
+        configuration says."""
         run = self.run
         name = self.name
         try:
@@ -194,8 +212,10 @@ class StageAttempt:
             # Without a manifest an element stops here: the one that starts the stage hashes the files for all.
             done = (not forced(run, name, self.options) and (not self.options.element or run.manifest(name) is not None)
                     and run.state(name).kind == "done")
-            if not done and (problems := absent_packages(run.config, name)):
-                raise UserError(listed(problems))
+            if not done:
+                refuse_impossible(run.config, self.options.config)
+                if problems := absent_packages(run.config, name):
+                    raise UserError(listed(problems))
             return done
         except UserError as error:
             with suppress(UserError, OSError):  # if another process holds the stage, that one writes its state
@@ -355,3 +375,135 @@ def _is_followed(run: Run, name: str) -> bool:
     with suppress(UserError):
         return (run.own_folder(name).is_dir() or bool(this_job().chain)) and not run.is_reused(name)
     return False
+
+
+MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
+"""Settings that may change under a checkpoint: its weights and optimizer state stay valid."""
+
+
+def is_leader() -> bool:
+    """Whether this process writes for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def forced(run: Run, name: str, options: argparse.Namespace) -> bool:
+    """Whether to start the stage from scratch: with `--force`, or with a `--force-id` that is new to the stage."""
+    again = options.force_id is not None and start_or_empty(run.own_folder(name)).force_id != options.force_id
+    return options.force or again
+
+
+def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
+    """Decide what to do about the stage. Returns its work; None if there is nothing to do."""
+    if forced(run, name, options):
+        return _start_from_scratch(run, name, options)
+    state = run.state(name)
+    if state.kind == "done":
+        report_done(run, name)
+        return None
+    if state.kind == "changed" and not (options.accept_changes and follows_training(name)):
+        raise run.refusal(name, state.differences)
+    if state.differences and state.kind != "resumable" and not STAGES[name].checkpoints:
+        _report_lost_units(run, name, state)
+        return _start_from_scratch(run, name, options)
+    record = run.record(name)
+    accepted = list(record.accepted) if record is not None else []
+    if state.kind == "changed":
+        _refuse_other_network(state)
+        accepted += map(str, state.differences)
+        if isinstance(record, Manifest) and not STAGES[name].goes_on(run.config, record.counts):
+            _accept(run, name, replace(record, accepted=accepted))
+            return None
+    fingerprint = run.fingerprint(name)  # refuses missing files before the manifest is removed
+    report_changes(name, state)
+    if isinstance(record, Manifest):
+        missing = record.missing_outputs(run.stage_folder(name))
+        if missing and run.is_reused(name):
+            raise UserError(f"The reused stage {name} is damaged: {'; '.join(missing[:5])}. Repair that run first: "
+                            f"run its stage {name} again.")
+        for problem in missing[:5]:
+            say(name, f"damaged: {problem}; making it again")
+        if missing or state.differences:
+            _withdraw(run, name)
+    return begin(run, name, fingerprint, accepted, options.element, options.force_id)
+
+
+def _report_lost_units(run: Run, name: str, state: State) -> None:
+    """Print what has changed, and how many finished tasks are lost."""
+    say(name, f"settings or input have changed: {first([str(difference) for difference in state.differences])}. It "
+              f"starts from scratch; finished tasks that are removed: {finished_tasks(run.own_folder(name)):,}")
+
+
+def _start_from_scratch(run: Run, name: str, options: argparse.Namespace) -> Work:
+    listed_files(STAGES[name].input_files(run.config))  # refuses missing files before the outputs are removed
+    keep = STAGES[name].checkpoints
+    if (aside := set_aside(run.own_folder(name), keep=keep)) is not None:
+        say(name, f"the old outputs are kept in {aside}")
+    _outdate_report(run, name)
+    run.forget_files()  # the recorded hashes were removed with the outputs: hash the current files
+    work = begin(run, name, run.fingerprint(name), [], options.element, options.force_id)
+    work.from_scratch = True
+    return work
+
+
+def report_changes(name: str, state: State) -> None:
+    """Print what has changed since the record of a stage that continues."""
+    for difference in state.differences:
+        say(name, f"changed: {difference}")
+    if any(OTHER_FILES in reason for reason in state.reasons):
+        say(name, f"{OTHER_FILES}; these files are read again")
+
+
+def report_done(run: Run, name: str) -> None:
+    """Print that the stage is up to date, and a warning if its code has changed."""
+    origin = f", reused from {run.stage_folder(name)}" if run.is_reused(name) else ""
+    say(name, f"up to date{origin}")
+    if changed := run.changed_code(name):
+        say(name, f"warning: the code has changed since ({first(changed)}); --force rebuilds it")
+
+
+def clear_done(run: Run, name: str, *, locked: bool) -> None:
+    """Remove what a kill or a refusal left in the folder of a finished stage."""
+    folder = run.own_folder(name)
+    manifest = run.manifest(name)
+    if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or not left_files(folder, manifest):
+        return
+    with suppress(UserError, OSError):  # another process may rebuild it now, or it belongs to another user
+        held = None if locked else lock(run.folder, name, shared=True)
+        if read_manifest(folder) is not None and (removed := clear(folder, manifest)):
+            say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
+        del held
+
+
+def _refuse_other_network(state: State) -> None:
+    """UserError if the changes of a stage with checkpoints make another network."""
+    shape = [str(difference) for difference in state.differences
+             if difference.key.startswith("config.model.") and not difference.key.startswith(MAY_CHANGE)]
+    if shape:
+        raise UserError(f"A checkpoint cannot continue as another network: {'; '.join(shape)}. Use --force to start "
+                        f"from scratch, or name=<another>. (To extend the context, only {', '.join(POSITIONS)} may "
+                        f"change.)")
+
+
+def _withdraw(run: Run, name: str) -> None:
+    """Make a finished stage unfinished; its outputs stay."""
+    restore_start(run.own_folder(name))
+    for record in (MANIFEST, STATE, PROGRESS):
+        (run.own_folder(name) / record).unlink(missing_ok=True)
+    _outdate_report(run, name)
+
+
+def _accept(run: Run, name: str, manifest: Manifest) -> None:
+    """Keep a finished stage although its settings or inputs have changed; the manifest takes the present ones."""
+    identity = run.fingerprint(name)
+    replace(manifest, fingerprint=identity, files=run.files(name), places=places(STAGES[name], run.config)).write(
+        run.own_folder(name))
+    say(name, "kept as it is, although these have changed:")
+    for difference in manifest.accepted:
+        say(name, f"  {difference}")
+    _outdate_report(run, name)
+
+
+def _outdate_report(run: Run, name: str) -> None:
+    """Have the report made again, since it shows more of a stage than its outputs."""
+    if name in before(["report"]):
+        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)

@@ -1,15 +1,17 @@
-"""The manifest of a stage. It is written last, which commits the stage, and it records what the stage was made from."""
+"""The manifest of a stage, which is written last and commits the stage, and the record of its start: a file until then,
+then a part of the manifest. Both say what the stage is made from, and `stage_state` whether that still holds."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import (
     Count,
@@ -187,3 +189,129 @@ def _short(digest: Any) -> str:
 def _shown(value: Any) -> str:
     text = "absent" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+STARTED = "started.json"
+AGAIN = "Run the stage with --force to start from scratch."
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """How a stage was started.
+
+    Attributes:
+        fingerprint, accepted, files: as in its manifest.
+        chain: the chain of jobs (`StageJob`) that last started it; None outside of a chain.
+        force_id: the last `--force-id` with which it was started; None if there was none.
+        unusable: whether it refused its input, so that its finished tasks are of no use with another one.
+    """
+
+    fingerprint: Identity
+    at: str = ""
+    accepted: list[str] = field(default_factory=list)
+    files: ExternalFiles = field(default_factory=list)
+    force_id: str | None = None
+    chain: str | None = None
+    unusable: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Write it into a stage's folder."""
+        write_sealed(folder / STARTED, asdict(self))
+
+
+def read_start(folder: Path) -> StartRecord | None:
+    """The start record of the stage in `folder`; None if it was not started; UserError if it is damaged."""
+    if (started := read_record(folder / STARTED, StartRecord, AGAIN)) is not None:
+        return started
+    manifest = read_manifest(folder)
+    try:
+        return typed(manifest.start, StartRecord) if manifest is not None and manifest.start else None
+    except ValueError as error:
+        raise UserError(f"The manifest in {folder} is damaged: {error}. {AGAIN}") from None
+
+
+def start_or_empty(folder: Path) -> StartRecord:
+    """The start record; an empty one if there is none, or if it is damaged: `--force` then starts from scratch."""
+    try:
+        return read_start(folder) or StartRecord({})
+    except UserError:
+        return StartRecord({})
+
+
+def change_start(folder: Path, **changes: Any) -> None:
+    """Change values of the start record of an unfinished stage."""
+    if (folder / STARTED).exists() and (started := read_start(folder)) and \
+            (changed := replace(started, **changes)) != started:
+        changed.write(folder)
+
+
+def restore_start(folder: Path) -> None:
+    """Write the start record of a finished stage as a file again, before its manifest is removed."""
+    if not (folder / STARTED).exists() and (started := read_start(folder)):
+        started.write(folder)
+
+
+Kind = Literal["done", "resumable", "changed", "absent"]
+OTHER_FILES = "some of its input files are new, missing or changed since it was started"
+KEEPS = "will be made with the current settings; results that still fit are kept"
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a stage's folder (`stage_state`).
+
+    differences: what has changed since the record was written. reasons: sentences with details.
+    """
+
+    kind: Kind
+    differences: list[Difference] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.kind == "changed":
+            return f"changed: {first([str(difference) for difference in self.differences], 2)}"
+        return self.kind + (f" ({self.reasons[0]})" if self.reasons else "")
+
+
+def stage_state(record: Manifest | StartRecord | None, present: Identity, *, missing: Sequence[str] = (),
+                keeps: bool = False, useful: bool = True) -> State:
+    """The state of a stage.
+
+    | record   | differences | and                          | state     |
+    |----------|-------------|------------------------------|-----------|
+    | none     |             |                              | absent    |
+    | manifest | none        |                              | done      |
+    | manifest | none        | something is missing         | resumable |
+    | manifest | some        |                              | changed   |
+    | manifest | some        | results that fit are kept    | resumable |
+    | start    | none        |                              | resumable |
+    | start    | some        |                              | changed   |
+    | start    | some        | results that fit are kept    | resumable |
+    | start    | some        | no finished work is of use   | absent    |
+
+    Args:
+        record: the manifest of a finished stage, the start record of an unfinished one, or neither.
+        present: the identity that the stage would have now; `places` only for a finished one.
+        missing: messages about outputs or uploads that a finished stage does not have.
+        keeps: whether the stage itself keeps those results that still fit.
+        useful: whether the stage has finished work that would be lost.
+    """
+    if record is None:
+        return State("absent")
+    changed = record_differences(record, present)
+    if changed and keeps:
+        return State("resumable", changed, [KEEPS])
+    if changed and (useful or isinstance(record, Manifest)):
+        return State("changed", changed)
+    if changed:
+        return State("absent", changed, ["was not finished; starts from scratch with the new input"])
+    if isinstance(record, Manifest):
+        return State("resumable", reasons=[*missing]) if missing else State("done")
+    files = record.fingerprint.get("listing") != present.get("listing")
+    return State("resumable", reasons=["will continue" + f"; {OTHER_FILES}" * files])
+
+
+def record_differences(record: Manifest | StartRecord, present: Identity) -> list[Difference]:
+    """What has changed since the record was written."""
+    places = {"places": record.places} if isinstance(record, Manifest) else {}
+    return differences({**record.fingerprint, **places}, present)

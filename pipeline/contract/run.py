@@ -6,24 +6,29 @@ import os
 from functools import cached_property, partial
 from pathlib import Path
 
-from drover.pipeline.config.kinds import source_of
+from pydantic import BaseModel
+
+from drover.pipeline.config.kinds import imported_plugins, left_out, loaded_plugins, source_of, warn
 from drover.pipeline.config.loading import read_without_plugins
-from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, warn
-from drover.pipeline.config.section import identity
+from drover.pipeline.config.section import EXTERNAL, flatten, identity
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.external_inputs import (
-    PresentFiles,
-    listed_files,
-    listing_digest,
-    look,
-    places,
-    source_of_place,
+from drover.pipeline.contract.inputs import PresentFiles, listed_files, listing_digest, look
+from drover.pipeline.contract.manifest import (
+    MANIFEST,
+    STARTED,
+    Difference,
+    Identity,
+    Manifest,
+    StartRecord,
+    State,
+    differences,
+    read_manifest,
+    read_start,
+    record_differences,
+    stage_state,
 )
-from drover.pipeline.contract.manifest import MANIFEST, Difference, Identity, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
-from drover.pipeline.contract.start_record import STARTED, StartRecord, read_start
-from drover.pipeline.contract.tasks import finished_tasks
-from drover.pipeline.contract.validity import State, record_differences, stage_state
+from drover.pipeline.contract.workers import finished_tasks
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_results, listed
 from drover.pipeline.core.files import Record, opened, sha256_file
@@ -274,7 +279,7 @@ def run_in(folder: Path) -> Run:
     if absent := left_out(config.plugins, folder):
         warn(absent)
     return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name,
-                                         "plugins": imported(config.plugins)}))
+                                         "plugins": imported_plugins(config.plugins)}))
 
 
 def reused_folder(run_folder: Path, reuse: str) -> Path:
@@ -284,6 +289,30 @@ def reused_folder(run_folder: Path, reuse: str) -> Path:
     beside = run_folder.absolute().parent / written.name
     moved = not (written / "config.yaml").is_file() and (beside / "config.yaml").is_file()
     return beside if moved and beside.resolve() != run_folder.resolve() else written
+
+
+def places(stage: Stage, config: Config) -> Record:
+    """The settings that name the places of the stage's external files, by their full names."""
+    if not {"files", "task_files"} & stage.functions.keys():
+        return {}
+    parts = {part: config.part(part) for part in stage.reads}
+    values = flatten({name: part.model_dump(mode="json") if isinstance(part, BaseModel) else part
+                      for name, part in parts.items()})
+    return {key: value for key, value in values.items() if EXTERNAL & set(key.split("."))}
+
+
+def source_of_place(key: str, config: Config) -> str:
+    """The source that a key of `places` is about: the part of its files' names before the first `/`."""
+    parts = key.split(".")
+    if parts[-1] == "init_from":
+        return parts[-1]
+    if parts[:2] == ["shard", "filters"]:
+        return parts[1]
+    if parts[:2] != ["shard", "sources"]:
+        return parts[0]
+    sources = config.shard.sources
+    number = int(parts[2])
+    return sources[number].name if number < len(sources) else ""
 
 
 def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:

@@ -16,15 +16,20 @@ from typing import Any
 
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.claims import Claims
-from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
-from drover.pipeline.contract.input_check import Expected, InputCheck, external, output
-from drover.pipeline.contract.job import this_job
-from drover.pipeline.contract.locks import turn
-from drover.pipeline.contract.manifest import MANIFEST, ExternalFiles, Identity, Manifest
-from drover.pipeline.contract.run import Run, code_hashes
+from drover.pipeline.contract.inputs import Expected, InputCheck, external, hashed_now, output, refuse_unread
+from drover.pipeline.contract.locks import Claims, turn
+from drover.pipeline.contract.manifest import (
+    MANIFEST,
+    OTHER_FILES,
+    STARTED,
+    ExternalFiles,
+    Identity,
+    Manifest,
+    StartRecord,
+    start_or_empty,
+)
+from drover.pipeline.contract.run import Run, code_hashes, places
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES
-from drover.pipeline.contract.start_record import STARTED, StartRecord, start_or_empty
 from drover.pipeline.contract.state import (
     PROGRESS,
     STATE,
@@ -34,14 +39,22 @@ from drover.pipeline.contract.state import (
     clear,
     now,
     read_state,
+    this_job,
     this_start,
     write_state,
 )
-from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.tasks import CLAIMS, TASKS, Ledger, Task, TaskFunction, with_outputs
-from drover.pipeline.contract.threads import usable_cores
-from drover.pipeline.contract.validity import OTHER_FILES
-from drover.pipeline.contract.workers import Workers
+from drover.pipeline.contract.workers import (
+    CLAIMS,
+    TASKS,
+    Ledger,
+    Stopped,
+    StopRequest,
+    Task,
+    TaskFunction,
+    Workers,
+    with_outputs,
+)
+from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.console import ProgressBar, duration, say
 from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import (

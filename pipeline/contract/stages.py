@@ -56,7 +56,7 @@ class Stage:
 
             - `files(config)`: input files that no stage made, as (name, path) pairs. They are hashed before it starts.
             - `task_files(config)`: input files that its tasks hash while they read them. Before, they are only listed.
-              The body commits with their records (`drover.pipeline.contract.external_inputs.gathered`).
+              The body commits with their records (`drover.pipeline.contract.inputs.gathered`).
             - `problems(config)`: why such files cannot be used, a sentence each, before any stage has run. That one is
               missing is not its business.
             - `external_code(config)`: source files from outside of Drover that a configuration names, by module name.
@@ -150,15 +150,15 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/remote_tokens.py",
                 "pipeline/evaluation/bits_per_byte.py", "pipeline/evaluation/scores.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
-                "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
+                "pipeline/formats/weights.py", "pipeline/formats/huggingface.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
           functions=STAGE_FUNCTIONS["convert"],
           code=("model", "pipeline/formats", "pipeline/records/checkpoints.py",
-                "pipeline/records/generation_settings.py", "pipeline/tokenization/export.py")),
+                "pipeline/records/weight_files.py", "pipeline/tokenization/export.py")),
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
           functions=STAGE_FUNCTIONS["evaluate"],
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
-                "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
+                "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
                 "pipeline/data/text_shards.py", "pipeline/data/token_shards.py", "pipeline/data/shard_table.py",
                 "pipeline/data/chosen_documents.py", "pipeline/data/comparable_words.py")),
     Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),

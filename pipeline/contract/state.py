@@ -4,10 +4,14 @@ Slurm's exit codes do not say what happened: a killed rank, a cancelled job and 
 every stage writes in its folder that it runs, and finally how it ended. If the file says `running` and there is no
 process, the stage has crashed. The manifest replaces the file when the stage is done. This record is for the decision
 whether to continue, and for people.
+
+What a process knows of the launcher's job that it belongs to is here, too. The launcher passes it as `--job`. A stage
+that is started by hand or by torchrun has none.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -17,7 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import (
@@ -30,6 +33,46 @@ from drover.pipeline.core.files import (
     write_json,
     write_sealed,
 )
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of torch.distributed, which the launcher sets for each rank."""
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """A start of a stage by the launcher.
+
+    chain: id of the submission, or of the command on this machine; "" without a launcher.
+    start: number of the start within the job.
+    ranks: how many ranks were to be started; 0 for a stage without ranks.
+    """
+
+    chain: str = ""
+    start: int = 0
+    ranks: int = 0
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> StageJob:
+        """The job that `str` gave."""
+        return cls(**json.loads(text))
+
+
+class _Process:
+    job = StageJob()
+
+
+def this_job() -> StageJob:
+    """The job of this process."""
+    return _Process.job
+
+
+def set_this_job(job: StageJob) -> None:
+    """Called once, when the command line has been read."""
+    _Process.job = job
+
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from drover.pipeline.core.errors import UserError, is_full_disk, meant, printable
+from drover.pipeline.core.console import printable
+from drover.pipeline.core.errors import UserError, is_full_disk, meant
 
 RUNS = "runs"
 """The folder in which runs are found by name."""

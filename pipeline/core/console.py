@@ -1,7 +1,9 @@
-"""Console output of a stage: plain lines, or one live progress line on a terminal."""
+"""Console output of a stage: plain lines, or one live progress line on a terminal; and notations of times."""
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +11,15 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import IO
 
-from drover.pipeline.core.errors import printable
-
 Say = Callable[[str], None]
 """Prints a message for the user."""
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text from an untrusted file, safe for a terminal: control characters are escaped, and so are those that change
+    the direction of writing and halves of characters."""
+    return _CONTROL.sub(lambda one: f"\\x{ord(one[0]):02x}" if one[0] < "\u0100" else f"\\u{ord(one[0]):04x}", text)
 
 
 def echo(*lines: str, file: IO[str] | None = None) -> None:
@@ -136,3 +143,26 @@ def aligned(rows: Sequence[Sequence[str]], just: Callable[[str, int], str] = str
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table of Markdown; the first row is its heading."""
     return [f"| {' | '.join(cells)} |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+
+
+def minutes(time: int | str) -> int:
+    """A time limit in minutes, rounded up; ValueError if it is none, zero or longer than Slurm counts."""
+    seconds = seconds_of(time)
+    if not 0 < seconds < 60 * 2**31:
+        raise ValueError(f"{str(time)[:40]} is {'longer than Slurm counts' if seconds else 'no time at all'}")
+    return math.ceil(seconds / 60)
+
+
+def seconds_of(time: int | str) -> int:
+    """Seconds from any of Slurm's notations: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+    days-hours:minutes, days-hours:minutes:seconds.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    text = str(time).strip()
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        raise ValueError(f"{str(time)[:40]!r} is no time limit: write minutes, HH:MM:SS or D-HH:MM:SS")
+    days, dash, rest = text.rpartition("-")
+    units = (3600, 60, 1) if dash or rest.count(":") == 2 else (60, 1)
+    return int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(rest.split(":"), units, strict=False))

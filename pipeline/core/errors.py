@@ -22,9 +22,6 @@ CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
 """Whether this is a checkout, in which pip installs Drover's requirements and not a package named drover."""
 
 
-_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
 class UserError(Exception):
     """An error that the user can fix. The message says in one paragraph what is wrong, where, and what to do.
 
@@ -49,12 +46,6 @@ class OtherVersionError(UserError):
 
 class NotRehearsedError(UserError):
     """A step could not be simulated, which does not show whether it can be run."""
-
-
-def printable(text: str) -> str:
-    """Text from an untrusted file, safe for a terminal: control characters are escaped, and so are those that change
-    the direction of writing and halves of characters."""
-    return _CONTROL.sub(lambda one: f"\\x{ord(one[0]):02x}" if one[0] < "\u0100" else f"\\u{ord(one[0]):04x}", text)
 
 
 def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from drover.pipeline.contract.input_check import Expected, output
+from drover.pipeline.contract.inputs import Expected, output
 from drover.pipeline.contract.manifest import digest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import ProgressBar, first

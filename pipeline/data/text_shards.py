@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import orjson
 
-from drover.pipeline.contract.input_check import output, refuse_changed, refuse_longer, wrong
+from drover.pipeline.contract.inputs import output, refuse_changed, refuse_longer, wrong
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file, opened

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import CHECKPOINTS
-from drover.pipeline.records.generation_settings import stated_settings
+from drover.pipeline.records.weight_files import stated_settings
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from drover.model.attention.choosing import choose
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.model.names import parameter_shapes
-from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.weights import load_model

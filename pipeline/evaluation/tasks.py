@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from drover.pipeline.config.yaml_source import read_task
+from drover.pipeline.config.loading import read_task
 from drover.pipeline.core.errors import REPOSITORY, UserError, meant
 from drover.pipeline.core.files import Record
 

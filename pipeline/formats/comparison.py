@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drover.model.config import ModelConfig
 from drover.model.rope import RotaryTable
-from drover.pipeline.config.shapes import read_shape
+from drover.pipeline.config.loading import read_shape
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.formats.base import Weights, same_bits
 from drover.pipeline.formats.block_by_block import Read, our_part, read_part, transformers_pass

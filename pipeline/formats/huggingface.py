@@ -1,4 +1,4 @@
-"""Write a folder in Hugging Face's format. pipeline/config/shapes.py reads its config.json."""
+"""Write a folder in Hugging Face's format. pipeline/config/loading.py reads its config.json."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from drover.pipeline.config.shapes import shape_from
+from drover.pipeline.config.loading import shape_from
 from drover.pipeline.core.files import Outputs, Record, read_record
 
 RECORD = "weights.json"

@@ -27,7 +27,7 @@ from drover.model.names import (
     their_name,
     zero_biases,
 )
-from drover.pipeline.config.shapes import read_shape, shape_from
+from drover.pipeline.config.loading import read_shape, shape_from
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Inside, read_record
 from drover.pipeline.formats.base import Weights

@@ -18,8 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from drover.model.llama import Llama
 from drover.model.loss import Passes
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.core.errors import UserError
 
 GRAPHS = 32

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, ModelPart
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
 from drover.pipeline.parallel.compiling import compile_blocks, compiles
 from drover.pipeline.parallel.fp8 import convert_to_fp8

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 
 from drover.pipeline.config.checks import grid_problems
-from drover.pipeline.config.parallel import GridSizes, ParallelConfig
+from drover.pipeline.config.training import GridSizes, ParallelConfig
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.parallel.ranks import Ranks
 

@@ -21,7 +21,7 @@ from drover.pipeline.contract.signed import MessageError
 from drover.pipeline.core.errors import UserError
 
 MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
-        "Rollback": "drover.pipeline.records.rollbacks", "Marker": "drover.pipeline.records.checkpoints",
+        "Rollback": "drover.pipeline.records.metrics", "Marker": "drover.pipeline.records.checkpoints",
         "TrainingProgress": "drover.pipeline.records.checkpoints",
         "DamagedTokensError": "drover.pipeline.training.data",
         "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drover.model.llama import Llama
 from drover.model.loss import wide
-from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.parallel.grid import Grid
 
 

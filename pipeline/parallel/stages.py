@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drover.model.config import ModelConfig
-from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import ParallelConfig
 
 UNKNOWN_WEIGHT = 1.0
 """The assumed weight of embedding or output matrix, in layers, while the vocabulary is unknown."""

@@ -15,8 +15,7 @@ import torch
 from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
 from drover.pipeline.parallel.compiling import compile_blocks, compiles

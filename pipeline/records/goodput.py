@@ -20,7 +20,7 @@ from typing import Any
 
 from drover.pipeline.contract.state import KILLED
 from drover.pipeline.records.hangs import HANGS, read_hang
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import RunFacts
 
 QUEUE, PREFLIGHT, STARTUP, STALL = "queue", "preflight", "start-up", "checkpoint stall"
 RECOMPUTED, HANG, VALIDATION = "recomputed steps", "hang", "validation and sampling"

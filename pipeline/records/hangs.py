@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.job import this_job
+from drover.pipeline.contract.state import this_job
 from drover.pipeline.core.console import first, number_ranges
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, read_lines, read_record, write_sealed

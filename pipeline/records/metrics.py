@@ -1,14 +1,24 @@
-"""The records of training, one JSON object per line: train/metrics.jsonl, and next to it samples.jsonl and
-events.jsonl."""
+"""The facts of a run: what its training and its launcher recorded. Status, logs, why, the report, goodput, the audit
+and trace all read a run here.
+
+Training writes one JSON object per line: train/metrics.jsonl, and next to it samples.jsonl and events.jsonl. Rollbacks
+are stored next to the checkpoints, not in them. A rollback returns to a checkpoint that has no record of it. So the
+samples that it leaves out are first written to `train/rollbacks.json`. A restart from any checkpoint then leaves out
+the same samples and makes the same batches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from drover.pipeline.contract.state import Time
-from drover.pipeline.core.files import Count, read_lines
+from drover.pipeline.contract.state import Time, read_attempts
+from drover.pipeline.core.files import Count, Record, read_lines, read_record, write_sealed
+from drover.pipeline.data.exclusion import Excluded, Range, format_ranges
+from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress, named_after_steps, read_marker
 
 PLAN_CHANGED = "plan_changed"
 """The event of a start that continues under another plan or other accepted settings. Its `number` counts such starts.
@@ -159,3 +169,133 @@ def read_metrics(path: str | Path) -> list[Line]:
     """
     path = Path(path)
     return TrainingRecords(path.parent, path.name).steps
+
+
+ROLLBACKS = "rollbacks.json"
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One rollback: from `step` (counted from 1) to the checkpoint after `back_to` steps.
+
+    samples: what that step would have trained on, left out from now on. plan_sha256: the order that gives the numbers
+    their meaning; for training in phases, up to the phase of the samples. Under another plan they exclude nothing. why:
+    the spike, in a sentence.
+    """
+
+    step: int
+    back_to: int
+    samples: tuple[Range, ...]
+    plan_sha256: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rollbacks:
+    """The content of the file, oldest first."""
+
+    rollbacks: tuple[Rollback, ...]
+
+
+def read_rollbacks(folder: Path) -> list[Rollback]:
+    """The rollbacks of the train stage in `folder`, oldest first."""
+    result = read_record(folder / ROLLBACKS, Rollbacks, "Put it back from a copy of the run.")
+    return list(result.rollbacks) if result else []
+
+
+def add_rollback(folder: Path, rollback: Rollback) -> None:
+    """Record a rollback durably. To be called by one rank, before anything is loaded."""
+    write_sealed(folder / ROLLBACKS, asdict(Rollbacks((*read_rollbacks(folder), rollback))))
+
+
+def excluded_by(rollbacks: Sequence[Rollback], links: Collection[str]) -> Excluded:
+    """The samples that these rollbacks leave out of an order. links: its hashes, one per phase."""
+    return Excluded(part for rollback in rollbacks if rollback.plan_sha256 in links for part in rollback.samples)
+
+
+def no_longer_left_out(rollbacks: Sequence[Rollback], links: Collection[str]) -> list[str]:
+    """A message for each rollback that leaves nothing out of the order whose hashes are `links`."""
+    return [f"samples {format_ranges(rollback.samples)}, left out by the rollback from step {rollback.step}, were in a "
+            f"phase that has changed. These numbers are other text now, so they are no longer left out"
+            for rollback in rollbacks if rollback.plan_sha256 not in links]
+
+
+def is_abandoned(line: Line, rollbacks: Sequence[Rollback], links: Collection[str]) -> bool:
+    """Whether a line is of a step that a later rollback undid, and that will see other samples."""
+    later = excluded_by(rollbacks[line.get("rollbacks", 0):], links).ranges
+    return bool(later) and line["samples"][1] > later[0][0]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a stage, as the launcher recorded it.
+
+    job, restart, number: which start of which job. chain: the submission, or the command on this machine.
+    status, reason: how it ended; "" while it runs, or if no launcher saw its end. next: what the launcher did then.
+    ended: when.
+    """
+
+    stage: str
+    job: str
+    restart: int
+    number: int
+    chain: str
+    at: str
+    nodes: tuple[str, ...]
+    ranks: int
+    status: str
+    reason: str
+    next: str
+    ended: str
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks each of its nodes has."""
+        return max(1, self.ranks // len(self.nodes))
+
+    def logs(self, run_folder: Path) -> Path:
+        """The folder with the output of its ranks."""
+        return run_folder / "logs" / self.stage / f"{self.job}.{self.number}"
+
+
+class RunFacts(TrainingRecords):
+    """The facts of the run in a folder. Each file is read once, when it is first asked for; without it, the fact is
+    empty. UserError if it is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "train")
+        self.folder = folder
+
+    @cached_property
+    def attempts(self) -> list[Record]:
+        """What the launcher did, in order."""
+        return read_attempts(self.folder)
+
+    @property
+    def starts(self) -> list[Start]:
+        """The starts of all stages, in order."""
+        ends = {_start_of(event): event for event in self.attempts if event["event"] == "ended"}
+        starts = []
+        for event in self.attempts:
+            if event["event"] == "attempt" and event.get("nodes"):
+                end = ends.get(_start_of(event), {})
+                starts.append(Start(
+                    event["stage"], event["job"], event.get("restart", 0), event["start"], event.get("chain", ""),
+                    event["at"], tuple(event["nodes"]), event.get("ranks", 1), end.get("status", ""),
+                    end.get("reason", ""), end.get("next", ""), end.get("at", "")))
+        return starts
+
+    @cached_property
+    def rollbacks(self) -> list[Rollback]:
+        """The rollbacks of training, the oldest first."""
+        return read_rollbacks(self.train)
+
+    @property
+    def checkpoints(self) -> dict[str, TrainingProgress]:
+        """The progress in each checkpoint, by the checkpoint's name. UserError also for one that is not complete."""
+        return {path.name: read_marker(path).progress for path in named_after_steps(self.train / CHECKPOINTS)}
+
+
+def _start_of(event: Record) -> tuple[str, str, int, int]:
+    """The start that an event belongs to."""
+    return event["stage"], event["job"], event.get("restart", 0), event["start"]

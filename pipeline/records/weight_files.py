@@ -1,5 +1,6 @@
-"""The files that hold the weights in a folder, by its form: the inputs of a run that starts from them. Without torch;
-pipeline/formats/weights.py reads them."""
+"""The files that hold the weights in a folder, by its form: the inputs of a run that starts from them; and the settings
+of a model's generation_config.json, which such a run keeps for its export. Without torch; pipeline/formats/weights.py
+reads the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
+from drover.pipeline.core.files import Record, read_record, write_json
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, complete_checkpoints
 
 RUN = "config.yaml"
 """In the folder of a run."""
@@ -53,3 +55,49 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None
     return [(f"init_from/{path.name}", path) for path in result]
+
+
+FILE = "generation_config.json"
+FIX = "Fetch or export the folder again."
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_THE_WRITER = ("_from_model_config", "transformers_version")
+"""Keys that describe who wrote a file and from what; they do not hold for another file."""
+
+
+def settings_file(weights: Path) -> Path:
+    """The settings file of the weights in a folder, if there is one: next to them, or in the train folder of the run
+    whose checkpoint they are."""
+    folder = weights.resolve()
+    inside = folder.parent.name == CHECKPOINTS and len(folder.parents) > 2 and (folder.parents[2] / RUN).is_file()
+    return (folder.parents[1] if inside else weights) / FILE
+
+
+def read_settings(file: Path) -> Record:
+    """The content of a generation_config.json, {} if there is none; UserError if it is no JSON object."""
+    return read_record(file, Record, FIX) or {}
+
+
+def stated_settings(folder: Path) -> Record:
+    """The settings of the weights in a folder, with the special ids that only its config.json has. UserError for a file
+    that is no JSON object."""
+    ids = read_record(folder / HUGGING_FACE, Record, FIX) or {}
+    return {name: ids[name] for name in IDS if ids.get(name) is not None} | read_settings(settings_file(folder))
+
+
+def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: int) -> None:
+    """Copy the settings of the initial weights into the train folder; without initial weights, remove old ones.
+
+    Args:
+        path: `train.init_from`. Raises UserError like `read_settings`.
+        bos_id, eos_id: ids that training puts around documents. EOS is added to the ids that end a text.
+    """
+    if path is None:
+        (train_folder / FILE).unlink(missing_ok=True)
+        return
+    settings = stated_settings(weights_folder(path))
+    stated = settings.get("eos_token_id")
+    ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if eos_id not in ends:
+        stated = [*ends, eos_id] if ends else eos_id
+    kept = {name: value for name, value in settings.items() if name not in _OF_THE_WRITER}
+    write_json(train_folder / FILE, {**kept, "bos_token_id": bos_id, "eos_token_id": stated})

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 from drover.pipeline.config.checks import rank_problems, vocabulary_size
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.threads import usable_cores
+from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.errors import NotRehearsedError, UserError, listed
 from drover.pipeline.rehearsal.report import Rehearsal
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 
-from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import problems, rank_problems
+from drover.pipeline.config.phases import BatchPlan, with_largest
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.console import readable
 from drover.pipeline.rehearsal.apart import rehearse_apart

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from drover.model.config import ModelConfig
-from drover.pipeline.config.batch import BatchPlan, with_largest
-from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.phases import BatchPlan, with_largest
+from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import aligned, readable
 from drover.pipeline.parallel.stages import bubble, stage_layers

@@ -13,8 +13,8 @@ import drover.model.llama
 import drover.model.loss
 from drover.model.attention.backend import Where
 from drover.model.config import ModelConfig
-from drover.pipeline.config.batch import BatchPlan, largest_phase, with_largest
 from drover.pipeline.config.checks import network
+from drover.pipeline.config.phases import BatchPlan, largest_phase, with_largest
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.data.sampling.batch import Batch

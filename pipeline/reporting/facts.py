@@ -14,8 +14,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import Record, read_record
 from drover.pipeline.records.goodput import Goodput, goodput
-from drover.pipeline.records.metrics import Event, Line, LoggedSample
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import Event, Line, LoggedSample, RunFacts
 from drover.pipeline.reporting.document import value
 
 ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 from uuid import uuid4
 
+from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import Ledger, Outputs, Record, parsed_json, problem_of, typed
-from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.store import CHECKED, Exists, Missing, Store, StoredObject, preflight
 
 COPY = "copy.json"

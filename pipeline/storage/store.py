@@ -20,9 +20,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
 
+from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file
-from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.clouds import Cloud
 from drover.pipeline.storage.folders import Folder
 from drover.pipeline.storage.outcomes import Changed as Changed

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.config.batch import BatchPlan
-from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.contract.input_check import InputCheck
+from drover.pipeline.contract.inputs import InputCheck
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say

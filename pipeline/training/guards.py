@@ -30,7 +30,7 @@ from drover.pipeline.data.exclusion import Range, format_ranges
 from drover.pipeline.data.provenance import documents_of, named
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.records.checkpoints import TrainingProgress
-from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from drover.pipeline.records.metrics import Rollback, add_rollback, excluded_by, read_rollbacks
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.contract.stopping import StopRequest
+from drover.pipeline.contract.workers import StopRequest
 from drover.pipeline.core.files import Record
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from drover.model.config import ModelConfig
-from drover.pipeline.config.shapes import POSITIONS
+from drover.pipeline.config.loading import POSITIONS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.evaluation.open_model import run_of

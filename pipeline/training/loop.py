@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from drover.model.config import ModelConfig
-from drover.pipeline.config.batch import BatchPlan
-from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import write_state
 from drover.pipeline.core.errors import UserError
@@ -24,10 +23,9 @@ from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks, stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
-from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import PLACES
-from drover.pipeline.records.metrics import Line, read_metrics
-from drover.pipeline.records.rollbacks import ROLLBACKS
+from drover.pipeline.records.metrics import ROLLBACKS, Line, read_metrics
+from drover.pipeline.records.weight_files import FILE
 from drover.pipeline.training.checkpoints import AsyncSaver, Checkpoints, load
 from drover.pipeline.training.data import DamagedTokensError, StepBatches, TokenCheck
 from drover.pipeline.training.device import memory_explained

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from drover.pipeline.config.loading import config_hash
-from drover.pipeline.contract.job import this_job
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import this_job
 from drover.pipeline.core.console import counted, first, number_ranges
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, sha256_json

@@ -14,8 +14,7 @@ import torch
 
 from drover.model.config import ModelConfig
 from drover.model.kernels import chosen
-from drover.pipeline.config.batch import BatchPlan
-from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import Progress, ProgressRecord
@@ -28,8 +27,7 @@ from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.goodput import first_start
-from drover.pipeline.records.metrics import PLAN_CHANGED, TrainingRecords
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import PLAN_CHANGED, RunFacts, TrainingRecords
 from drover.pipeline.training.device import allocator_facts, compiled_graphs, memory_mb, peak_flops
 from drover.pipeline.training.engine import Engine, StepResult
 from drover.pipeline.training.guards import json_number

@@ -20,9 +20,8 @@ import torch
 from drover.model.attention.backend import Where
 from drover.model.config import ModelConfig
 from drover.model.llama import ModelPart
-from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.checks import rank_problems
-from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.shipped import HOOKS
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.run import code_hashes
@@ -40,10 +39,9 @@ from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
 from drover.pipeline.parallel.ranks import Ranks, start_ranks
 from drover.pipeline.parallel.stages import stage_layers
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
-from drover.pipeline.records.generation_settings import keep_settings
 from drover.pipeline.records.hangs import write_places
-from drover.pipeline.records.metrics import OTHER_ORDER, TrainingRecords
-from drover.pipeline.records.rollbacks import no_longer_left_out
+from drover.pipeline.records.metrics import OTHER_ORDER, TrainingRecords, no_longer_left_out
+from drover.pipeline.records.weight_files import keep_settings
 from drover.pipeline.training.checkpoints import (
     AsyncSaver,
     Checkpoints,

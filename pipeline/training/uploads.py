@@ -25,10 +25,9 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from drover.pipeline.contract.manifest import differences
+from drover.pipeline.contract.manifest import STARTED, change_start, differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED, change_start
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, listed
@@ -53,8 +52,8 @@ from drover.pipeline.records.checkpoints import (
     read_marker,
     step_of,
 )
-from drover.pipeline.records.generation_settings import FILE
-from drover.pipeline.records.rollbacks import ROLLBACKS
+from drover.pipeline.records.metrics import ROLLBACKS
+from drover.pipeline.records.weight_files import FILE
 from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.storage.store import Missing, Store, preflight
 from drover.pipeline.training.checkpoints import Checkpoints, Event, in_turn, tried

@@ -2,8 +2,7 @@
 
 import pytest
 
-from drover.pipeline.config.explaining import explain
-from drover.pipeline.config.field_names import ELSEWHERE, MEANINGS
+from drover.pipeline.config.explaining import ELSEWHERE, MEANINGS, explain
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config

@@ -10,12 +10,10 @@ import yaml
 
 from drover.launch.describe import training_facts
 from drover.model.config import ModelConfig
-from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.phases import in_phases
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.phases import BatchPlan, in_phases
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks

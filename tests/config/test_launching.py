@@ -5,7 +5,7 @@ import yaml
 
 from drover.launch.plan import resources_of
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.core.time_limits import minutes
+from drover.pipeline.core.console import minutes
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.refusal import table

@@ -2,12 +2,10 @@
 
 import pytest
 
-from drover.pipeline.config.batch import with_largest
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.loading import dump_config, load_config
-from drover.pipeline.config.mixture import read_tokens, tokens_text
-from drover.pipeline.config.phases import PhasePlan, only_phases_differ
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.phases import PhasePlan, only_phases_differ, with_largest
+from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.training.checkpoints import plan_changes

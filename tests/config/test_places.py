@@ -7,7 +7,7 @@ import pytest
 
 from drover.launch.commands import why
 from drover.launch.submit import main as submit
-from drover.pipeline.config.places import blocked, make_folder
+from drover.pipeline.config.section import blocked, make_folder
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused

@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 
+from drover.pipeline.config.kinds import loaded_plugins, plugin_files, plugin_folders
 from drover.pipeline.config.loading import dump_config, load_config
-from drover.pipeline.config.plugins import loaded_plugins, plugin_files, plugin_folders
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, parse_stages, register_stage
 from drover.pipeline.core.errors import UserError

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from drover.pipeline.contract.stages import STAGES, Stage
-from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.core.files import read_lines
+from drover.pipeline.core.files import Ledger, read_lines
 from tests.conftest import environment, warm_server
 from tests.stand_ins import call, never
 from tests.waiting import HANG_S

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from drover.pipeline.contract import locks
-from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.state import StageJob
 from drover.pipeline.core.errors import UserError
 from tests.conftest import REPOSITORY, environment
 from tests.refusal import refused

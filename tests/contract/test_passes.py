@@ -11,9 +11,8 @@ import pytest
 from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stage_work import Task
-from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.errors import UnusableInputError, UserError
-from drover.pipeline.core.files import output_record, read_json, write_text
+from drover.pipeline.core.files import Ledger, output_record, read_json, write_text
 from tests.contract.conftest import OwnStage
 from tests.cut_off import cut_off
 

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from drover.pipeline.contract import claims
-from drover.pipeline.contract.claims import Claims
+from drover.pipeline.contract import locks
 from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.locks import Claims
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.shard import shard
@@ -89,8 +89,8 @@ def test_an_element_that_only_waits_has_time_enough(twelve):
 def test_a_claim_holds_while_its_owner_changes_its_file_and_no_longer(tmp_path, monkeypatch):
     """By the clock of the process that looks."""
     now = itertools.count()
-    monkeypatch.setattr(claims.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(claims, "SILENT_S", 10)
+    monkeypatch.setattr(locks.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(locks, "SILENT_S", 10)
     with Claims(tmp_path) as ours, Claims(tmp_path) as theirs:
         theirs.owner = "another-node-7-x"
         beat = tmp_path / "another-node-7-x.beat"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import drover.pipeline.contract.external_inputs
-from drover.pipeline.contract.external_inputs import gathered
+import drover.pipeline.contract.inputs
+from drover.pipeline.contract.inputs import gathered
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.tasks import Task
+from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
 from drover.pipeline.data.streams import Input, Piece
@@ -64,8 +64,8 @@ def upper(place, monkeypatch):
     write_text(place / "c.yaml", (place / "c.yaml").read_text().replace("corpus.txt", "in/*.txt"))
     made = Upper(place, monkeypatch, "upper", functions={"task_files": "drover.pipeline.data.sources:input_files"})
     made.hashed = []
-    hashing = drover.pipeline.contract.external_inputs.content_hash
-    monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
+    hashing = drover.pipeline.contract.inputs.content_hash
+    monkeypatch.setattr(drover.pipeline.contract.inputs, "content_hash",
                         lambda path: made.hashed.append(Path(path).name) or hashing(path))
     return made
 

@@ -2,7 +2,7 @@
 
 import os
 
-from drover.pipeline.contract.threads import usable_cores
+from drover.pipeline.core.background import usable_cores
 
 
 def test_the_cores_are_those_of_the_process_or_where_that_is_not_known_the_machines(monkeypatch):

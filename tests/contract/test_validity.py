@@ -2,9 +2,7 @@
 
 import pytest
 
-from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.start_record import StartRecord
-from drover.pipeline.contract.validity import stage_state
+from drover.pipeline.contract.manifest import Manifest, StartRecord, stage_state
 
 OLD = {"config": {"shard": {"seed": 1}}, "inputs": {}, "files": {"a": "00"}}
 NEW = {"config": {"shard": {"seed": 2}}, "inputs": {}, "files": {"a": "00"}}

@@ -9,9 +9,7 @@ from contextlib import closing, suppress
 import pytest
 
 from drover.pipeline.contract import workers as module
-from drover.pipeline.contract.stopping import StopRequest
-from drover.pipeline.contract.tasks import Task
-from drover.pipeline.contract.workers import Workers
+from drover.pipeline.contract.workers import StopRequest, Task, Workers
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused
 from tests.waiting import HANG_S, wait_for

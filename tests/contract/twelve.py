@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from drover.pipeline.contract import stopping
+from drover.pipeline.contract import workers
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stage_work import Task
 from drover.pipeline.core.files import append_line, atomic_file, output_record
@@ -36,5 +36,5 @@ def body(work):
 
 
 if __name__ == "__main__":
-    stopping.GRACE = float(os.environ.get("GRACE", stopping.GRACE))
+    workers.GRACE = float(os.environ.get("GRACE", workers.GRACE))
     sys.exit(stage_main("shard", body))

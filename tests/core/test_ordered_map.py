@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from drover.pipeline.core.ordered_map import ordered_map
+from drover.pipeline.core.background import ordered_map
 from tests.refusal import refused
 
 

@@ -12,7 +12,7 @@ from pyarrow.csv import write_csv
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.external_inputs import listed_files
+from drover.pipeline.contract.inputs import listed_files
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units

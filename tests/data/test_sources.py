@@ -8,7 +8,7 @@ import sysconfig
 import pytest
 
 from drover.pipeline.config.data import HubSource, StdlibSource
-from drover.pipeline.contract.external_inputs import listed_files
+from drover.pipeline.contract.inputs import listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units

@@ -12,8 +12,7 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from drover.pipeline.config.evaluation import EvaluateConfig
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, EvaluateConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel, measure_task
 from drover.pipeline.evaluation.items import right_choices

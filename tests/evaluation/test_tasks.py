@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drover.pipeline.config.evaluation import EvaluateConfig
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config, EvaluateConfig
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines

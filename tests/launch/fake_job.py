@@ -21,10 +21,17 @@ from drover.launch.job.srun import SlurmHost, read_end
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.scheduler import JobInfo
-from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.state import STATE, StageState, log_attempt, read_attempts, read_state, write_state
-from drover.pipeline.contract.tasks import CLAIMS
+from drover.pipeline.contract.state import (
+    STATE,
+    StageJob,
+    StageState,
+    log_attempt,
+    read_attempts,
+    read_state,
+    write_state,
+)
+from drover.pipeline.contract.workers import CLAIMS
 from drover.pipeline.core.files import write_json, write_text
 
 KILLED = "srun: error: n2: task 1: Killed\n"

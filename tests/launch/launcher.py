@@ -22,10 +22,9 @@ from drover.launch.slurm.chain import JobChain, read_chain
 from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
 from drover.launch.submit import main
 from drover.pipeline.config.loading import config_hash, load_config
-from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.manifest import STARTED, Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
-from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.core.command_line import Program
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, Programs

@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from drover.launch.slurm.chain import ChainJob, JobChain
-from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.manifest import STARTED, Manifest
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS, Progress
 from drover.pipeline.core.files import append_line, write_json, write_text
 

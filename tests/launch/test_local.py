@@ -15,8 +15,7 @@ from drover.launch.job.host import process_end
 from drover.launch.local import LocalHost, find_machine
 from drover.launch.plan import Machine, local_ranks
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.job import StageJob
-from drover.pipeline.contract.state import read_state, write_state
+from drover.pipeline.contract.state import StageJob, read_state, write_state
 from tests.refusal import table
 from tests.waiting import wait_for
 

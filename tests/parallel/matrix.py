@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.training.set_up import ZBV_TORCH
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import covering, every, pairwise

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drover.model.attention.backend import Documents
-from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, places
 from drover.pipeline.parallel.grid import Grid
 from tests.model import test_backends

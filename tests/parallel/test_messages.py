@@ -22,7 +22,7 @@ from drover.pipeline.evaluation.bits_per_byte import ValidationText
 from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.checkpoints import Marker, TrainingProgress
-from drover.pipeline.records.rollbacks import Rollback
+from drover.pipeline.records.metrics import Rollback
 from drover.pipeline.storage.mirror import DamagedCopyError
 from drover.pipeline.training.data import DamagedTokensError
 from tests.formats.test_weights import Hostile

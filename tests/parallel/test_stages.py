@@ -4,7 +4,7 @@ import pytest
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS
-from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.parallel.stages import bubble, largest_share, stage_layers
 
 WIDE = ModelConfig(dim=64, layers=12, heads=4, kv_heads=4, ffn_dim=128, vocab_size=1024)

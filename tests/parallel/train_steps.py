@@ -15,9 +15,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
 
 from drover.model.config import ModelConfig
-from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack

@@ -6,7 +6,7 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
-from drover.pipeline.records.generation_settings import FILE, keep_settings, read_settings, settings_file
+from drover.pipeline.records.weight_files import FILE, keep_settings, read_settings, settings_file
 from tests.refusal import refused, table
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 

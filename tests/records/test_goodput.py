@@ -5,7 +5,7 @@ import math
 import pytest
 
 from drover.pipeline.records.goodput import CAUSES, first_start, goodput
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import RunFacts
 from tests.conftest import run_stage
 from tests.records.recorded_time import Recorded
 from tests.stages.training import curve, train_and_kill, train_folder

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from drover.pipeline.contract.job import StageJob
+from drover.pipeline.contract.state import StageJob
 from drover.pipeline.core.console import number_ranges
 from drover.pipeline.core.files import append_line
 from drover.pipeline.records import hangs

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import network
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.phases import BatchPlan, with_largest
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import markdown
 from drover.pipeline.parallel.stages import bubble

@@ -6,7 +6,7 @@ from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.external_inputs import hashed_now
+from drover.pipeline.contract.inputs import hashed_now
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import STAGES

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from drover.pipeline.records.goodput import goodput
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import RunFacts
 from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import Facts, collect
 from drover.pipeline.reporting.render import compose, html, markdown

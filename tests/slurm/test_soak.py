@@ -13,7 +13,7 @@ import pytest
 from drover.launch.slurm.nodes import NODES
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.records.goodput import goodput
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import RunFacts
 from tests.slurm.faults import Training, undisturbed_curve
 from tests.stages.training import curve, difference, lines, proven
 

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 
-import drover.pipeline.contract.input_check
+import drover.pipeline.contract.inputs
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_state
-from drover.pipeline.contract.tasks import Ledger
+from drover.pipeline.core.files import Ledger
 from drover.pipeline.data.remote_tokens import upload_shards
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.metrics import read_metrics
@@ -103,12 +103,12 @@ def test_a_token_shard_and_training_continues_as_if_nothing_had_been(trained, re
 
 def hold_back(patch, ready):
     """Let the hashing of token shards begin when `ready()`: checkpoints wait for it."""
-    hashed = drover.pipeline.contract.input_check._hash
+    hashed = drover.pipeline.contract.inputs._hash
 
     def late(path, *rest):
         wait_for(ready)
         return hashed(path, *rest)
-    patch.setattr(drover.pipeline.contract.input_check, "_hash", late)
+    patch.setattr(drover.pipeline.contract.inputs, "_hash", late)
 
 
 @pytest.mark.slow

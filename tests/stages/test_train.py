@@ -13,7 +13,7 @@ from drover.pipeline.contract.state import PROGRESS, read_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.goodput import goodput
-from drover.pipeline.records.run_facts import RunFacts
+from drover.pipeline.records.metrics import RunFacts
 from drover.tools.audit import audit
 from tests.conftest import run_stage, slow, write_config
 from tests.pages import files

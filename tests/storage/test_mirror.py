@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import output_record
+from drover.pipeline.core.files import Ledger, output_record
 from drover.pipeline.storage.export import fetch_copy
 from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
 from drover.pipeline.storage.store import Missing, Store

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from drover.launch.submit import main as submit
-from drover.pipeline.contract.external_inputs import listed_files
+from drover.pipeline.contract.inputs import listed_files
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import sources

@@ -7,7 +7,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.files import write_sealed
 from drover.pipeline.data.sampling.packing import Alone, make
 from drover.pipeline.records.checkpoints import FORMAT, MARKER
-from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from drover.pipeline.records.metrics import Rollback, add_rollback, excluded_by, read_rollbacks
 from drover.pipeline.training.data import open_training_data, read_shard_table
 from tests.data.source_files import write_jsonl
 

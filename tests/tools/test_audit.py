@@ -9,7 +9,7 @@ import pytest
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.files import append_line, output_record
-from drover.pipeline.records.rollbacks import Rollback, add_rollback
+from drover.pipeline.records.metrics import Rollback, add_rollback
 from drover.pipeline.training.data import DAMAGED
 from drover.tools.audit import _tolerance, audit, main
 from tests.refusal import printed, table

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drover.pipeline.contract.job import StageJob
+from drover.pipeline.contract.state import StageJob
 from drover.pipeline.training.rank_agreement import RankAgreement
 from tests.stages.training import run_train
 

@@ -12,8 +12,8 @@ import yaml
 from pydantic import model_validator
 
 from drover.pipeline.config.data import FilesSource
+from drover.pipeline.config.loading import read_task
 from drover.pipeline.config.section import LocalPath, Section, execution
-from drover.pipeline.config.yaml_source import read_task
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Limit, Place, Rejection, damage, is_shortage
 from drover.pipeline.data.readers import file_format, file_records

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drover.pipeline.contract.tasks import Task
+from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.planning.near_duplicates import join_components, near_columns, resolve_partition
 from drover.pipeline.data.planning.runs import (

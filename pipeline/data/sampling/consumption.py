@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drover.pipeline.config.mixture import tokens_text
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import TrainConfig, tokens_text
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, is_one_pool
 

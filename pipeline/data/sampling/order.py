@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from drover.pipeline.config.mixture import SMALLEST_SHARE, share_too_small
 from drover.pipeline.config.phases import Phase, PhasePlan
+from drover.pipeline.config.training import SMALLEST_SHARE, share_too_small
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.data.exclusion import Excluded, sample_numbers

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.config.data import ShardConfig
-from drover.pipeline.contract.external_inputs import gathered, listed_files
+from drover.pipeline.contract.inputs import gathered, listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data import sources, streams

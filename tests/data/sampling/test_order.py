@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.config.checks import problems
-from drover.pipeline.config.mixture import SMALLEST_SHARE
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import SMALLEST_SHARE, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.order import LEAST, PERIOD, Mix, Order, Pool, Segment, permute
 from tests.data.planning import staged_corpora

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from drover.pipeline.config.batch import BatchPlan
-from drover.pipeline.config.mixture import tokens_text
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.phases import BatchPlan
+from drover.pipeline.config.training import TrainConfig, tokens_text
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded

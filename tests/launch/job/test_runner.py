@@ -17,8 +17,8 @@ from drover.launch.job.preflight import PreflightResult
 from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.nodes import record_failure
 from drover.launch.slurm.start_logs import KEPT
-from drover.pipeline.contract.job import StageJob
 from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.contract.state import StageJob
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, read_lines
 from tests.launch.fake_job import KILLED, chain_of, make_job

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from drover.model.llama import Llama, initialise
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks

@@ -7,8 +7,7 @@ import torch
 
 from drover.launch.forecast import optimizer_bytes, state_bytes_per_rank
 from drover.pipeline.config.optimizers import OPTIMIZERS
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused

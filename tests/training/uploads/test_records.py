@@ -6,7 +6,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
+from drover.pipeline.records.metrics import Rollback, add_rollback, read_rollbacks
 from drover.pipeline.training import uploads as module
 from drover.pipeline.training.uploads import take_records, train_records
 
