@@ -25,10 +25,10 @@ from drover.pipeline.core.console import markdown
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.data.sampling.batch import Batch, pack
 from drover.pipeline.formats.huggingface import config_to_json
+from drover.pipeline.parallel.fsdp import drawn
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.parallel.ranks import Ranks, start_ranks
-from drover.pipeline.rehearsal.apart import rehearse_apart
+from drover.pipeline.rehearsal.fitting import rehearse_apart
 from drover.pipeline.training.device import DTYPES, memory_mb, peak_flops
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.set_up import build_engine

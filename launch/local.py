@@ -29,7 +29,7 @@ from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
 from drover.pipeline.contract.state import now
 from drover.pipeline.core.background import usable_cores
 from drover.pipeline.core.console import duration
-from drover.pipeline.parallel.free_memory import free_on_host
+from drover.pipeline.parallel.host_memory import free_on_host
 
 WORDS = Path("logs") / "local.log"
 """The launcher's log of all stages and starts on this machine, in the run folder."""

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drover.model.attention.backend import Backend, Documents
-from drover.model.attention.layout import PLAIN, Layout
-from drover.model.attention.module import Attention, Cache
+from drover.model.attention.module import PLAIN, Attention, Cache, Layout
 from drover.model.config import ModelConfig
 from drover.model.linear import Linear
 from drover.model.loss import Losses, wide
@@ -118,7 +117,7 @@ class Llama(nn.Module):
 
     Attributes:
         backend: computes attention inside documents. By default the dense mask, which runs everywhere; set it to the
-            choice of `drover.model.attention.choosing.choose`.
+            choice of `drover.model.attention.backend.choose`.
     """
 
     backend: Backend = PLAIN
@@ -173,18 +172,19 @@ class Llama(nn.Module):
         logits (batch, length, vocabulary). With labels, in nats: the sum over all targets as a scalar ("sum"; the
         caller divides by its global number of targets), or each target's loss without gradient, (batch, length), 0 if
         there is none ("none", for evaluation). Always float32, or float64 in a float64 model. Raises ValueError for
-        sequences longer than context_length and for shapes that do not match.
+        sequences longer than context_length.
         """
+        assert labels is None or not last_only, "a loss needs all tokens"
+        assert mask is None or caches is not None, "without caches, documents decide which tokens see which"
+        assert documents is None or caches is None, "a cache holds one document"
         start = caches[self.part.layers.start].length if caches else 0
-        self._check_arguments(tokens, labels, documents, caches, start)
-        if labels is not None and last_only:
-            raise ValueError("labels and last_only exclude each other: a loss needs all tokens.")
-        if mask is not None and caches is None:
-            raise ValueError("A mask is for caches: without them, documents decide which tokens see which.")
+        end = start + tokens.shape[1]
+        if end > self.config.context_length:
+            raise ValueError(f"The sequence has {end} tokens; context_length is {self.config.context_length}.")
         h = self.tok_embeddings(tokens) if hidden is None else hidden  # (batch, length, dim)
         exact = wide(h.dtype)
         if positions is None:
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
+            positions = torch.arange(start, end, device=tokens.device).unsqueeze(0)
         rotation, window = self.rotary_table.at(positions, exact), self.config.sliding_window
         if mask is not None:
             layout = Layout.masked(rotation, mask, positions, window)
@@ -201,29 +201,6 @@ class Llama(nn.Module):
             return self.output(h).to(exact)
         lose = self.losses.total if reduction == "sum" else self.losses.each
         return self.output(h, loss=partial(lose, labels=labels))
-
-    def _check_arguments(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None,
-        documents: Tensor | None,
-        caches: Sequence[Cache] | None,
-        start: int,
-    ) -> None:
-        end = start + tokens.shape[1]
-        if end > self.config.context_length:
-            raise ValueError(
-                f"The sequence has {end} tokens; context_length is {self.config.context_length}."
-            )
-        for name, other in (("labels", labels), ("documents", documents)):
-            if other is not None and other.shape != tokens.shape:
-                raise ValueError(
-                    f"{name} is {tuple(other.shape)}, tokens is {tuple(tokens.shape)}: must be equal."
-                )
-        if caches is not None and len(caches) != self.config.layers:
-            raise ValueError(f"{len(caches)} caches for {self.config.layers} layers: give one for each.")
-        if caches is not None and documents is not None:
-            raise ValueError("documents and caches exclude each other: a cache holds one document.")
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Llama":
         # Moving a model off the meta device (to_empty) creates new parameters module by module, which would
@@ -260,13 +237,11 @@ def initial_value(
 
     - embedding, wq, wk, wv, w1, w3: normal, standard deviation 0.02
     - wo, w2: 0.02 / sqrt(2 * layers), because that many of them add up
-    - output: dim**-0.5, so that initial logits are of order 1; when tied, the embedding's own value
+    - output: dim**-0.5, so that initial logits are of order 1
     - norms: 1; biases: 0
 
     Normals are cut at 3 standard deviations. Raises ValueError for a name that is not a Llama's.
     """
-    if name == "output.weight" and config.tied_embeddings:
-        name = "tok_embeddings.weight"
     rows = range(shape[0]) if rows is None else rows
     value = torch.empty(len(rows), *shape[1:], dtype=torch.float32, device="cpu")
     match name.split(".")[-2:]:

@@ -6,7 +6,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -73,9 +73,8 @@ def _convert(work: Work) -> None:
 
     from drover.pipeline.data.remote_tokens import download_shards, recorded_shards
     from drover.pipeline.data.shard_table import ShardTable
-    from drover.pipeline.formats.base import reader
     from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable, write_folder
-    from drover.pipeline.formats.weights import MeanWeights
+    from drover.pipeline.formats.weights import MeanWeights, reader
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.weight_files import FILE, read_settings
     from drover.pipeline.tokenization.export import names_qwen2, settings_text
@@ -148,7 +147,7 @@ def _files_of(checkpoint: Path) -> list[Expected]:
 
 
 def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, tokenizer: Tokenizer,
-           split: str) -> dict[str, Any]:
+           split: str) -> dict[str, object]:
     """Verify the folder. Config and tensors must equal the checkpoint's, token ids those of the vocabulary, and
     transformers must compute logits as close to exact arithmetic as single precision allows. split: of the text."""
     from drover.pipeline.formats.comparison import compare_folder, compare_logits
@@ -163,7 +162,7 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, tokenizer:
     return {**asdict(result), "tensors_compared": compared, **_compare_tokens(work, tokenizer, folder, texts)}
 
 
-def _compare_tokens(work: Work, tokenizer: Tokenizer, folder: Path, texts: list[str]) -> dict[str, Any]:
+def _compare_tokens(work: Work, tokenizer: Tokenizer, folder: Path, texts: list[str]) -> dict[str, object]:
     """UserError unless the exported tokenizer gives the ids that training used."""
     from transformers import AutoTokenizer
 

@@ -240,7 +240,7 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, T
 
 def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict[str, Any]]:
     """The model's continuation of each prompt. Each rank continues a share of the prompts."""
-    from drover.model.generate import generate
+    from drover.model.generation.stream import generate
     from drover.pipeline.evaluation.open_model import eos_ids, named_if_nan, prompt_ids
 
     settings = work.config.evaluate

@@ -316,7 +316,7 @@ def all_of(*rooms):
     ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
     ("import drover.pipeline.training.set_up", {"torch", "numpy"}),
     (all_of("pipeline/reporting"), {"numpy", "jinja2"}),
-    ("import torch; from drover.model.attention.choosing import Where, choose; "
+    ("import torch; from drover.model.attention.backend import Where, choose; "
      "from drover.model.config import ModelConfig; "
      "from drover.model.names import parameter_shapes; "
      "parameter_shapes(ModelConfig(dim=8, layers=1, heads=1, kv_heads=1, vocab_size=8)); "

@@ -38,8 +38,7 @@ def work(options: argparse.Namespace) -> int:
     if options.config is None or options.ranks is None:
         raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
     refuse_low(options, "ranks")
-    from drover.pipeline.rehearsal.apart import rehearse_apart
-    from drover.pipeline.rehearsal.fitting import fit_in_memory
+    from drover.pipeline.rehearsal.fitting import fit_in_memory, rehearse_apart
     from drover.pipeline.rehearsal.report import ends_and_middle, fullest, lines
 
     config = load_config(options.config, options.overrides)

@@ -26,8 +26,8 @@ from drover.tools.draft import Draft
 if TYPE_CHECKING:
     import torch
 
-    from drover.pipeline.formats.base import Weights
     from drover.pipeline.formats.huggingface import Read
+    from drover.pipeline.formats.weights import Weights
     from drover.tools.weights_companions import Companions
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -69,9 +69,8 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     """
     import torch
 
-    from drover.pipeline.formats.base import reader
     from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable
-    from drover.pipeline.formats.weights import drover_files, open_weights
+    from drover.pipeline.formats.weights import drover_files, open_weights, reader
     from drover.tools.weights_companions import carried_files, companions_of
 
     with open_weights(source) as weights:

@@ -11,9 +11,9 @@ from pathlib import Path
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_json
-from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.huggingface import OutputFile, text_file
 from drover.pipeline.formats.record import weights_record
+from drover.pipeline.formats.weights import Weights
 from drover.pipeline.records.weight_files import IDS, read_settings, settings_file
 from drover.pipeline.tokenization.conversion import refuse_inexact
 from drover.pipeline.tokenization.export import CODE, names_code, names_qwen2, settings_text, write_hugging_face

@@ -1,13 +1,12 @@
 """Attention, with several backends behind one function.
 
-A forward pass creates one `layout.Layout` (documents, positions, and what the backend prepared for them) and gives it
-to every block. Blocks pass it on to `module.Attention`, which calls the `attend` of its backend.
+A forward pass creates one `Layout` (documents, positions, and what the backend prepared for them) and gives it
+to every block. Blocks pass it on to `Attention`, which calls the `attend` of its backend.
 
-    module.py        Attention, with its weights, and KeyValueCache
-    layout.py        Layout
-    backend.py       Backend, the interface; Documents, its input; Where, the device and types it must support
-    choosing.py      choose(): the configured backend, or the best one for a device, with the reason for a fallback
-    sdpa.py by_document.py varlen.py flex.py    the backends
+    module.py        Layout; Attention, with its weights; KeyValueCache
+    backend.py       Backend, the interface; Documents, its input; Where, the device and types it must support;
+                     choose(): the configured backend, or the best one for a device, with the reason for a fallback
+    sdpa.py varlen.py    the backends
 
 Only documents need a backend. A pass without them (`train.across_documents`, generation) is plain causal attention, for
 which torch chooses the kernel. That has no sliding window. So with one, training across documents gives the backend
@@ -27,11 +26,10 @@ Importing this package does not import torch, because checks of a configuration 
 
 BACKENDS = {
     "sdpa": "drover.model.attention.sdpa:Sdpa",
-    "by_document": "drover.model.attention.by_document:ByDocument",
+    "by_document": "drover.model.attention.sdpa:ByDocument",
     "varlen": "drover.model.attention.varlen:Varlen",
-    "flex": "drover.model.attention.flex:Flex",
 }
 """The names for `train.attention` other than `auto`, and their classes ("module:class")."""
 
-AUTOMATIC = ("varlen", "by_document", "flex", "sdpa")
+AUTOMATIC = ("varlen", "by_document", "sdpa")
 """The order of `auto`, which takes the first backend that can run. sdpa, a dense mask, is last."""

@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from drover.model.attention.backend import Where
-from drover.model.attention.choosing import choose
+from drover.model.attention.backend import Where, choose
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.model.names import parameter_shapes
 from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.base import Weights
-from drover.pipeline.formats.weights import load_model
-from drover.pipeline.parallel.free_memory import free_memory
-from drover.pipeline.parallel.host_memory import always_return_freed_memory
+from drover.pipeline.formats.weights import Weights, load_model
+from drover.pipeline.parallel.host_memory import always_return_freed_memory, free_memory
 from drover.pipeline.parallel.ranks import ALONE, Ranks
 
 SHARE = 0.6

@@ -18,7 +18,6 @@ from drover.model.huggingface import CLASSES, FULL, SLIDING, export_class, shape
 from drover.model.names import parameter_shapes, to_huggingface
 from drover.pipeline.core.console import quiet_imports
 from drover.pipeline.core.errors import UserError, installed_version
-from drover.pipeline.core.files import Record
 from drover.pipeline.formats.tensor_file import FileLayout, MaybeDims, write_tensors
 
 
@@ -123,7 +122,7 @@ def write_folder(folder: Path, files: list[OutputFile]) -> None:
         file.write(folder / file.name)
 
 
-def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = True) -> Record:
+def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = True) -> dict[str, Any]:
     """The content of config.json without token ids.
 
     A Llama becomes a LlamaForCausalLM, and a network with more the class of transformers that computes the same
@@ -160,7 +159,7 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype, *, qwens: bool = Tru
     }
 
 
-def _of_class(kind: str, config: ModelConfig) -> Record:
+def _of_class(kind: str, config: ModelConfig) -> dict[str, object]:
     """Settings that only this class has, and those whose defaults would be wrong."""
     types = [SLIDING if config.window_of(layer) else FULL for layer in range(config.layers)]
     windowed = SLIDING in types

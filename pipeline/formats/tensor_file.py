@@ -8,7 +8,6 @@ an error. Here a tensor is written and hashed at a time, and read errors are rai
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from drover.pipeline.core.files import (
     Count,
-    Record,
+    Output,
     flush,
     named_in_errors,
     opened,
@@ -106,7 +105,7 @@ def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
     return tuple(place), tuple(inside)
 
 
-def write_tensors(path: Path, layouts: Mapping[str, FileLayout], tensors: Iterable[Tensor]) -> Record:
+def write_tensors(path: Path, layouts: Mapping[str, FileLayout], tensors: Iterable[Tensor]) -> Output:
     """Write a safetensors file. Returns its record: path (the name alone), bytes, sha256.
 
     `tensors` yields the contents in the order of `layouts`, contiguous and in host memory. They are taken one at a
@@ -133,7 +132,7 @@ def write_tensors(path: Path, layouts: Mapping[str, FileLayout], tensors: Iterab
 
 def _contents(layouts: Mapping[str, FileLayout], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes of a file, in order: the header, then the tensors."""
-    header: Record = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, layout in layouts.items():
         header[name] = {"dtype": DTYPE_NAMES[layout.dtype], "shape": layout.shape,
@@ -238,7 +237,7 @@ class TensorFile:
 
 
 _PICKLE_PROBLEMS = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, TypeError, LookupError,
-                    AttributeError, AssertionError, OverflowError)
+                    AttributeError, AssertionError, OverflowError, zipfile.BadZipFile)
 """Exceptions of torch for files that are truncated, or do not contain tensors."""
 
 
@@ -256,7 +255,7 @@ class PickleFile:
         self.path = path
         try:
             refuse_irregular(path)
-            if not _is_zip(path) and path.stat().st_size:
+            if not zipfile.is_zipfile(path):
                 raise DamagedFileError(f"{path} is truncated, or is not a zip file, as torch.save has written since "
                                        f"torch 1.6. Read an older file with torch.load(path, weights_only=True) and "
                                        f"save it again with torch.save")
@@ -264,10 +263,6 @@ class PickleFile:
         except FileNotFoundError as error:
             raise DamagedFileError(f"{path} is missing") from error
         except _PICKLE_PROBLEMS as error:
-            if os.strerror(errno.ENOMEM) in str(error):
-                raise DamagedFileError(f"{path} cannot be mapped: the process must be allowed "
-                                       f"{path.stat().st_size / 1e9:,.1f} GB of memory for it, though it uses less "
-                                       f"(ulimit -v, ulimit -d, vm.overcommit_memory)") from error
             reason = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences give unsafe advice
             raise DamagedFileError(f"{path} is truncated, or contains more than tensors; nothing of it was executed "
                                    f"({(reason[0] if reason else str(error)).partition('. ')[0][:200]})") from error
@@ -288,11 +283,3 @@ class PickleFile:
         """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape."""
         target.copy_(self._tensors[name][tuple(slice(start, start + size) for start, size
                                                in zip(offset, target.shape, strict=True))])
-
-
-def _is_zip(path: Path) -> bool:
-    """Whether a file ends as a zip file does, and Python can read that end."""
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # its end has impossible values
-        return False

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import traceback
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
-from drover.model.attention.layout import PLAIN
+from drover.model.attention.module import PLAIN
 from drover.model.llama import Llama
 from drover.pipeline.config.training import Activation, TrainConfig
 
@@ -24,7 +29,7 @@ see an attribute that Python sets."""
 # An fp8 product is `mm` of torchao's tensors in eager blocks, and `_scaled_mm` in a graph.
 # With a bias, a product is one `addmm`.
 PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
-if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # the operator by which drover.model.kernels calls oneDNN
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # the operator by which drover.model.linear calls oneDNN
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
 SUM_OPERATORS = {torch.ops._c10d_functional.reduce_scatter_tensor.default}
 """The operator that adds up the partial sums of a product whose weight is split by rows over ranks."""
@@ -43,19 +48,20 @@ def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequen
     """
     if train.activation_checkpointing == "none":
         return
-    extra: dict[str, Any] = {}
+    context_fn: Any = noop_context_fn
     chosen = train.kept_activations if train.activation_checkpointing == "selective" else []
     if chosen or always_kept:
         policy = _Policy(frozenset([*chosen, *always_kept]), model.backend.operators | PLAIN.operators,
                          SUMMED if tensor > 1 else set())
-        extra["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        context_fn = partial(create_selective_checkpoint_contexts, policy)
     blocks: list[Any] = list(model.layers)  # Any: forward is replaced on the instances
     for layer, block in zip(model.part.layers, blocks, strict=True):
         if layer % train.recomputed_blocks == 0:
-            if extra:
+            if context_fn is not noop_context_fn:
                 _name_products(block)
             # Replacing forward on the instance, not wrapping the module, keeps the parameters' published names.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **extra)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False,
+                                    context_fn=context_fn)
 
 
 def _name_products(block: nn.Module) -> None:

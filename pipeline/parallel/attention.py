@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.attention
 
-from drover.model.attention.backend import Where
-from drover.model.attention.choosing import Choice, choose
+from drover.model.attention.backend import Choice, Where, choose
 from drover.pipeline.core.errors import UserError
 
 OWN = "fa2"

@@ -71,7 +71,7 @@ def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig 
     return device.type == "cuda" if train.compile is None else train.compile
 
 
-def compile_blocks(model: Llama, train: TrainConfig, options: dict[str, Any] | None = None) -> None:
+def compile_blocks(model: Llama, train: TrainConfig, options: Any = None) -> None:
     """Compile each block's computation as one graph, and the loss's two passes over logits. Code that does not fit into
     one graph is an error. FSDP2's work around a block stays outside. options: of torch.compile.
 

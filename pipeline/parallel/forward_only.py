@@ -13,9 +13,8 @@ import torch.distributed as dist
 from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.parallel.fsdp import placed, shard_units
+from drover.pipeline.parallel.fsdp import InitialValues, placed, shard_units
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.initial_values import InitialValues
 
 
 def sharded(config: ModelConfig, values: InitialValues, grid: Grid, dtype: torch.dtype, attention: Backend) -> Llama:

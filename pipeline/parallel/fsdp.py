@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
-from drover.model.llama import Llama, ModelPart
+from drover.model.llama import Llama, ModelPart, initial_value
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
 from drover.pipeline.parallel.compiling import compile_blocks, compiles
 from drover.pipeline.parallel.fp8 import convert_to_fp8
 from drover.pipeline.parallel.grid import Grid, own
-from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.pipeline_parallel import PipelineStage
 from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel, overlapping
+
+InitialValues = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
+"""(name of a parameter, its shape, offset, size) -> that rectangle of its initial value, on the host."""
+
+
+def drawn(config: ModelConfig, seed: int) -> InitialValues:
+    """`drover.model.llama.initial_value`. Each rank draws only the rows that it needs, and all layouts get the same
+    values.
+
+    It uses as many threads as torch has on this rank (OMP_NUM_THREADS, which launches set to the rank's share of the
+    cores).
+    """
+    workers = torch.get_num_threads()
+
+    def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        value = initial_value(name, shape, config, seed, range(offset[0], offset[0] + size[0]), workers)
+        for dimension in range(1, value.dim()):
+            value = value.narrow(dimension, offset[dimension], size[dimension])
+        return value
+    return values
+
 
 EXCHANGE_DURING_PRODUCTS = {"reorder_for_compute_comm_overlap": True,
                             "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"]}

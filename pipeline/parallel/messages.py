@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import struct
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from drover.pipeline.contract.signed import MessageError
 from drover.pipeline.core.errors import UserError
 
-MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
+MADE = {"Index": "drover.pipeline.formats.sharded_tensors", "Entry": "drover.pipeline.formats.sharded_tensors",
         "Rollback": "drover.pipeline.records.metrics", "Marker": "drover.pipeline.records.checkpoints",
         "TrainingProgress": "drover.pipeline.records.checkpoints",
         "DamagedTokensError": "drover.pipeline.training.data",
@@ -105,7 +106,7 @@ def _plain(value: Any, parts: list[bytes]) -> Any:
     raise TypeError(f"{kind.__module__}.{kind.__name__} cannot be sent to other ranks. Is it missing in MADE?")
 
 
-def _value(parts: io.BytesIO, value: dict[str, Any]) -> Any:
+def _value(parts: io.BytesIO, value: Mapping[str, Any]) -> Any:
     """The value that an object of the text represents. Its contents are decoded already."""
     name = next(iter(value), "")
     if name[:1] != "!":

@@ -7,7 +7,7 @@ hidden states only. Passes without gradients, for validation and texts, run the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class PipelineStage(Llama):
             them in order. (To look them up by a micro-batch's number, the host would have to wait for the device.)
     """
 
-    inputs: Iterator[dict[str, Any]] | None = None
+    inputs: Iterator[Mapping[str, Any]] | None = None
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """As Llama's. In a schedule the only argument is the hidden states."""

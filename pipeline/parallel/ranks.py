@@ -34,7 +34,7 @@ class Ranks:
 
     patience: how long a collective waits for other ranks before torch ends the process and names the group.
     memory: the context in which weights are allocated; in a rehearsal it allocates nothing
-    (pipeline/rehearsal/replacements.py).
+    (pipeline/rehearsal/step.py).
     """
 
     rank: int

@@ -162,7 +162,7 @@ class TensorParallelVocabulary(VocabularyPartition):
         return part
 
 
-def overlapping(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+def overlapping(group: dist.ProcessGroup, device: torch.device) -> dict[str, object]:
     """The options of torch.compile for asynchronous tensor parallelism: it splits each product of this tensor group
     that needs, or yields, other ranks' parts of the sequence, and exchanges one piece while it computes another. A
     collective of the group.

@@ -23,10 +23,10 @@ from drover.pipeline.parallel.ranks import Ranks
 
 
 def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.dtype, accumulation: int,
-                on_gpu: bool) -> dict[str, Any]:
+                on_gpu: bool) -> dict[str, object]:
     """DeepSpeed's configuration. Gradients are added and sent in float32: by default it would use bf16 for both."""
     where = {"device": "cpu", "pin_memory": on_gpu}
-    zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": on_gpu, "contiguous_gradients": True}
+    zero: dict[str, object] = {"stage": parallel.zero_stage, "overlap_comm": on_gpu, "contiguous_gradients": True}
     if parallel.offload != "none":
         zero["offload_optimizer"] = where
     if parallel.offload == "params":

@@ -15,7 +15,7 @@ from drover.pipeline.parallel.stages import bubble, stage_layers
 from drover.pipeline.rehearsal.memory import KINDS, Peak
 
 if TYPE_CHECKING:
-    from drover.pipeline.rehearsal.traffic import Collective, Traffic
+    from drover.pipeline.rehearsal.watch import Collective, Traffic
 
 RESULT = "pipeline/training/engine.py"
 """The file in which every step reads its loss, norm and whether it was applied, in one transfer at its end."""
@@ -40,7 +40,7 @@ class Rehearsal:
     masks: dict[str, tuple[int, ...]]
     notes: list[str] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """As JSON, for programs."""
         channels = [{**asdict(channel), "calls": self.traffic.calls[channel], "bytes": self.traffic.bytes[channel]}
                     for channel in sorted(self.traffic.calls)]

@@ -30,9 +30,9 @@ from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say, first
 from drover.pipeline.core.errors import UserError, is_full_disk, listed
 from drover.pipeline.core.files import Outputs, Record, problem_of, publish, renamed, write_sealed
-from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import (
     CheckpointReader,
+    Index,
     Pieces,
     TensorShard,
     read_index,
@@ -303,7 +303,8 @@ class AsyncSaver:
 
         def publish(index: Index) -> None:
             written = write_index(temporary, index)
-            self.checkpoints.publish(temporary, [*index.files, written], progress, self.about)
+            files: list[Any] = [*index.files, written]
+            self.checkpoints.publish(temporary, files, progress, self.about)
         problem = in_turn(self.channel, lambda: self.checkpoints.make_room(temporary),
                           write, Index.joined, publish, temporary)
         if problem is not None and self.ranks.is_rank_zero:

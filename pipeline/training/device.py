@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from drover.model.devices import is_mps
-from drover.model.kernels import vendor
+from drover.model.linear import vendor
 from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from drover.model.attention.choosing import Choice
-from drover.model.attention.layout import PLAIN
+from drover.model.attention.backend import Choice
+from drover.model.attention.module import PLAIN
 from drover.model.loss import IGNORED
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import first

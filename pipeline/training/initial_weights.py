@@ -21,7 +21,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.formats.weights import Weights, open_weights
-from drover.pipeline.parallel.initial_values import InitialValues
+from drover.pipeline.parallel.fsdp import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.tokenization.files import MODEL_FILE, RECORD, kind_of_model, vocabulary_record
 from drover.pipeline.tokenization.ready import open_tokenizer

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drover.model.generate import generate
+from drover.model.generation.stream import generate
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.sampling.batch import Batch

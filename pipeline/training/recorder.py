@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from drover.model.config import ModelConfig
-from drover.model.kernels import chosen
+from drover.model.linear import product_library
 from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stage_work import Work
@@ -62,7 +62,7 @@ def kernel_lines(config: Config, engine: Engine, device: torch.device, dtype: to
     attention = engine.attention
     result = [f"attention {attention.backend.name}{f', flash kernels {engine.flash}' * (device.type == 'cuda')}"]
     if device.type == "cpu" and dtype == torch.float32 and not config.train.compile:
-        result.append(f"float32 products {chosen()}")
+        result.append(f"float32 products {product_library()}")
     fallback = attention.fallback and (not config.train.across_documents or config.parallel.cp > 1)
     return ["; ".join(result), *([attention.fallback] if fallback else [])]
 

@@ -32,9 +32,8 @@ from drover.pipeline.core.files import Record
 from drover.pipeline.parallel.attention import choose_attention, choose_flash
 from drover.pipeline.parallel.compiling import compiles, refuse_without_compiler
 from drover.pipeline.parallel.fp8 import fp8_lines, refuse_without_fp8
-from drover.pipeline.parallel.fsdp import parallelize
+from drover.pipeline.parallel.fsdp import InitialValues, drawn, parallelize
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
 from drover.pipeline.parallel.ranks import Ranks, start_ranks
 from drover.pipeline.parallel.stages import stage_layers

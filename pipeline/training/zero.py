@@ -19,10 +19,9 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.formats.shard_index import rectangles
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, TensorShard
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, TensorShard, rectangles
 from drover.pipeline.formats.tensor_file import Dims
-from drover.pipeline.parallel.initial_values import InitialValues
+from drover.pipeline.parallel.fsdp import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.parallel.zero import spread_by_zero
 from drover.pipeline.training.engine import Engine, LocalWeights, StepResult

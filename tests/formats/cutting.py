@@ -4,8 +4,7 @@ import random
 
 import torch
 
-from drover.pipeline.formats.shard_index import Index
-from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import Index, TensorShard, write_index, write_part
 
 
 def cut(shape, cuts, chance):

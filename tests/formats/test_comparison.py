@@ -12,12 +12,12 @@ import drover.pipeline.formats.comparison as comparison
 import drover.pipeline.formats.weights as reading
 from drover.model.config import ModelConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.block_by_block import transformers_pass
 from drover.pipeline.formats.comparison import (
     FACTOR,
     agreement,
     compare_folder,
     compare_logits,
+    transformers_pass,
 )
 from tests.formats.exporting import write_state
 from tests.formats.test_huggingface import built
@@ -52,10 +52,9 @@ def judged(folder, weights, config=CONFIG, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("changes", "dtype"), [
-    ({}, torch.bfloat16), ({}, torch.float32), ({"tied_embeddings": True}, torch.float32),
-    ({"qk_norm": True, "sliding_window": 64, "full_attention_interval": 2}, torch.float32),
-    ({"no_rope_layer_interval": 2, "sliding_window": 64}, torch.bfloat16)],
-    ids=["Llama", "Llama, fp32", "tied", "Qwen3", "SmolLM3"])
+    ({}, torch.bfloat16), ({"tied_embeddings": True}, torch.float32),
+    ({"qk_norm": True, "sliding_window": 64, "full_attention_interval": 2}, torch.float32)],
+    ids=["Llama", "tied", "Qwen3"])
 def test_a_sharp_model_passes_and_block_by_block_transformers_computes_what_it_computes_whole(tmp_path, changes, dtype):
     """To the last bit, so the proof is as strong for a model that nobody can load."""
     config = CONFIG.model_copy(update=changes)
@@ -95,20 +94,16 @@ def one_element(tensors):
     tensors["model.layers.1.mlp.up_proj.weight"][17, 3] += 1e-6
 
 
-def replaced(name, function):
-    def change(tensors):
-        tensors[name] = function(tensors[name])
-    return change
+def rounded(tensors):
+    tensors["model.layers.2.self_attn.q_proj.weight"] = tensors["model.layers.2.self_attn.q_proj.weight"].bfloat16()
 
 
-OUT, QUERY = "model.layers.2.self_attn.o_proj.weight", "model.layers.2.self_attn.q_proj.weight"
 THETA = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
 @pytest.mark.parametrize(("plant", "message"), [
     (edited(one_element), r"layers.1.feed_forward.w3.weight .* 1 of 6,144 values differ, the first at \[17, 3\]"),
-    (edited(replaced(OUT, torch.t)), r"layers.2.attention.wo.weight .* values differ"),
-    (edited(replaced(QUERY, lambda tensor: tensor.bfloat16())), r"2.attention.wq.weight .* of torch.bfloat16, not"),
+    (edited(rounded), r"2.attention.wq.weight .* of torch.bfloat16, not"),
     (reconfigured(**THETA), r"rope_theta is 10000.0; trained with 500000.0"),
     (reconfigured(rms_norm_eps=1e-6, num_key_value_heads=4),
      r"(?s)kv_heads is 4; trained with 2.*norm_eps is 1e-06; trained with 1e-05"),
@@ -136,16 +131,13 @@ def believed(**values):
     return plant
 
 
-@pytest.mark.parametrize(("plant", "message"), [
-    (same_order, "They agree before layers.0; after it"),
-    (believed(**THETA), "They agree before layers.0; after it"),
-    (believed(rms_norm_eps=1e-3), "They agree before layers.0; after it"),
-])
-def test_a_defect_that_reads_back_as_it_was_written_is_seen_by_transformers(tmp_path, monkeypatch, plant, message):
+@pytest.mark.parametrize("plant", [same_order, believed(**THETA)])
+def test_a_defect_that_reads_back_as_it_was_written_is_seen_by_transformers(tmp_path, monkeypatch, plant):
     """Writer and reader of one program agree on anything; what transformers makes of it is the proof."""
     weights = sharp()
     plant(exported(tmp_path, weights), monkeypatch)
-    refused(UserError, r"(?s)transformers' logits are off by up to .*" + message, judged, tmp_path, weights)
+    refused(UserError, "(?s)transformers' logits are off by up to .*They agree before layers.0; after it", judged,
+            tmp_path, weights)
 
 
 def test_numbers_that_are_none_are_refused(tmp_path):

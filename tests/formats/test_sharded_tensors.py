@@ -21,8 +21,16 @@ import drover.pipeline.formats.sharded_tensors as checkpoint
 import drover.pipeline.formats.tensor_file as tensor_file
 from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.core.files import sha256_file
-from drover.pipeline.formats.shard_index import Index, rectangles
-from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import (
+    INDEX,
+    CheckpointReader,
+    Index,
+    TensorShard,
+    overlapping,
+    rectangles,
+    write_index,
+    write_part,
+)
 from tests.formats.cutting import cut, part_of, piece, rectangle, whole, write_checkpoint
 from tests.refusal import refused
 
@@ -130,20 +138,6 @@ def test_holes_and_overlaps_are_refused(shape, cuts, seed):
         assert not (Path(name) / INDEX).exists()
 
 
-def test_ranks_that_disagree_are_refused(tmp_path):
-    tensor = torch.zeros(4, 2)
-    parts = [write_part(tmp_path / "0", {"x": [piece(tensor, (0, 0), (2, 2))]}),
-             write_part(tmp_path / "1", {"x": [piece(tensor.double(), (2, 0), (2, 2))]})]
-    refused(ValueError, r"F32 .* in one part, F64 .* in 1", Index.joined, parts)
-
-
-def test_pieces_that_cannot_be_are_refused(tmp_path):
-    for offset, shape in (((3, 0), (4, 2)), ((-1, 0), (4, 2)), ((0,), (4, 2)), ((0, 0), (4, 2, 1))):
-        refused(ValueError, "does not lie in", TensorShard, torch.zeros(2, 2), offset, shape)
-    refused(ValueError, "not contiguous", write_part, tmp_path / "x", {"x": [whole(torch.zeros(3, 2).T)]})
-    refused(ValueError, "host memory", write_part, tmp_path / "x", {"x": [whole(torch.zeros(3, 2, device="meta"))]})
-
-
 def cut_off(path, left=-1):
     path.write_bytes(path.read_bytes()[:left])
 
@@ -199,3 +193,15 @@ def test_writes_that_come_up_short_are_continued(tmp_path):
     with files_of(2000), pytest.raises(OSError) as caught:
         write_part(tmp_path / "x", {"x": [whole(torch.randn(1000))]})
     assert caught.value.errno == errno.EFBIG and (tmp_path / "x").stat().st_size == 2000
+
+
+def test_tensors_that_are_cut_alike_share_a_cut_which_loses_no_piece_however_parts_are_joined():
+    """ZeRO stage 3's ranges of 36 ranks, joined as a tree of ranks joins them."""
+    owned = [list(rectangles((96, 40), start, min(start + 107, 96 * 40))) for start in range(0, 96 * 40, 107)]
+    parts = [Index.of({"path": f"{rank}"}, dict.fromkeys(("x", "y"), ("F32", (96, 40), pieces)))
+             for rank, pieces in enumerate(owned)]
+    index = Index.joined(Index.joined(parts[at:at + 5]) for at in range(0, 36, 5))
+    index.check()
+    [cut] = index.cuts
+    assert list(overlapping(cut, (0, 0), (96, 40))) == [
+        (rank, rectangle) for rank, pieces in enumerate(owned) for rectangle in pieces]

@@ -5,14 +5,11 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
 
 from drover.model.attention import AUTOMATIC, BACKENDS
-from drover.model.attention.backend import Backend, Documents, Where
-from drover.model.attention.by_document import ByDocument
-from drover.model.attention.choosing import choose, load
-from drover.model.attention.flex import Flex, first_tokens, rule
-from drover.model.attention.sdpa import Sdpa
+from drover.model.attention.backend import Backend, Documents, Where, choose, load
+from drover.model.attention.module import Layout
+from drover.model.attention.sdpa import ByDocument, Sdpa
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from tests.model import varlen_on_cpu
@@ -95,22 +92,18 @@ def test_lengths_are_read_where_the_loader_did_not_give_them():
         _ = Documents(cut, [3, 4]).lengths
 
 
-def test_neighbours_of_one_length_are_one_call():
-    assert runs(ByDocument().prepare(Documents(numbered([[4, 4, 8], [8, 8]])), torch.float32)) == [(2, 4), (3, 8)]
+def test_neighbours_of_one_length_are_one_call_and_short_rows_in_half_precision_take_the_mask():
+    """Which is faster there."""
+    def runs(rows, dtype=torch.float32):
+        """(documents, length) of each run, which has as many keys and no mask."""
+        prepared = ByDocument().prepare(Documents(numbered(rows)), dtype)
+        assert isinstance(prepared, torch.Tensor) or all(run.keys == run.length and run.mask is None
+                                                         for run in prepared)
+        return "mask" if isinstance(prepared, torch.Tensor) else [run[:2] for run in prepared]
 
-
-def runs(prepared):
-    """(documents, length) of each run, which has as many keys and no mask."""
-    assert all(run.keys == run.length and run.mask is None for run in prepared)
-    return [run[:2] for run in prepared]
-
-
-def test_short_rows_in_half_precision_take_the_mask_which_is_faster():
-    def prepared(length, dtype):
-        return ByDocument().prepare(Documents(numbered([[length // 2] * 2])), dtype)
-
-    assert isinstance(prepared(256, torch.bfloat16), torch.Tensor)
-    assert runs(prepared(256, torch.float32)) == [(2, 128)] and runs(prepared(512, torch.bfloat16)) == [(2, 256)]
+    assert runs([[4, 4, 8], [8, 8]]) == [(2, 4), (3, 8)]
+    assert runs([[128, 128]]) == [(2, 128)] and runs([[128, 128]], torch.bfloat16) == "mask"
+    assert runs([[256, 256]], torch.bfloat16) == [(2, 256)]
 
 
 def test_varlen_is_given_padded_edges_and_unrepeated_heads():
@@ -123,24 +116,6 @@ def test_varlen_is_given_padded_edges_and_unrepeated_heads():
               for count in range(1, 64)}
     assert shapes == {3, 5, 9, 17, 33, 65}
     assert VarlenOnCpu().prepare(Documents(numbered([[9, 2], [11]])), torch.bfloat16).longest == 11, "no row is longer"
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_flex_is_given_the_dense_masks_rule(rows, window):
-    documents, length = Documents(numbered(rows), window=window), sum(rows[0])
-    seen = create_mask(rule(first_tokens(documents)), len(rows), 1, length, length, device="cpu")
-    assert torch.equal(seen, Sdpa().prepare(documents, torch.float32) == 0)
-    three = [whole.detach() for whole in inputs(rows)]
-    result, expected = (attended(way, three, rows, window=window) for way in (Flex(), WAYS[0]))
-    assert torch.allclose(result, expected, rtol=0, atol=1e-13)
-
-
-def test_flex_skips_blocks_between_documents():
-    """Two documents of 256 tokens: of 4 x 4 blocks of 128, three below the diagonal of each, and none between."""
-    mask = Flex().prepare(Documents(numbered([[256, 256]])), torch.float32)
-    assert mask.to_dense()[0, 0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
 CPU = Where(torch.device("cpu"), torch.float32, compiled=False, head_dim=64)
@@ -162,12 +137,9 @@ def test_on_a_cpu_auto_goes_document_by_document_and_says_why_it_does_not():
 
 @pytest.mark.parametrize("changes, capability, name, why", [
     ({}, (9, 0), "varlen", ""),
-    ({"compiled": False, "dtype": torch.float16}, (8, 0), "varlen", ""),
-    ({"dtype": torch.float32}, (9, 0), "flex", "varlen needs bfloat16, not float32, so flex"),
+    ({"dtype": torch.float32}, (9, 0), "sdpa", "varlen needs bfloat16, not float32, so sdpa"),
     ({"dtype": torch.float32, "compiled": False}, (9, 0), "by_document", "varlen needs bfloat16, not float32"),
-    ({"head_dim": 20}, (9, 0), "flex", "varlen needs heads of a multiple of 8 up to 256, not 20"),
-    ({}, (7, 5), "flex", "varlen needs compute capability 8.0, not 7.5"),
-    ({"dtype": torch.float64}, (9, 0), "sdpa", "varlen needs bfloat16, not float64, so sdpa"),
+    ({"head_dim": 20}, (9, 0), "sdpa", "varlen needs heads of a multiple of 8 up to 256, not 20"),
 ])
 def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkeypatch, changes, capability, name, why):
     choice = choose("auto", on_gpu(monkeypatch, capability, **changes))
@@ -175,18 +147,18 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
 
 
 class Ignorant(Sdpa):
-    """A backend that does not know windows."""
+    """A backend that knows neither windows nor segments."""
 
     windows: ClassVar[bool] = False
+    segments: ClassVar[bool] = False
 
 
 @pytest.mark.parametrize("name, needed, says", table("""
     varlen -> none -> 'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here
-    flex -> none -> 'flex' has no backward pass on a cpu device
     by_document -> compiled -> 'by_document' cannot be compiled
-    flex -> segmented -> 'flex' knows no context parallelism. Take auto, which is by_document here
+    tests.model.test_backends:Ignorant -> segmented -> knows no context parallelism. Take auto, which is by_document
     tests.model.test_backends:Ignorant -> windowed -> knows no sliding window. Take auto, which is by_document here
-    flash -> none -> 'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class
+    flash -> none -> 'flash' is not known. Take auto, sdpa, by_document, varlen, or another class
     nowhere.to_be:Found -> none -> cannot be loaded: No module named 'nowhere'
     drover.model.attention.sdpa:Sdpb -> none -> has no attribute 'Sdpb'
     drover.model.attention.backend:Documents -> none -> is no class derived from"""))
@@ -198,3 +170,12 @@ def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, needed, s
 def test_a_backend_from_outside_is_taken_by_its_place():
     assert isinstance(choose(varlen_on_cpu.NAME, CPU).backend, VarlenOnCpu)
     assert {load(name).name for name in BACKENDS} == set(BACKENDS) == set(AUTOMATIC)
+
+
+def test_mask_is_left_out_where_plain_causal_is_meant():
+    def mask(length, start):
+        return Layout.causal(None, length, start, torch.device("cpu"), torch.float32).prepared
+
+    assert mask(4, 0) is None and mask(1, 3) is None
+    continued = mask(2, 3)
+    assert (continued[0, 0] == 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

@@ -1,22 +1,22 @@
-"""Products by oneDNN against torch's own: the same numbers to rounding, in every place where a layer may stand."""
+"""Products by oneDNN against torch's own: the same numbers to rounding, in every place where a layer may stand; and
+which library makes them: by what is known of the processor alone, and once, equal on every start."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import drover.model.linear
-from drover.model.kernels import ByOnednn
-from drover.model.linear import Linear, add_weight_gradient, product
+from drover.model import linear
+from drover.model.linear import FASTER, ByOnednn, Linear, add_weight_gradient, by_onednn, product, vendor
 from tests.model.agreement import operators
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is without oneDNN")
 ONEDNN = "mkldnn::_linear_pointwise"
 
 
-@pytest.fixture(autouse=True, params=[ByOnednn(True, True), ByOnednn(True, False)], ids=["all", "with the weight"])
+@pytest.fixture(params=[ByOnednn(True, True), ByOnednn(True, False)], ids=["all", "with the weight"])
 def onednn(monkeypatch, request):
     """As on processors where it is the faster one: it gives right results on any."""
-    monkeypatch.setattr(drover.model.linear, "by_onednn", lambda: request.param)
+    monkeypatch.setattr(linear, "by_onednn", lambda: request.param)
     return request.param
 
 
@@ -40,9 +40,9 @@ def as_exact(x: torch.Tensor, outputs: int, last=torch.Tensor.sum) -> bool:
     return close(out, golden) and all(map(close, actual, torch.autograd.grad(last(golden), exact)))
 
 
-@pytest.mark.parametrize("shape", [(7,), (1,), (64,), (2, 5), (1, 1), (3, 1, 4)])
+@pytest.mark.parametrize("shape", [(7,), (1,), (2, 5), (3, 1, 4)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (1, 9), (9, 1), (17, 33)])
-def test_values_and_gradients(shape, inputs, outputs):
+def test_values_and_gradients(onednn, shape, inputs, outputs):
     upstream = random(*shape, outputs, seed=1)
     assert as_exact(random(*shape, inputs), outputs, lambda out: (out * upstream).sum())
 
@@ -50,20 +50,16 @@ def test_values_and_gradients(shape, inputs, outputs):
 WIDE = random(10, 32, seed=1)
 
 
-@pytest.mark.parametrize("x", [WIDE[:, ::2], WIDE[:, 16:], random(16, 10).T, random(1, 16).expand(10, 16)])
+@pytest.mark.parametrize("x", [WIDE[:, ::2], random(16, 10).T, random(1, 16).expand(10, 16)])
 @pytest.mark.parametrize("last", [
     torch.Tensor.sum, lambda out: (out.T.contiguous().T * 2).sum(), lambda out: out[:, ::2].sum()])
-def test_inputs_that_are_views_and_gradients_that_are_one_number_expanded_or_lie_across(x, last):
-    x = x.detach()
-    assert close(product(x, random(6, 16)), x.double() @ random(6, 16).double().T)
-    assert as_exact(x, 6, last)
+def test_inputs_that_are_views_and_gradients_that_are_one_number_expanded_or_lie_across(onednn, x, last):
+    assert as_exact(x.detach(), 6, last)
 
 
-def test_no_rows():
+def test_no_rows(onednn):
     layer = Linear(8, 4)
-    out = layer(torch.empty(0, 8, requires_grad=True))
-    assert out.shape == (0, 4)
-    out.sum().backward()
+    layer(torch.empty(0, 8, requires_grad=True)).sum().backward()
     assert layer.weight.grad.eq(0).all()
 
 
@@ -77,33 +73,45 @@ def test_onednn_is_what_runs_and_only_for_the_wanted_gradients(onednn):
     assert ran(layer, x.requires_grad_()) == (2 + onednn.of_weight, 1 - onednn.of_weight)
     layer.weight.requires_grad_(False)
     assert ran(layer, x) == (2, 0)
-    with torch.no_grad():
-        assert torch.equal(layer(x), product(x, layer.weight)) and not layer(x).requires_grad
 
 
 class Spread(torch.Tensor):
     """As tensors that are spread over ranks have a class of their own."""
 
 
-@pytest.mark.parametrize("change", [
-    torch.Tensor.double, torch.Tensor.bfloat16, lambda x: x.as_subclass(Spread), lambda x: x.to("meta")])
-def test_other_dtypes_and_kinds_of_tensors_stay_with_torch(change):
+@pytest.mark.parametrize("change", [torch.Tensor.double, lambda x: x.as_subclass(Spread), lambda x: x.to("meta")])
+def test_other_dtypes_and_kinds_of_tensors_stay_with_torch(onednn, change):
     x, weight = random(3, 8), random(4, 8)
     assert ONEDNN in operators(lambda: product(x, torch.nn.Parameter(weight)))
     assert ONEDNN not in operators(lambda: product(change(x), change(weight)))
-    assert Linear(8, 4).to(change(x).dtype).to(change(x).device)(change(x)).shape == (3, 4)
 
 
-def test_compiled_whole_and_equal():
+def test_compiled_and_equal(onednn):
     layer, x = Linear(8, 4), random(3, 8).requires_grad_()
     actual, expected = (torch.autograd.grad(call(x).square().sum(), (x, layer.weight)) for call in (
         torch.compile(layer, backend="aot_eager", fullgraph=True), layer))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
-def test_weight_gradients_add_up(rows):
-    gradient, x, total = random(rows, 6), random(rows, 16, seed=1), random(6, 16, seed=2)
+def test_weight_gradients_add_up(onednn):
+    gradient, x, total = random(5, 6), random(5, 16, seed=1), random(6, 16, seed=2)
     expected = total.double() + gradient.double().T @ x.double()
     add_weight_gradient(total, gradient, x)
     assert close(total, expected)
+
+
+@pytest.mark.parametrize(("maker", "capability"), [*FASTER, ("GenuineIntel", "AVX512"), ("", "AVX2")])
+def test_follows_the_table_and_what_was_not_measured_stays_with_torch(monkeypatch, maker, capability):
+    monkeypatch.setattr(linear, "vendor", lambda: maker)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert by_onednn.__wrapped__() == FASTER.get((maker, capability), ByOnednn(False, False))
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert by_onednn.__wrapped__() == ByOnednn(False, False)
+
+
+def test_the_vendor_as_linux_says_it(tmp_path):
+    description = tmp_path / "cpuinfo"
+    description.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 1\n")
+    assert vendor(description) == "AuthenticAMD"
+    description.write_text("processor\t: 0\nBogoMIPS\t: 243.75\n")  # ARM
+    assert vendor(description) == "" and vendor(tmp_path / "none") == ""

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,41 @@ import torch
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.training.set_up import ZBV_TORCH
 from tests.model.varlen_on_cpu import NAME
-from tests.parallel.crossing import covering, every, pairwise
 from tests.parallel.groups import REPOSITORY, run_case
 from tests.parallel.train_steps import train_steps
 from tests.tiny_models import DESCENDANT
+
+
+def every(factors):
+    """All combinations of the values of `factors` (name -> values), as dicts; the last factor changes fastest."""
+    return [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+
+
+def pairwise(factors):
+    """Combinations in which any two values of two factors meet at least once."""
+    return covering(every(factors), dict.items)
+
+
+def covering(candidates, options, cost=lambda candidate: 1):
+    """Few of the candidates, in which any two options meet that meet in one of all.
+
+    options: those of a candidate, as pairs of name and value. Each that is taken holds as many new pairs for its cost
+    as any. Greedy, without randomness: the same candidates give the same result.
+    """
+    left = [(candidate, pairs(options(candidate))) for candidate in candidates]
+    missing = set().union(*(held for _, held in left))
+    result = []
+    while missing:
+        best, held = max(left, key=lambda each: len(missing & each[1]) / cost(each[0]))
+        missing -= held
+        result.append(best)
+    return result
+
+
+def pairs(options):
+    """The pairs of options that meet."""
+    return set(combinations(options, 2))
+
 
 STORED = REPOSITORY / "tests/parallel/reference_losses.json"
 
@@ -93,28 +125,19 @@ fp8 = partial(case, precision="fp8", bound=2e-2, looser=10)
 by up to 1/16 each. Clipping multiplies by a norm in float32, of other sums."""
 
 LAYOUTS = [
-    case("accumulation 4", accumulation=4),
     case("FSDP2 x 2, accumulation 4", 2, accumulation=4),
     case("FSDP2 x 2, reshard=never, accumulation 2", 2, accumulation=2, reshard="never"),
     case("FSDP2 x 2, reduce=last, accumulation 4", 2, accumulation=4, reduce="last"),
-    case("FSDP2 x 4", 4),
     case("HSDP 2 x 2, accumulation 2", 4, accumulation=2, dp_replicate=2),
     case("HSDP 2 x 2, reduce=last, accumulation 2", 4, accumulation=2, dp_replicate=2, reduce="last"),
-    case("tensor parallel 2", 2, tp=2),
-    case("FSDP2 x tensor parallel 2 x 2", 4, tp=2),
     case("FSDP2 x tensor parallel 2 x 2, reduce=last, accumulation 2", 4, accumulation=2, tp=2, reduce="last"),
     case("replicas x tensor parallel 2 x 2", 4, tp=2, dp_replicate=2),
     muon("HSDP 2 x 2, accumulation 2, Muon", 4, accumulation=2, dp_replicate=2),
     muon("FSDP2 x tensor parallel 2 x 2, Muon", 4, tp=2),
-    z_loss("FSDP2 x 2, accumulation 2, z-loss", 2, accumulation=2),
     z_loss("tensor parallel 2, z-loss", 2, tp=2),
     z_loss("tensor parallel 2, aot_eager, z-loss", 2, tp=2, backend="aot_eager"),
-    descendant("FSDP2 x 2, accumulation 2, a descendant", 2, accumulation=2),
-    descendant("HSDP 2 x 2, a descendant", 4, dp_replicate=2),
-    descendant("tensor parallel 2, a descendant", 2, tp=2),
     descendant("FSDP2 x tensor parallel 2 x 2, a descendant", 4, tp=2),
     muon("tensor parallel 2, Muon, a descendant", 2, shape=DESCENDANT, tp=2),
-    pipelined("pipeline 2, accumulation 2", 2, accumulation=2),
     pipelined("pipeline 3, accumulation 4", 3, accumulation=4, pp=3),
     tied_pipelined("pipeline 4, accumulation 4, tied", 4, accumulation=4, pp=4),
     tied_pipelined("interleaved pipeline 2, accumulation 4, tied", 2, accumulation=4, **INTERLEAVED),
@@ -130,10 +153,8 @@ LAYOUTS = [
     pipelined("pipeline 2 x FSDP2 2, accumulation 4, bf16", 4, bound=1e-2, looser=10, precision="bf16",
               accumulation=4),
     descendant("pipeline 2, accumulation 4, a descendant", 2, accumulation=4, pp=2),
-    context("context parallel 2, accumulation 2", 2, accumulation=2),
     context("context parallel 4", 4, cp=4),
     context("context parallel 2 x FSDP2 2, reduce=last, accumulation 2", 4, accumulation=2, reduce="last"),
-    context("context parallel 2 x tensor parallel 2", 4, tp=2),
     tied_pipelined("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 4, tied", 8, accumulation=4, cp=2,
                    tp=2),
     pipelined("context parallel 2 x pipeline 2 x FSDP2 2, accumulation 2, Muon", 8, accumulation=2, cp=2,
@@ -141,29 +162,22 @@ LAYOUTS = [
     context("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 2, 50 steps", 8, steps=50,
             accumulation=2, pp=2, tp=2),
     context("context parallel 2 x FSDP2 2, Muon", 4, optimizer="muon"),
-    context("context parallel 2, z-loss", 2, z_loss=0.03),
     context("context parallel 4, a descendant", 4, cp=4, shape=DESCENDANT),
     checkpointed("all activations recomputed", activation_checkpointing="full"),
     checkpointed("selected activations kept", activation_checkpointing="selective"),
-    checkpointed("every second block recomputed", activation_checkpointing="full", recomputed_blocks=2),
     fp32("FSDP2 x 2, float32", 2),
     deepspeed("DeepSpeed ZeRO 1 x 2", zero_stage=1),
     deepspeed("DeepSpeed ZeRO 2 x 2, accumulation 2", accumulation=2, zero_stage=2),
     deepspeed("DeepSpeed ZeRO 3 x 2, accumulation 2", accumulation=2, zero_stage=3),
-    deepspeed("DeepSpeed ZeRO 1 x 2, optimizer state in host memory", zero_stage=1, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 2 x 2, optimizer state in host memory", zero_stage=2, offload="optimizer"),
-    deepspeed("DeepSpeed ZeRO 3 x 2, optimizer state in host memory", zero_stage=3, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", accumulation=2, zero_stage=3, offload="params"),
     deepspeed("DeepSpeed ZeRO 3 x 2, z-loss", zero_stage=3, z_loss=0.03),
     deepspeed("DeepSpeed ZeRO 3 x 2, a descendant", zero_stage=3, shape=DESCENDANT),
     deepspeed("DeepSpeed ZeRO 2 x 2, compiled", zero_stage=2, backend="aot_eager"),
     case("one process, bf16", 1, reference="one process, fp32", bound=2e-2, looser=5, precision="bf16"),
     bf16("FSDP2 x 2, bf16"),
-    bf16("FSDP2 x 2, reduce=last, accumulation 4, bf16", accumulation=4, reduce="last"),
-    bf16("tensor parallel 2, bf16", tp=2),
     bf16("context parallel 2, bf16", cp=2),
     bf16("tensor parallel 2, bf16, compiled, recomputed", tp=2, backend="aot_eager", activation_checkpointing="full"),
-    bf16("DeepSpeed ZeRO 1 x 2, bf16", engine="deepspeed", zero_stage=1),
     bf16("DeepSpeed ZeRO 2 x 2, bf16", engine="deepspeed", zero_stage=2),
     bf16("DeepSpeed ZeRO 3 x 2, bf16", engine="deepspeed", zero_stage=3),
     case("one process, fp8", 1, reference="one process, bf16", bound=2e-2, looser=10, precision="fp8"),

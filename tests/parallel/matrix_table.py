@@ -13,7 +13,7 @@ from textwrap import wrap
 
 import torch
 
-from drover.model.kernels import vendor
+from drover.model.linear import vendor
 from drover.pipeline.core.console import markdown
 from tests.parallel.groups import REPOSITORY, CaseError
 from tests.parallel.matrix import (

@@ -1,7 +1,5 @@
 """Selective checkpointing knows products by their names: whatever else a block computes, and compiled or not."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -102,10 +100,3 @@ def test_compiled_blocks_keep_by_name_too(kept, gained, bias):
     loss(model).backward()
     again = {*PRODUCTS, *(["gate"] * gained)} - {*kept, "w2"}
     assert products == [2 * (len(PRODUCTS) + gained) + len(again)]
-
-
-def test_nothing_is_noted_where_nothing_is_named():
-    """All is computed again: blocks are left as they are but for the checkpoint around them."""
-    block = (model := built(Sdpa())).layers[0]
-    checkpoint_activations(model, TrainConfig(activation_checkpointing="full"))
-    assert isinstance(block.forward, partial) and not isinstance(block.attention.wq.forward, partial)

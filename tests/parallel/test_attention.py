@@ -9,9 +9,7 @@ from drover.model.attention.backend import Where
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import attention
 from drover.pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
-from tests.conftest import needs_compiler, run_stage
 from tests.refusal import refused, table
-from tests.stages.training import events
 
 CPU = torch.device("cpu")
 
@@ -44,21 +42,3 @@ def test_newer_flash_kernels_are_used_where_gpu_and_packages_allow(monkeypatch, 
     else:
         assert choose_flash(name, device) == (OWN if taken == "own" else taken)
     assert activated == ([taken.upper()] if taken in ("fa3", "fa4") else [])
-
-
-TRACES = """
-from functools import partial
-import torch
-torch.compile = partial(torch.compile, backend="aot_eager")
-"""
-"""A plugin: blocks are traced, but nothing makes code of their graphs, which takes a minute."""
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_run_records_what_computes_its_attention_and_prints_a_fallback_once(fresh, tmp_path):
-    (tmp_path / "traces.py").write_text(TRACES)
-    result = run_stage("train", fresh, "train.steps=2", "train.warmup_steps=1", "train.sample_every=9",
-                       "train.compile=true", f"plugins=[{tmp_path}/traces.py]")
-    assert (result.stdout + result.stderr).count("so sdpa computes attention inside documents") == 1
-    assert [event["attention"] for event in events(fresh, "start")] == ["sdpa"]

@@ -5,15 +5,66 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drover.model.attention.backend import Documents
 from drover.pipeline.config.training import ParallelConfig
-from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, places
+from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, places, plan
 from drover.pipeline.parallel.grid import Grid
 from tests.model import test_backends
 from tests.model.test_backends import WAYS, inputs, numbered
 from tests.parallel.groups import run_case
 from tests.parallel.train_steps import exchanges
+from tests.refusal import refused
+
+
+def work(lengths, ranks):
+    """Pairs of query and key that each rank computes."""
+    result = plan(tuple(map(int, lengths)), ranks)
+    return [sum(int((end - begin) * (begin + end + 1 - 2 * document)) // 2
+                for document, begin, end, _ in result.segments(rank)) for rank in range(ranks)]
+
+
+@st.composite
+def rows(draw):
+    """(lengths of documents, ranks), the ranks dividing the row."""
+    ranks = draw(st.integers(1, 6))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 4), st.integers(1, 60)), min_size=1, max_size=12))
+    return (*lengths, ranks - sum(lengths) % ranks), ranks
+
+
+@given(rows())
+def test_every_token_is_on_one_rank_in_chunks_that_cut_each_document_evenly(row):
+    """And each rank has as many, in the row's order, of two chunks of each document: one from either end."""
+    lengths, ranks = row
+    result = plan(lengths, ranks)
+    assert result.places.shape == (ranks, sum(lengths) // ranks)
+    assert sorted(result.places.ravel()) == list(range(sum(lengths)))
+    assert (np.diff(result.places, axis=1) > 0).all(), "a rank's tokens are in the row's order"
+    assert sum(work(lengths, ranks)) == sum(length * (length + 1) // 2 for length in lengths), "each pair once"
+    sizes = np.diff(result.edges, axis=1)
+    assert (sizes.sum(axis=1) == lengths).all() and (sizes.max(axis=1) - sizes.min(axis=1) <= 1).all()
+    for rank in range(ranks):
+        assert [place for _, begin, end, _ in result.segments(rank) for place in range(begin, end)] == \
+            result.places[rank].tolist()
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(512, 8), (8192, 4)])
+def test_work_is_within_5_percent_of_even(length, ranks):
+    """Also where documents are equal, of one token, or short after a long one."""
+    lengths = np.random.default_rng(0).lognormal(np.log(100), 1.2, length).astype(int) + 1
+    ends = np.cumsum(lengths)
+    rows = [np.diff([0, *ends[ends < length], length]), [length * 3 // 4, *[1] * (length // 4)],
+            *([*[size] * (length // size), *[length % size] * (length % size > 0)] for size in (1, 3, 13, 100, 512))]
+    for row in rows:
+        pairs = np.array(work(row, ranks))
+        assert (abs(pairs / pairs.mean() - 1) <= 0.05).all()
+
+
+def test_a_row_that_does_not_come_out_even_is_refused():
+    refused(ValueError, "A row of 7 tokens cannot be split evenly over 2 ranks", plan, (3, 4), 2)
+
 
 ROWS = {
     "one document": ((48,), (48,)),
@@ -73,14 +124,3 @@ def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, ga
     Meanwhile queries are computed: one product forward, and two backward, of the input's gradient and the weight's."""
     result = run_case(2, exchanges, parallel={"cp": 2}, train={"activation_checkpointing": kept})
     assert result == {"attention": attention, "gathers": gathers, "sums": [2] * 3}
-
-
-@pytest.mark.slow
-def test_compiled_blocks_compute_gradients_of_weights_while_activations_gradients_are_exchanged():
-    """Under context parallelism all those that are known by then, with two of inputs; under tensor parallelism those of
-    the feed-forward, and of attention. Forward, and where gradients are gathered, the next product needs the sum."""
-    again = {"activation_checkpointing": "selective"}  # what is gathered again has the products that the sum had
-    for axis, train, gathers, sums in (("cp", {}, [1], [6]), ("tp", {}, [0], [0, 3, 4]),
-                                       ("cp", again, [1, 8], [1]), ("tp", again, [0, 5], [0, 2, 3])):
-        result = run_case(2, exchanges, backend="inductor", parallel={axis: 2}, train=train)
-        assert [sorted(set(result[kind])) for kind in ("gathers", "sums")] == [gathers, sums]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,8 +78,7 @@ def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
             settings(fp8_skip=["layers.*"]))
 
 
-@pytest.mark.parametrize(("name", "recipe"), [
-    ("llama3_8b", "rowwise"), ("llama3_8b", "tensorwise"), ("llama3.2_1b", "rowwise"), ("llama3_70b", "tensorwise")])
+@pytest.mark.parametrize(("name", "recipe"), [("llama3_8b", "tensorwise"), ("llama3.2_1b", "rowwise")])
 def test_small_leaves_out_what_torchao_leaves_out(name, recipe):
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
     model = PRESETS[name].model_copy(update={"vocab_size": 128256, "layers": 1})
@@ -89,50 +87,6 @@ def test_small_leaves_out_what_torchao_leaves_out(name, recipe):
     with torch.device("meta"):
         layers, keeps = dict(Llama(model).named_modules()), _auto_filter_for_recipe(recipe, [])
     assert all(keeps(layers[layer], layer) == (layer in result.converted) for layer in everything.converted)
-
-
-def rounded(values, axis, dtype=torch.float8_e4m3fn, power=True):
-    """float64 values after scaling to the largest of `dtype` by their largest along an axis (None: of all), rounding
-    and scaling back. power: scales are powers of two."""
-    largest = values.abs().amax(dim=(0, 1) if axis is None else axis, keepdim=True).clamp(min=1e-12)
-    scale = torch.finfo(dtype).max / largest
-    scale = (scale.log2().floor().exp2() if power else scale).float()
-    return (values.float() * scale).to(dtype).double() / scale
-
-
-def expected_products(recipe, x, weight, gradient):
-    """(output, gradient of the input, gradient of the weight) of a layer in fp8, by torchao's README. x: (tokens,
-    inputs); weight: (outputs, inputs); gradient: (tokens, outputs)."""
-    if recipe == "tensorwise":
-        x, weight = rounded(x, None, power=False), rounded(weight, None, power=False)
-        gradient = rounded(gradient, None, torch.float8_e5m2, power=False)
-        return x @ weight.T, gradient @ weight, gradient.T @ x
-    output = rounded(x, 1) @ rounded(weight, 1).T
-    if recipe == "rowwise":
-        return output, rounded(gradient, 1) @ rounded(weight, 0), rounded(gradient, 0).T @ rounded(x, 0)
-    return output, rounded(gradient, 1) @ rounded(weight, None), gradient.T @ x
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_layers_products_are_those_of_a_quantiser_of_our_own(recipe):
-    """Within the rounding of results to bfloat16; in bf16 they would differ by ten times as much."""
-    model, seen = converted(recipe), {}
-    for name, module in model.named_modules():
-        if name in division(CONFIG, settings()).converted:
-            module.register_forward_hook(lambda _, given, out, name=name: seen.update({name: [given[0], out]}))
-            module.register_full_backward_hook(lambda _, given, out, name=name: seen[name].extend((given[0], out[0])))
-    step(model)
-    assert len(seen) == 7
-    for name, tensors in seen.items():
-        module = model.get_submodule(name)
-        x, output, to_input, gradient, weight, to_weight = (
-            tensor.detach().double().flatten(0, -2) for tensor in (*tensors, module.weight, module.weight.grad))
-        plain = (x @ weight.T, gradient @ weight, gradient.T @ x)
-        for what, result, want, unrounded in zip(("output", "input", "weight"), (output, to_input, to_weight),
-                                                expected_products(recipe, x, weight, gradient), plain, strict=True):
-            far, apart = (float((result - other).norm() / other.norm()) for other in (want, unrounded))
-            assert far < 3e-3, (name, what, far)
-            assert apart > 1e-2 or (what == "weight" and recipe == "rowwise_with_gw_hp"), (name, what, apart)
 
 
 @pytest.mark.parametrize("recipe", [*slow(*RECIPES[:-1]), RECIPES[-1]])
@@ -150,13 +104,11 @@ def test_bits_are_equal_over_layouts(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("train", [{"activation_checkpointing": "full"}, {
-    "activation_checkpointing": "selective", "kept_activations": ["wo", "w3"]}], ids=["full", "selective"])
-def test_checkpointing_is_bit_equal_and_parameters_are_what_they_were(recipe, train):
+def test_checkpointing_is_bit_equal_and_parameters_are_what_they_were(recipe):
     """Names, order, shapes, type and gradients: what a checkpoint holds does not change."""
     plain, model, bf16 = converted(recipe), converted(recipe), Llama(CONFIG).bfloat16()
     initialise(bf16, CONFIG, seed=0)
-    checkpoint_activations(model, settings(**train))
+    checkpoint_activations(model, settings(activation_checkpointing="selective", kept_activations=["wo", "w3"]))
     assert torch.equal(step(model), step(plain)) and list(model.state_dict()) == list(bf16.state_dict())
     for (name, ours), theirs, before in zip(model.named_parameters(), plain.parameters(), bf16.parameters(),
                                             strict=True):
@@ -168,18 +120,10 @@ def test_checkpointing_is_bit_equal_and_parameters_are_what_they_were(recipe, tr
     rowwise -> [8, 9] -> capability 9.0; this one (a card) has 8.9. train.fp8_recipe=tensorwise would run here
     tensorwise -> [8, 0] -> needs a GPU of compute capability 8.9; this one (a card) has 8.0. Take
     rowwise -> [9, 0] -> taken
-    tensorwise -> [8, 9] -> taken
-    rowwise_with_gw_hp -> [12, 0] -> taken
-    rowwise -> "gfx90a:sramecc+" -> which this GPU (a card, gfx90a:sramecc+) does not have
-    rowwise -> "gfx942:sramecc+" -> taken
-    rowwise -> "gfx950" -> taken
     """, str, json.loads))
 def test_hardware_without_it_is_refused_with_the_reason(monkeypatch, recipe, card, words):
-    """NVIDIA's by their compute capability, AMD's by their kind."""
-    monkeypatch.setattr(torch.version, "hip", "7.0" if isinstance(card, str) else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(card))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=card))
     config = Config(train=settings(fp8_recipe=recipe))
     if words == "taken":
         refuse_without_fp8(config, GPU)

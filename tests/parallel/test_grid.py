@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from drover.pipeline.config.training import ParallelConfig
@@ -15,20 +14,6 @@ LAYOUT = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 def grids(**layout):
     world = math.prod(layout.values())
     return [Grid(Ranks(rank, world, torch.device("cpu")), ParallelConfig(**layout)) for rank in range(world)]
-
-
-def place(grid):
-    return (grid.pipeline_rank, grid.replica, grid.data_rank, grid.context_rank, grid.tensor_rank)
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, {"dp_shard": 3, "tp": 2}, {"pp": 3, "dp_replicate": 2}, {"cp": 4},
-                                    {"pp": 2, "dp_shard": 3, "cp": 2}])
-def test_every_rank_has_a_place_of_its_own_the_last_axis_first(layout):
-    result = [place(grid) for grid in grids(**layout)]
-    assert len(set(result)) == len(result) and result == sorted(result)
-    sizes = ParallelConfig(**layout).sizes(len(result))
-    assert [max(axis) + 1 for axis in zip(*result, strict=True)] == [
-        sizes.pipeline, sizes.replicate, sizes.replicate * sizes.shard, sizes.context, sizes.tensor]
 
 
 def test_ranks_that_see_the_same_samples_have_one_that_speaks():

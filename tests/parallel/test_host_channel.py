@@ -1,9 +1,9 @@
 """The channel of the hosts: a tree through the store, without a socket from every rank to every other."""
 
-import json
 import os
 import zlib
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,14 +15,40 @@ from drover.pipeline.parallel import host_channel
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.messages import encode
 from drover.pipeline.parallel.ranks import Ranks
-from tests.conftest import run_stage
-from tests.parallel.channel_case import talk
 from tests.parallel.groups import run_case
 from tests.refusal import refused
-from tests.stages.training import train_folder
 
 
-@pytest.mark.parametrize(("ranks", "arity"), [(5, 2), (5, 3), (5, 8)])
+def sockets():
+    """How many this process has open."""
+    result = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(str(name).startswith("socket:") for name in result)
+
+
+def talk(ranks, arity):
+    """Asserts on each rank that all hear what rank 0 says, that it hears all in order, long values too, and that nobody
+    opens a socket. The most values that were joined at once, and what was left in the store."""
+    before = sockets()
+    with mock.patch.object(host_channel, "ARITY", arity), mock.patch.object(host_channel, "MOST_BYTES", 1000):
+        channel, widest = HostChannel(ranks), []
+
+        def join(lists):
+            widest.append(len(lists))
+            return [value for part in lists for value in part]
+        assert channel.same(("go", ranks.rank)) == ("go", 0)
+        long = channel.joined([(ranks.rank, os.urandom(5000 * ranks.rank))], join)
+        heard, short = channel.same(long), channel.joined([ranks.rank], join)
+        assert sockets() <= before, "a rank has its connection to the store already"
+        everyone = ranks.gather((heard, max(widest, default=0)))
+    if ranks.is_rank_zero:
+        assert [rank for rank, _ in long] == short == list(range(ranks.world))
+        assert all(value == long for value, _ in everyone)
+    left = [key for key in channel._store.list_keys() if "drover/hosts" in key]
+    ranks.barrier()
+    return {"widest": max(most for _, most in everyone), "left": left}
+
+
+@pytest.mark.parametrize(("ranks", "arity"), [(5, 2), (5, 8)])
 def test_what_all_say_arrives_in_order_and_nothing_is_left(ranks, arity):
     assert run_case(ranks, talk, arity=arity) == {"widest": min(arity, ranks), "left": []}
 
@@ -54,17 +80,6 @@ def test_only_this_starts_message_for_this_place_is_read(channel, place, start):
     refused(MessageError, "its signature is wrong", channel.joined, 1, sum)
     channel._store.set("3.1", sign(f"{channel._name}/3.1", CONTENT))
     assert channel.joined(1, sum) == 5
-
-
-@pytest.mark.slow
-def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(fresh):
-    """However many weights and ranks there are; a comparison of replicas has one more. The saves after the second and
-    fourth step are written during the next ones, and what ranks say of them goes through the channel."""
-    run_stage("train", fresh, "train.hooks=[tests.parallel.channel_case:Counting]", "train.steps=6",
-              "train.validation_every=6", "train.sample_every=6", "train.checkpoint.every_steps=2",
-              "train.guards.replica_hash_every=3", "parallel.dp_replicate=2", "parallel.tp=2", ranks=4)
-    steps = json.loads((train_folder(fresh) / "calls.json").read_text())
-    assert steps[2] == ["all_reduce"] * 3 and steps[4] == ["all_reduce"] * 2
 
 
 def test_one_rank_alone_needs_no_store():

@@ -19,7 +19,7 @@ from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.data.chosen_documents import Chosen
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.evaluation.bits_per_byte import ValidationText
-from drover.pipeline.formats.shard_index import Entry, Index
+from drover.pipeline.formats.sharded_tensors import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.checkpoints import Marker, TrainingProgress
 from drover.pipeline.records.metrics import Rollback

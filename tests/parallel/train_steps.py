@@ -10,8 +10,6 @@ import numpy as np
 import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
 import torch.distributed as dist
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
 
 from drover.model.config import ModelConfig
@@ -23,8 +21,8 @@ from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel import compiling, reducing_stage
 from drover.pipeline.parallel.compiling import CALLS
 from drover.pipeline.parallel.context_parallel import part_of
+from drover.pipeline.parallel.fsdp import drawn
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.training.device import DTYPES
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.monitor import StepNorms
@@ -228,32 +226,17 @@ def reduced_early(ranks, torchs=False, **settings):
     return {**done, "begun": list(last.values()), "blocks": list(last)}
 
 
-def exchanges(ranks, backend=None, train=None, **settings):
-    """How many matrix products stand between each exchange of activations and the wait for it, in a step with varlen's
-    kernel for the CPU: of those that run, or of the code that inductor makes. `gathers`, `sums` of gradients; and how
-    often `attention` was computed forward."""
-    run = partial(train_steps, ranks, backend=backend, steps=1, train={"attention": NAME, **(train or {})}, **settings)
-    before = KERNEL_CALLS["forward"]
-
-    def built(engine):
-        engine.proven = True  # what no kernel has written may be zeros, which would stop training
-
-    if backend is None:
-        lines = operators(run)
-    else:
-        # Its order is wanted and no value: nothing compiles the kernels, which takes minutes.
-        with mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *given: nothing):
-            _, codes = run_and_get_code(partial(run, built=built))
-        lines = [line for code in codes for line in code.splitlines()
-                 if ".default(" in line or line.lstrip().startswith("extern_kernels.mm(")]
-    result, begun = {"gathers": [], "sums": []}, None
-    for line in lines:
-        if "all_gather_into_tensor" in line or "reduce_scatter_tensor" in line:
-            begun = result["gathers" if "all_gather" in line else "sums"]
+def exchanges(ranks, train=None, **settings):
+    """How many matrix products run between each exchange of activations and the wait for it, in a step with varlen's
+    kernel for the CPU: `gathers`, `sums` of gradients; and how often `attention` was computed forward."""
+    before, result, begun = KERNEL_CALLS["forward"], {"gathers": [], "sums": []}, None
+    for name in operators(partial(train_steps, ranks, steps=1, train={"attention": NAME, **(train or {})}, **settings)):
+        if "all_gather_into_tensor" in name or "reduce_scatter_tensor" in name:
+            begun = result["gathers" if "all_gather" in name else "sums"]
             begun.append(0)
-        elif "wait_tensor" in line:
+        elif "wait_tensor" in name:
             begun = None
-        elif begun is not None and ("aten::mm" in line or "extern_kernels.mm(" in line):
+        elif begun is not None and "aten::mm" in name:
             begun[-1] += 1
     return {**result, "attention": KERNEL_CALLS["forward"] - before}
 

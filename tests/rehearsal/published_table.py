@@ -14,7 +14,7 @@ from drover.pipeline.config.phases import BatchPlan, with_largest
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import markdown
 from drover.pipeline.parallel.stages import bubble
-from drover.pipeline.rehearsal.apart import rehearse_apart
+from drover.pipeline.rehearsal.fitting import rehearse_apart
 from drover.pipeline.rehearsal.memory import KINDS
 from drover.pipeline.rehearsal.report import ends_and_middle, fullest
 

@@ -1,24 +1,103 @@
-"""Rehearsals alone: what stands in for many micro-batches, what is found and refused, and the shipped large runs."""
+"""Rehearsals: against ranks that are there, by the same recorder on fakes and on gloo; what stands in for many
+micro-batches and for GPUs, what is found and refused, and the shipped large runs."""
 
+import contextlib
 import json
+import pickle
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.profiler import ProfilerActivity, profile
 
 from drover.launch.forecast import state_bytes_per_rank
+from drover.model import llama
+from drover.model.attention.backend import Documents, Where
+from drover.model.attention.module import Layout
 from drover.model.attention.sdpa import Sdpa
+from drover.model.attention.varlen import Varlen
+from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.tree import changed
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.rehearsal import fitting
-from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.rehearsal.fitting import fit_in_memory
+from drover.pipeline.rehearsal import fitting, step
+from drover.pipeline.rehearsal.fitting import fit_in_memory, rehearse_apart
 from drover.pipeline.rehearsal.report import ends_and_middle, lines
+from drover.pipeline.rehearsal.step import FLASH_KERNEL, as_on_gpus, on_gpus
 from drover.tools.rehearse import main
 from tests.conftest import REPOSITORY
+from tests.model.varlen_on_cpu import NAME, VarlenOnCpu
+from tests.parallel.conftest import groups_end  # noqa: F401 - a fixture of all
+from tests.parallel.groups import run_case
 from tests.refusal import refused
-from tests.rehearsal.measured import config_of
 from tests.rehearsal.published_table import PUBLISHED, row, table
+
+MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
+
+
+def config_of(**settings):
+    """A small run in bfloat16, of four sequences for each rank that has its own."""
+    model, train = {**MODEL, **settings.pop("model", {})}, settings.pop("train", {})
+    return Config.model_validate({"model": model, **settings, "train": {
+        "sequence_length": 512, "batch_tokens": 8 * 512, "micro_batch": 1, "precision": "bf16", "steps": 2,
+        "warmup_steps": 1, **train}})
+
+
+def measured(ranks, gpu=True, **settings):
+    """Of every rank, on rank 0; `allocated`: the most that torch's allocator had given out in a step, beyond what was
+    there before it. gpu: with the kernel of GPUs, by its stand-in, whose own temporaries no GPU has."""
+    config = config_of(**settings)
+    as_there = as_on_gpus(config.train) if gpu else contextlib.nullcontext()
+    with mock.patch.object(step, "FLASH_KERNEL", NAME), as_there:
+        decided, _, shape = step.rehearsable(config, ranks.world, gpu)
+        result = step.take_step(decided, shape, ranks, all_micro_batches=True).as_json()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watching:
+            step.take_step(decided, shape, ranks, all_micro_batches=True)
+    mine = pickle.dumps({**result, "allocated": most(watching)})  # its records are none that ranks tell each other
+    return {"ranks": [pickle.loads(part) for part in ranks.gather(mine)]}
+
+
+def most(watching):
+    """The largest sum of what was given less what was taken back."""
+    events = [event for event in watching.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = high = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        high = max(high, total)
+    return high
+
+
+CLOSE = 0.05
+
+
+@pytest.mark.parametrize("ranks, gpu, settings", [
+    (2, True, {"parallel": {}}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (4, False, {"parallel": {"pp": 2, "pp_schedule": "interleaved", "tp": 2}}),
+        (4, True, {"parallel": {"dp_replicate": 2, "reshard": "never"},
+                   "train": {"optimizer": "muon", "activation_checkpointing": "selective"}}),
+        (8, True, {"parallel": {"pp": 2, "cp": 2, "tp": 2}}))),
+], ids=["FSDP2", "pipeline x tensor", "HSDP, Muon", "pipeline x context x tensor"])
+def test_a_rehearsed_step_is_the_measured_one(ranks, gpu, settings):
+    """Calls and bytes of each collective in each group are equal, and so is the peak of memory, kind by kind; in a
+    pipeline, where it depends on how fast others are, to 5%. torch's allocator, which also counts what kernels take for
+    a moment, has no more than 5% more where the kernels are its own and gloo copies little."""
+    real_ranks = run_case(ranks, measured, "rehearsal", gpu=gpu, **settings)["ranks"]
+    looked_at = [0, ranks - 1]
+    rehearsed = rehearse_apart(config_of(**settings), ranks, looked_at, gpu=gpu, all_micro_batches=True)
+    for rank, fake in zip(looked_at, (one.as_json() for one in rehearsed), strict=True):
+        real = real_ranks[rank]
+        assert fake["collectives"] == real["collectives"]
+        assert sum(channel["calls"] for channel in fake["collectives"]) > 20
+        assert fake["kinds"] == real["kinds"] or "pp" in settings["parallel"]
+        assert fake["peak_bytes"] == sum(fake["kinds"].values()) == pytest.approx(real["peak_bytes"], rel=CLOSE)
+        if not gpu:
+            assert fake["peak_bytes"] == pytest.approx(real["allocated"], rel=CLOSE)
 
 
 class Waits(Sdpa):
@@ -87,11 +166,11 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch):
     assert fit(0.8)[1].endswith(". Take more ranks.")
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "tp": 2}], ids=["FSDP2", "pipeline x tensor"])
-def test_the_plans_estimate_is_about_what_a_step_holds_beside_activations(parallel):
+def test_the_plans_estimate_is_about_what_a_step_holds_beside_activations():
     """More than weights and moments, less than the peak; in a pipeline it counts gradients spread and whole, which are
     not there at the same time."""
-    config = config_of(model={"vocab_size": 512, "layers": 8}, train={"batch_tokens": 32 * 512}, parallel=parallel)
+    config = config_of(model={"vocab_size": 512, "layers": 8}, train={"batch_tokens": 32 * 512},
+                       parallel={"pp": 2, "tp": 2})
     [result] = rehearse_apart(config, 8, [0])
     held = result.peak.kinds
     estimate = state_bytes_per_rank(config, 8)
@@ -143,3 +222,69 @@ def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
     assert {channel["operation"] for channel in result["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert main(["--config", str(path), "--ranks", "3"]) == 2 == main([])
     assert "Give --config" in capsys.readouterr().err
+
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+
+
+class OnGpusOnly(Varlen):
+    """Somebody's kernel."""
+
+    def unsupported(self, where):
+        """See Backend."""
+        return "needs a GPU" if where.device.type == "cpu" else ""
+
+
+@pytest.mark.parametrize("name, where, expected", [
+    ("auto", Where(CPU, BF16, True, 128), FLASH_KERNEL),
+    ("auto", Where(CPU, FP32, True, 128), "sdpa"),
+    ("mine:Own", Where(CPU, BF16, True, 128), "mine:Own"),  # the engine says that there is none
+    (f"{__name__}:OnGpusOnly", Where(CPU, BF16, True, 128), FLASH_KERNEL),
+    (f"{__name__}:OnGpusOnly", Where(CPU, FP32, False, 128), "by_document"),
+])
+def test_a_rehearsal_takes_what_gpus_would(name, where, expected):
+    assert on_gpus(name, where)[0] == expected
+
+
+def test_what_could_not_run_there_is_refused():
+    refused(UserError, "needs bfloat16, not float32", on_gpus, "varlen", Where(CPU, FP32, False, 128))
+    refused(UserError, "'by_document' cannot be compiled", on_gpus, "by_document", Where(CPU, BF16, True, 128))
+    assert on_gpus("by_document", Where(CPU, BF16, False, 128)) == ("by_document", "")
+
+
+CONFIG = ModelConfig(dim=256, layers=1, heads=8, kv_heads=2, ffn_dim=896, vocab_size=512, context_length=512)
+
+
+def kept_bytes(call, *given):
+    """What autograd holds after a call of a block, beside its parameters and what all blocks share."""
+    held, (block, layout) = {}, given
+    shared = [*block.parameters(), layout.rotation.cos, layout.rotation.sin, layout.rotation.turns, *layout.prepared]
+    known = {tensor.untyped_storage().data_ptr() for tensor in shared if isinstance(tensor, torch.Tensor)}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            held[storage.data_ptr()] = tensor  # alive, so that no other takes its place
+        return tensor
+
+    x = torch.randn(1, 512, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(x, layout).sum().backward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+@pytest.mark.parametrize("shape", [{}, {"qk_norm": True, "qkv_bias": True}], ids=["Llama", "a descendant"])
+def test_a_rehearsed_block_keeps_what_a_compiled_one_would(shape):
+    torch._dynamo.reset()
+    model = llama.Llama(CONFIG.model_copy(update=shape)).bfloat16()
+    block, wide = model.layers[0], torch.float32
+    layout = Layout.of(model.rotary_table.at(torch.arange(512)[None], wide), VarlenOnCpu(),
+                       Documents(torch.zeros(1, 512, dtype=torch.int32), (512,)), torch.bfloat16)
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=lambda graph, inputs: graph,
+                           partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
+    compiled = kept_bytes(torch.compile(block.forward, backend=backend, fullgraph=True), block, layout)
+    with as_on_gpus(TrainConfig()):
+        assert kept_bytes(block, block, layout) == pytest.approx(compiled, rel=0.005)
+    silu = 512 * CONFIG.hidden * 2
+    with as_on_gpus(TrainConfig(compile=False)):
+        assert kept_bytes(block, block, layout) == pytest.approx(compiled + silu, rel=0.005)

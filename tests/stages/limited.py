@@ -12,7 +12,7 @@ from pathlib import Path
 IMPORTED = {"convert": ["transformers", "transformers.models.llama.modeling_llama",
                         "drover.pipeline.formats.comparison"],
             "evaluate": ["drover.pipeline.evaluation.placing", "drover.pipeline.parallel.forward_only",
-                         "drover.model.generate",
+                         "drover.model.generation.stream",
                          "drover.pipeline.training.rank_agreement"]}
 
 LARGE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}

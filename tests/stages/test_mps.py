@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drover.model import devices, rope
-from drover.model.attention.backend import Where
-from drover.model.attention.choosing import choose
+from drover.model.attention.backend import Where, choose
 from drover.model.llama import Llama
 from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel import ranks

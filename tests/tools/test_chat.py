@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from drover.model.generate import generate
+from drover.model.generation.stream import generate
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.tokenization.conversion import byte_tokenizer

@@ -16,7 +16,7 @@ from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.comparison import compare_folder
 from drover.pipeline.formats.weights import open_weights
-from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.parallel.fsdp import drawn
 from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.ready import open_tokenizer
 from drover.pipeline.training.initial_weights import (

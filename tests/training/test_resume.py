@@ -5,8 +5,7 @@ from unittest.mock import Mock
 import torch
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.shard_index import Index
-from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import Index, TensorShard, write_index, write_part
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.checkpoints import changed_code, continued, load
 from tests.refusal import refused

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from drover.model.generate import generate
+from drover.model.generation.stream import generate
 from drover.model.llama import Llama
 from drover.pipeline.config.training import FIRST, TrainConfig
 from drover.pipeline.training.monitor import Samples

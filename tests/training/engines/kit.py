@@ -6,8 +6,8 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import pack
+from drover.pipeline.parallel.fsdp import drawn
 from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.training.set_up import build_engine
 
 MODEL = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=48, vocab_size=64, context_length=32)
