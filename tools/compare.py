@@ -66,11 +66,11 @@ def work(options: argparse.Namespace) -> None:
     refuse_low(options, "limit", "batch", "length")
     if not options.tasks and options.validation is None:
         raise UserError("There is nothing to measure: give --tasks, --validation or both.")
+    tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
+    validation = None if options.validation is None else run_in(options.validation)
     if len(options.models) < 2 or len(set(options.models)) < len(options.models):
         raise UserError(f"--models takes two or more models, each once; these are "
                         f"{', '.join(map(str, options.models))}.")
-    tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
-    validation = None if options.validation is None else run_in(options.validation)
     paths = {str(path): deliverable(path) for path in options.models}
     from drover.pipeline.formats.weights import open_weights
 
