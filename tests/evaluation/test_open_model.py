@@ -47,14 +47,6 @@ def test_a_run_and_the_checkpoints_inside_of_it(models, tmp_path, monkeypatch):
     assert run_of(type(run)("step-00000002")).folder == run
 
 
-def test_the_tokenizer_of_a_run_may_be_another_runs(models, tmp_path):
-    first = write_run(tmp_path / "runs/first", {}, TOKENIZER)
-    second = write_run(tmp_path / "runs/second", models, None, reuse=str(first))
-    is_model(opened(second), models[7])
-    shutil.move(tmp_path / "runs", tmp_path / "moved")
-    is_model(opened(tmp_path / "moved/second/train/checkpoints/step-00000002"), models[2])
-
-
 def test_a_hugging_face_folder_has_its_own(models, tmp_path):
     folder = write_huggingface(tmp_path / "hf", models[2], TOKENIZER)
     is_model(opened(folder), models[2])

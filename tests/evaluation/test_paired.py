@@ -11,19 +11,6 @@ from drover.tools.compare import difference
 from tests.refusal import table
 
 
-def test_means_have_the_interval_of_their_standard_error():
-    chance = random.Random(1)
-    first = [chance.gauss(0, 1) for _ in range(50)]
-    second = [value + chance.gauss(0.1, 0.3) for value in first]
-    result = difference([(value, 1.0) for value in first], [(value, 1.0) for value in second])
-    apart = [late - early for early, late in zip(first, second, strict=True)]
-    assert result["difference"] == pytest.approx(sum(apart) / 50)
-    assert [result["low"], result["high"]] == pytest.approx(
-        stats.norm.interval(0.95, result["difference"], stats.sem(apart)), rel=1e-4)
-    assert scored([(value, 1.0) for value in first]) == pytest.approx(
-        {"value": sum(first) / 50, "stderr": stats.sem(first)})
-
-
 def ratio(items):
     return sum(value for value, _ in items) / sum(weight for _, weight in items)
 

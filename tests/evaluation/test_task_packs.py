@@ -6,7 +6,6 @@ import pytest
 
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.evaluation.harness import measure_task
-from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.evaluation.tasks import tasks_named
 from tests.data.source_files import write_jsonl
 from tests.evaluation.task_pack import FILES, write_pack
@@ -39,10 +38,6 @@ def results(pack, harness):
             for task in tasks_named(NAMES, [pack], "the test")}
 
 
-def test_all_forms_are_shown():
-    assert NAMES == ["capitals", "endings", "pages", "sums", "capitals_2shot"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_can_be_read_alone(results, pack, name):
     result = results[name]
@@ -56,12 +51,6 @@ def test_every_row_can_be_read_alone(results, pack, name):
     assert len(result["per_item"]["hashes"]) == len(data)
     if "capitals" in name:  # examples are no part of an item
         assert result["per_item"]["texts"][0] == "Question: What is the capital of France?\nAnswer: Paris"
-
-
-def test_bits_of_pages_are_those_of_their_items(results):
-    """With errors as of `scored`, which test_scores.py has by hand."""
-    pages = results["pages"]
-    assert pages["metrics"]["bits_per_byte"] == pytest.approx(scored(pages["per_item"]["metrics"]["bits_per_byte"]))
 
 
 def test_what_is_written_is_compared(results):

@@ -61,22 +61,6 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
     refused(UserError, "not a folder", input_files, config(tmp_path / "nowhere", "x"))
 
 
-def test_folders_that_go_while_tasks_are_looked_for_are_passed_over(tmp_path, monkeypatch):
-    """A run may lie among the tasks, and another rank of it renames its folders."""
-    write_planted(tmp_path / "tasks")
-    (tmp_path / "run/units.tmp").mkdir(parents=True)
-    scandir = os.scandir
-
-    def going(folder):
-        if Path(folder).name == "units.tmp":
-            Path(folder).rmdir()
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", going)
-    assert list(find_tasks([tmp_path])) == ["planted"]
-    assert not (tmp_path / "run/units.tmp").exists(), "it was looked into"
-
-
 def test_data_that_is_no_json_is_a_user_error(tmp_path):
     write_planted(tmp_path)
     (tmp_path / "planted.jsonl").write_text("{not json\n")

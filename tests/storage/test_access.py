@@ -1,10 +1,8 @@
 """How a store is found and entered: URLs, addresses, keys; what is told where that fails."""
 
-import json
 import os
 import re
 import sys
-from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.storage import clouds
 from drover.pipeline.storage.store import Missing, Store, preflight
-from tests.object_store import ROLE, SECRET, client
+from tests.object_store import SECRET
 from tests.refusal import refused, table
 
 CALLS = (lambda store: list(store.list()), lambda store: store.head("x"), lambda store: store.read("x"),
@@ -105,31 +103,6 @@ def test_keys_are_taken_from_the_files_of_other_programs_also_where_they_are_ren
         return [provider()[name] for name in ("access_key_id", "secret_access_key")], provider.config.get("region")
     assert keys_of(1, "mine") == (["mine-1", "x"], "us-east-7") and keys_of(2, "default") == (["default-2", "x"], None)
     refused(UserError, r"s3://bucket cannot be opened: .*\(absent\)", keys_of, 3, "absent")
-
-
-def test_keys_that_a_program_renews_are_asked_for_again_before_they_expire(nothing_set, tmp_path):
-    """botocore renews them when 15 minutes are left, so that these are handed out as they are."""
-    expires = datetime.now(UTC) + timedelta(minutes=16)
-    (tmp_path / "keys").write_text(json.dumps({"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b",
-                                               "SessionToken": "c", "Expiration": expires.isoformat()}))
-    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/keys\n")
-    nothing_set.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    nothing_set.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "absent"))
-    keys = clouds.client("s3://bucket").credential_provider()
-    assert keys["token"] == "c" and keys["expires_at"] <= expires
-
-
-@pytest.mark.slow
-def test_temporary_keys_are_used_with_their_token(seaweed, monkeypatch):
-    keys = client(seaweed.endpoint, "sts").assume_role(RoleArn=ROLE, RoleSessionName="drover")["Credentials"]
-    store = Store(seaweed.url)
-    for name, value in (("ACCESS_KEY_ID", "AccessKeyId"), ("SECRET_ACCESS_KEY", "SecretAccessKey")):
-        monkeypatch.setenv(f"AWS_{name}", keys[value])
-    refused(UserError, f"{seaweed.url}.*refused", store.put, "x", b"1")
-    monkeypatch.setenv("AWS_SESSION_TOKEN", keys["SessionToken"])
-    preflight(store)
-    store.put("x", b"1")
-    assert store.read("x") == b"1" and [entry.path for entry in store.list()] == ["x"]
 
 
 def test_keys_that_have_expired_are_told_as_such(moto_server):

@@ -110,15 +110,6 @@ def test_shards_are_those_of_the_same_files_on_a_disk(tmp_path, files, checking,
     assert run(remote) == 0 and "up to date" in capsys.readouterr().out, "finished work stands when the store is gone"
 
 
-@pytest.mark.slow
-def test_shards_do_not_depend_on_processes_or_how_files_are_named(tmp_path, files, moto_server):
-    upload(files, Store(moto_server.url))
-    remote, folder = (config_for(tmp_path / name, url) for name, url in (("two", moto_server.url),
-                                                                         ("folder", f"file://{files}")))
-    assert run(remote, "launch.processes=2") == run(folder) == 0
-    same_outputs(remote, folder)
-
-
 def units_of(bucket, files, name, **settings):
     """Put a file into a bucket, and plan to read it."""
     Store(bucket.url).put(name, files / name)

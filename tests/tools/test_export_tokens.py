@@ -1,8 +1,6 @@
 """Token shards in other programs' layouts: every document read back in order, by a reader of the published layout."""
 
-import os
 import shutil
-import signal
 import struct
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from drover.pipeline.core.files import read_json, sha256_file
 from drover.tools import megatron
 from drover.tools.export_tokens import main
 from drover.tools.megatron import MANIFEST
-from tests.cut_off import cut_off
 from tests.refusal import printed
 from tests.token_shards import shards_in
 from tests.tools.traced import make_traced
@@ -83,28 +80,6 @@ def test_datasets_reads_the_token_shards_themselves(run):
     documents = [document for source in ("web", "notes") for document in documents_of(run, "train", source)]
     assert sorted((row["key"].hex(), row["bytes"], row["tokens"]) for row in rows) == sorted(
         (key, size, tokens.tolist()) for key, size, tokens in documents)
-
-
-def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_continues(run, tmp_path, exported, monkeypatch):
-    """What else may be at the target, or may have been started there, is tested with the weights (test_weights.py)."""
-    out, calls = tmp_path / "out", []
-
-    def written(content, path, inner=megatron._write):
-        calls.append(path.name)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return inner(content, path)
-    with monkeypatch.context() as patch:
-        patch.setattr(megatron, "_write", written)
-        assert cut_off(lambda: exported(run, out), tmp_path, -1) == -signal.SIGKILL
-    assert not out.exists()
-    (tmp_path / "out.partial/web.bin").write_bytes(b"torn")
-    assert "continuing: 2 of 4 files" in exported(run, out)
-    exported(run, tmp_path / "whole")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-    assert "exists already, with these tokens" in exported(run, out)
 
 
 def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):

@@ -131,12 +131,6 @@ def test_a_long_text_is_divided_into_documents(notes, monkeypatch):
     assert {kind.separator for kind in look(notes).sources} == {"\n", "\r\n\r\n"}
 
 
-def test_of_many_files_some_are_opened(notes, monkeypatch):
-    monkeypatch.setattr(survey, "OPENED", 2)
-    result = look(notes)
-    assert result.files == 6 and "4 of 7 files were opened" not in result.remarks and "5 of 7" in result.remarks[-1]
-
-
 def test_few_files_are_a_corpus_with_held_out_text(notes):
     assert main([str(notes), "--minutes", "1"]) == 0
     config = load_config("my-notes.yaml")

@@ -36,16 +36,6 @@ def test_a_skipped_step_and_samples_that_were_left_out(capsys, recorded):
     assert shown(capsys, recorded, "--samples 192 195") == ("samples [192, 195)\n", [192, 193, 194])
 
 
-def test_steps_undone_by_a_rollback_are_shown_as_they_will_be(capsys, tmp_path, encoded):
-    cut = Recorded(tmp_path / "mini", encoded, kills=(), stop_after=0)
-    while cut.attempt(13):
-        pass  # ends at the first rollback
-    cut.write()
-    assert cut.lines[-1]["samples"] == [192, 208]
-    head, numbers = shown(capsys, cut, "--step 13")
-    assert "done 12 steps" in head and numbers == list(range(208, 224))
-
-
 @pytest.mark.parametrize(("arguments",), table("""
     --step 0
     --samples 5 5""", shlex.split))

@@ -1,7 +1,6 @@
 """One changed byte anywhere in a run is found, and the file named; a run that nobody touched is in order."""
 
 import json
-import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,12 +28,10 @@ from drover.tools.verify import (
     OTHERS,
     SIZED,
     WENT,
-    FileCheck,
     Inventory,
     Report,
     check_ledger,
     check_record,
-    check_source,
     main,
     share_of,
     verify,
@@ -240,17 +237,6 @@ def test_a_file_of_a_stage_that_is_not_known_is_listed_and_never_wrong(tmp_path)
     write_json(tmp_path / "words/words.json", {"sha256": "0" * 64})
     report = verify(tmp_path)
     assert not report.problems and report.notes[OTHERS] == [str(tmp_path / "words/words.json")]
-
-
-@pytest.mark.parametrize(("make", "size", "expected"), [
-    (lambda path: path.symlink_to("/dev/zero"), 0, "it is not a regular file"),
-    (os.mkfifo, 0, "it is not a regular file"),
-    (lambda path: path.write_bytes(b"x" * 10), 9, "it has 10 bytes instead of 9; the stage shard read it as a/b"),
-    (OTHERWISE["hole"], 9, "it has 4,398,046,511,104 bytes instead of 9; ")])
-def test_an_input_that_cannot_be_what_was_read_is_not_hashed(tmp_path, make, size, expected):
-    make(path := tmp_path / "source")
-    record = {"name": "a/b", "bytes": size, "sha256": "0" * 64, "mtime_ns": 0}
-    assert expected in FileCheck(path, "", check_source, (record, "shard"))()
 
 
 @pytest.mark.parametrize(("kind", "expected"), [
