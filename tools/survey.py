@@ -1,6 +1,6 @@
 """What text a folder holds, in which kinds of files, and which files hold none: for `drover init`.
 
-A kind is what a source of `kind: files` reads with one set of settings. Each file is opened, or of very many some.
+A kind is what a source of `kind: files` reads with one set of settings. Each file is opened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, name_
 
 PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
-OPENED = 20_000
-"""Of more files with one ending, so many are opened. The others count as what the one before them is."""
 READ = 1 << 24
 """Bytes of a text file that are read."""
 RECORDS = 100
@@ -44,8 +42,8 @@ PROSE = 100
 LONG_BYTES = 100e6
 """Text files of more bytes are divided into documents: they would be rejected (shard.max_document_mb) or take much
 memory."""
-MOST_REASONS = 20
-"""So many reasons to leave out files are named."""
+PROMPTS = 3
+"""The beginnings of so many files are proposed as prompts."""
 UNICODE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
            (codecs.BOM_UTF16_BE, "utf-16"))
 """The encodings that byte order marks show."""
@@ -100,48 +98,46 @@ class NoTextError(Exception):
     """Why a file is left out."""
 
 
-@dataclass
-class _Files:
-    """What is in the files: those of each kind, those without text by the reason, the number of files that were opened,
-    and the beginnings of some."""
-
-    kinds: dict[FileKind, list[Path]] = field(default_factory=lambda: defaultdict(list))
-    left_out: dict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
-    opened: int = 0
-    beginnings: list[tuple[Path, str]] = field(default_factory=list)
-
-
 def look(folder: Path) -> Corpus:
-    """The text in a folder. UserError if there is none."""
+    """The text in a folder. UserError if there is none, or a folder in it cannot be read."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder. Give the folder that holds your text files.")
     folder = folder.resolve()
-    closed = list[OSError]()
-    paths = sorted(files_below(folder, closed.append))
+    paths = sorted(files_below(folder, _refuse))
     tests = _test_split(paths, folder)
-    files = _by_kind([path for path in paths if path not in tests])
-    left_out = files.left_out
-    if tests:
-        left_out["a test split, by its name: what a model is tested on, it should not learn"] = sorted(tests)
-    for error in closed:
-        left_out[f"it cannot be read: {error.strerror}"].append(Path(error.filename))
-    remarks = list(_reasons(left_out, folder))
-    if not files.kinds:
+    kinds = defaultdict[FileKind, list[Path]](list)
+    left_out = defaultdict[str, list[Path]](list)
+    guesses = defaultdict[str, Counter[str]](Counter)
+    prompts = list[str]()
+    for path in paths:
+        if path in tests:
+            left_out["a test split, by its name: what a model is tested on, it should not learn"].append(path)
+            continue
+        try:
+            kind, text = _kind(path, guesses[_ending(path)])
+        except NoTextError as reason:
+            left_out[str(reason)].append(path)
+            continue
+        kinds[kind].append(path)
+        if len(prompts) < PROMPTS:
+            prompts += _prompt(text)
+    reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
+    remarks = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons]
+    if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads .txt, .md, .rst, .tex, .py, "
                                      f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.",
                                      *remarks]))
-    kinds = dict(sorted(files.kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
+    sorted_kinds = dict(sorted(kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
     remarks += [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
-                for kind, own in kinds.items() if not kind.encoding.startswith("utf")]
-    if files.opened < len(paths) - len(tests):
-        remarks.append(f"{files.opened:,} of {len(paths) - len(tests):,} files were opened")
-    prompts = [prompt for _, text in sorted(files.beginnings) for prompt in _prompt(text)][:3]
-    empty = set(left_out.get(EMPTY, ()))  # patterns may match them: nothing is read of them
-    matchable = [path for path in paths if path not in empty]
-    matchable += [Path(error.filename, f"a{ending}") for error in closed for ending in {*map(_ending, paths)}]
+                for kind, own in sorted_kinds.items() if not kind.encoding.startswith("utf")]
+    empty = set(left_out[EMPTY])  # patterns may match them: nothing is read of them
     size = sum(_text_bytes(path) for own in kinds.values() for path in own)
-    return Corpus(folder, _patterns(folder, matchable, kinds), sum(map(len, kinds.values())), int(size), prompts,
-                  remarks)
+    return Corpus(folder, _patterns(folder, [path for path in paths if path not in empty], sorted_kinds),
+                  sum(map(len, kinds.values())), int(size), prompts, remarks)
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away.")
 
 
 def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
@@ -149,35 +145,6 @@ def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
     words = {path: set(re.split(r"[\W\d_]+", path.relative_to(folder).as_posix().lower())) for path in paths}
     return {path for path, own in words.items() if own & {"test", "testing", "eval", "evaluation"}} \
         if any("train" in own for own in words.values()) else set()
-
-
-def _reasons(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator[str]:
-    """Lines on the files that are left out, by reason, the commonest first."""
-    reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
-    yield from (f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS])
-    if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
-        yield f"left out for other reasons: {_shown(more, folder)}"
-
-
-def _by_kind(paths: Sequence[Path]) -> _Files:
-    """What is in the files."""
-    files, of_ending = _Files(), defaultdict[str, list[Path]](list)
-    for path in paths:
-        of_ending[_ending(path)].append(path)
-    for own in of_ending.values():
-        guesses = Counter[str]()
-        step = -(-len(own) // OPENED)
-        for at in range(0, len(own), step):
-            files.opened += 1
-            try:
-                kind, text = _kind(own[at], guesses)
-            except NoTextError as reason:
-                files.left_out[str(reason)] += own[at:at + step]
-                continue
-            files.kinds[kind] += own[at:at + step]
-            if at < 3 * step:
-                files.beginnings.append((own[at], text[:200]))
-    return files
 
 
 def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
@@ -205,7 +172,7 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
         if form != "txt":
             header = next(iter(text.splitlines()), "")
             return _records_kind(path, form, encoding, _delimiter(path, header) if form == "csv" else None)
-        _refuse_mistaken(Input(Piece.of(path), encoding), form)
+        _refuse_mistaken(path, form, encoding)
         separator = None
         if _text_bytes(path) > LONG_BYTES:
             separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
@@ -214,8 +181,8 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
         raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _refuse_mistaken(file: Input, form: str) -> None:
-    if (instead := mistaken(file, form)[0]) is not None:
+def _refuse_mistaken(path: Path, form: str, encoding: str) -> None:
+    if (instead := mistaken(Input(Piece.of(path), encoding), form)[0]) is not None:
         raise NoTextError(instead)
 
 
@@ -227,7 +194,7 @@ def _delimiter(path: Path, header: str) -> str | None:
 
 def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, str]:
     """The kind of a file of records, and the text of the first one."""
-    _refuse_mistaken(Input(Piece.of(path), encoding), form)
+    _refuse_mistaken(path, form, encoding)
     records = _records(path, encoding, delimiter)
     lists = list(_lists(records[0])) if len(records) == 1 else []
     try:
@@ -245,7 +212,7 @@ def _records(path: Path, encoding: str, delimiter: str | None, text_field: str =
     """The first records of a file; NoTextError if there is none, or one cannot be read."""
     source = FilesSource(kind="files", name="a", paths=[str(path)], text_field=text_field, encoding=encoding,
                          delimiter=delimiter)
-    records = []
+    records = list[Any]()
     for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
         if isinstance(item, Rejection):
             raise NoTextError(f"a record cannot be read: {item.reason}")

@@ -110,19 +110,15 @@ def test_a_test_split_and_descriptions_of_data_sets_are_left_out(tmp_path, files
     assert {name for name, _ in input_files(config_of(source))} & {f"s/{name}" for name in left_out} == set()
 
 
-def test_a_folder_that_is_closed_is_left_out_by_name(notes, monkeypatch):
+def test_a_folder_that_is_closed_is_refused_by_name(notes, monkeypatch):
     (notes / "deep/closed").mkdir(parents=True)
-    (notes / "deep/a.md").write_text("a")
 
     def scan(folder, real=os.scandir):
         if Path(folder).name == "closed":
             raise PermissionError(errno.EACCES, "Permission denied", folder)
         return real(folder)
     monkeypatch.setattr(os, "scandir", scan)
-    result = look(notes)
-    assert result.files == 7 and "left out: deep/closed: it cannot be read: Permission denied" in result.remarks
-    refused(UserError, "deep/closed cannot be read: Permission denied. Make it readable", input_files,
-            config_of(files_source(notes / "**/*.md")))
+    refused(UserError, "deep/closed cannot be read: Permission denied. Make it readable", look, notes)
 
 
 def test_a_long_text_is_divided_into_documents(notes, monkeypatch):
