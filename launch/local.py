@@ -15,9 +15,8 @@ from pathlib import Path
 
 from drover.launch.checks import refuse_changed
 from drover.launch.devices import MASKS, smi, visible_gpus
-from drover.launch.job.host import Host, StepEnd, process_end
+from drover.launch.job.host import Host, JobSpec, StepEnd, process_end
 from drover.launch.job.runner import Runner
-from drover.launch.job.spec import JobSpec
 from drover.launch.plan import Job, Machine, Options
 from drover.launch.processes import Each, Environment, run_local, show, stop_requests
 from drover.launch.slurm.scheduler import NoScheduler
@@ -48,10 +47,11 @@ class LocalHost(Host):
         """The output goes to the terminal too."""
         group = run_local(command, environment, each, spec.stage, self.requests, spec.ranks, folder / ONE_PROCESS)
         end = process_end(group.status)
-        if not spec.ranks or not group.failed:
-            return end
-        rank, cause = group.failed[0][0], end.cause or f"exited with exit code {end.status}"
-        return replace(end, rank=rank, cause=f"rank {rank} on {self.nodes[0]}: {cause}")
+        if spec.ranks and group.failed:
+            rank = group.failed[0][0]
+            how = end.cause or f"exited with exit code {end.status}"
+            end = replace(end, rank=rank, cause=f"rank {rank} on {self.nodes[0]}: {how}")
+        return end
 
     def say(self, text: str, *, quiet: bool = False) -> None:
         """Write to the log and to the terminal."""
@@ -105,15 +105,14 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, requests: list[in
     host = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
                      (platform.node(),), None, NoScheduler(), requests, log=log)
     runner = Runner(_spec(run, job, chain), host)
-    status = runner.run()
-    decision = runner.decision
-    if decision and decision.status == "done":
+    decision = runner.run()
+    if decision.status == "done":
         return 0
-    if requests or (decision and decision.status == "preempted"):
+    if requests or decision.status == "preempted":
         show(sys.stderr, f"\nstopped in {job.stage}; {again}")
         return INTERRUPTED
-    if decision is None or runner.last is None:  # nothing was started: `launch/stop` exists
-        return status
+    if runner.last is None:  # nothing was started: `launch/stop` exists
+        return 1
     folder, end = runner.last
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from drover.launch.job.spec import JobSpec
+from drover.launch.job.host import JobSpec
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.kinds import plugin_folders
 from drover.pipeline.config.launching import ArrayResources, Container, LaunchConfig, Resources

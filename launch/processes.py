@@ -17,8 +17,9 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -26,7 +27,6 @@ from typing import IO
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.console import Say as Say
 from drover.pipeline.core.console import echo
-from drover.pipeline.core.errors import UserError
 
 Environment = Mapping[str, str]
 Each = Callable[[], bool]
@@ -107,17 +107,14 @@ def free_port() -> int:
     """
     while _reserved:
         _reserved.pop().close()
-    for port in random.SystemRandom().sample(PORTS, 100):
+    while True:
         probe = socket.socket()
         _reserved.append(probe)
-        try:
+        port = random.SystemRandom().choice(PORTS)
+        with suppress(OSError):
             probe.bind(("", port))
-        except OSError:
-            continue
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rank sets it too, and can bind the same port
-        return port
-    raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on. Find "
-                    f"out what uses them (ss -ltn), or leave the node out (launch.exclude).")
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rank sets it too, and can bind it then
+            return port
 
 
 def show(target: IO[str], text: str) -> None:
@@ -166,49 +163,41 @@ def meeting(address: str, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), SECRET: secrets.token_hex(32)}
 
 
+@dataclass
 class ProcessGroup:
     """Processes that end together.
 
-    Args:
-        running: the started processes, by rank.
-        stage: its name in messages about stopping it; empty: no messages.
-        stop_signals: requests to stop, in order of arrival; the list may grow. The first asks the processes to
-            save and end, the second kills them.
-        readers: threads that read their output. They are started here.
-
-    Attributes:
-        failed: ranks that failed, with their exit statuses, in order of failure.
-        killed: whether they had to be killed because they did not end after SIGTERM.
+    running: the started processes, by rank.
+    stage: its name in messages about stopping it; empty: no messages.
+    stop_signals: requests to stop, in order of arrival; the list may grow. The first asks the processes to save and
+    end, the second kills them.
+    failed: ranks that failed, with their exit statuses (128 + n for signal n), in order of failure.
+    killed: whether they had to be killed because they did not end after SIGTERM.
     """
 
-    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", stop_signals: Sequence[int] = (),
-                 readers: Sequence[threading.Thread] = ()) -> None:
-        self.stage = stage
-        self.stop_signals = stop_signals
-        self._running = dict(enumerate(running))
-        self._readers = readers
-        self.failed: list[tuple[int, int]] = []
-        self.killed = False
-        self._until = math.inf
-        for reader in readers:
-            reader.start()
+    running: dict[int, subprocess.Popen[bytes]]
+    stage: str = ""
+    stop_signals: Sequence[int] = ()
+    failed: list[tuple[int, int]] = field(default_factory=list)
+    killed: bool = False
+    _until: float = math.inf
 
     @property
     def status(self) -> int:
-        """The exit status of the first that failed (128 + n for signal n), or 0."""
+        """The exit status of the first that failed, or 0."""
         return self.failed[0][1] if self.failed else 0
 
-    def run(self, each: Each = lambda: True) -> None:
-        """Wait until all have ended, and for the rest of their output. If one fails, the others are ended.
+    def run(self, each: Each) -> None:
+        """Wait until all have ended. If one fails, the others are ended.
 
         each: called again and again; returning False ends the processes.
         """
         handled = 0
-        while self._running:
+        while self.running:
             time.sleep(POLL_S)
-            ended = {rank: status for rank, process in self._running.items() if (status := process.poll()) is not None}
+            ended = {rank: status for rank, process in self.running.items() if (status := process.poll()) is not None}
             for rank in sorted(ended, key=lambda rank: ended[rank] >= 0):  # a killed one made the others fail
-                del self._running[rank]
+                del self.running[rank]
                 if status := ended[rank]:
                     self.failed.append((rank, status if status > 0 else 128 - status))
                     self._end_within(BROKEN_S)
@@ -222,16 +211,14 @@ class ProcessGroup:
                 self._end_within(KILL_S)
             if time.monotonic() > self._until:
                 self.killed = True
-                for process in self._running.values():
+                for process in self.running.values():
                     kill_group(process.pid)
-        for reader in self._readers:
-            reader.join(1)  # a grandchild that keeps the pipe open cannot hold us up
 
     def _end_within(self, seconds: float) -> None:
         """Ask the processes to end within that time, unless they have less time already."""
         if time.monotonic() + seconds < self._until:
             self._until = time.monotonic() + seconds
-            for process in self._running.values():  # SIGTERM: Python would answer SIGINT with a traceback
+            for process in self.running.values():  # SIGTERM: Python would answer SIGINT with a traceback
                 process.terminate()
 
 
@@ -252,9 +239,13 @@ def run_local(command: Sequence[str], environment: Environment, each: Each = lam
     with open(log, "ab", buffering=0) as log_file:
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, log_file), daemon=True)
                    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
-        group = ProcessGroup([started(command, {**environment, **variables}, out, errors) for variables in own],
-                      stage, stop_signals, readers)
+        running = [started(command, {**environment, **variables}, out, errors) for variables in own]
+        for reader in readers:
+            reader.start()
+        group = ProcessGroup(dict(enumerate(running)), stage, stop_signals)
         group.run(each)
+        for reader in readers:
+            reader.join(1)  # a grandchild that keeps the pipe open cannot hold us up
     return group
 
 

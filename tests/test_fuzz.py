@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from drover.launch.commands import cancel, logs, stop
-from drover.launch.job.joblock import JobLock
-from drover.launch.job.spec import JobSpec
+from drover.launch.job.host import JobSpec, holder_of
 from drover.launch.job.task import trusted_spec
 from drover.launch.slurm.chain import read_chains
 from drover.launch.slurm.nodes import failures
-from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.status import main as status
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config, shape_in
@@ -144,7 +142,7 @@ def _read_states(folder):
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
     start_or_empty(folder)
-    JobLock(folder, "encode", "16", 0, NoScheduler()).holder()
+    holder_of(folder / "launch" / "encode.lock")
     read_start(folder)
 
 

@@ -11,20 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from drover.launch.job.host import StepEnd
-from drover.launch.job.spec import JobSpec
+from drover.launch.job.host import JobSpec, StepEnd
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.errors import UserError
 
-Action = Literal["leave", "restart", "requeue", "stop"]
-TERMINATED = 143
-"""Exit status of a runner after a request to end (128 + SIGTERM)."""
-FRUITLESS = ("crashed", "hung")
 REQUEUED = "requeued"
 """Status of a start that Slurm ended and queued again, and nothing failed: a preemption, `scontrol requeue`."""
-MOST_REQUEUED = 20
-"""So many in a row that brought no new checkpoint end the stage as well: a node that dies and is back at once looks the
-same."""
 
 
 @dataclass(frozen=True)
@@ -56,104 +48,71 @@ class Outcome:
 class Decision:
     """What to do, and why.
 
-    action: `leave` ends the job well, `stop` badly. exit_status: of the job, should it end.
+    action: `leave` ends the job well, `stop` badly.
     final: the stage's state is to become `failed`, so that no later link tries again.
     """
 
-    action: Action
+    action: Literal["leave", "restart", "requeue", "stop"]
     status: str
     reason: str
-    exit_status: int = 0
     final: bool = False
 
 
-STOPPED = Decision("stop", "preempted", "a request to end came (cancelled, or at its time limit)", TERMINATED)
+STOPPED = Decision("stop", "preempted", "a request to end came (cancelled, or at its time limit)")
 
 
 def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     """What follows from a start's end."""
-    state, end, cause = outcome.state, outcome.end, outcome.end.cause
+    state, end = outcome.state, outcome.end
     status = state.status if state else None
     # Without a record in this start, a stage that ended well was done before and did nothing. One that failed before
     # its first record may have an old manifest, which it was about to replace.
     if outcome.committed and (status in ("done", "running") or (status is None and end.status == 0)):
         return Decision("leave", "done", "done")
     if state and status == "failed":
-        return Decision("stop", "failed", state.reason or "the stage gave up", 1)
+        return Decision("stop", "failed", state.reason or "the stage gave up")
     if state and status == "preempted":
         return _preempted(state, spec, stopping=outcome.stopping)
-    if outcome.stopping and end.lost:
-        return Decision("stop", "crashed", f"{cause}, and a request to end came", TERMINATED)
     if outcome.stopping:
-        return STOPPED
+        return Decision("stop", "crashed", f"{end.cause}, and a request to end came") if end.lost else STOPPED
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
     if end.exit_code == UserError.exit_status and not outcome.again:
-        return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)
+        return Decision("stop", "failed", end.cause or "the stage refused to start", final=True)
     failure = "hung" if outcome.hang else "crashed"
-    reason = outcome.hang or cause or (f"ended with exit status {end.status} without a word" if end.status else
-                                       _did_nothing(spec))
+    reason = outcome.hang or end.cause or (f"ended with exit status {end.status} without a word" if end.status else
+                                           _did_nothing(spec))
     if outcome.fruitless > spec.max_restarts:
-        return _given_up(failure, outcome.fruitless, reason, spec, spec.max_restarts)
+        return _given_up(failure, reason, outcome.fruitless, spec)
     if (end.started or outcome.others) and not end.abandoned:
         return Decision("restart", failure, reason)
-    return _requeue(Decision("requeue", failure, reason), spec)
+    return requeue(failure, reason, spec)
 
 
-def _did_nothing(spec: JobSpec) -> str:
-    text = "ended as if all were well, but is not done"
-    if f"drover.pipeline.{spec.stage}" in spec.command:
-        return text
-    return f'{text} (its module must call stage_main at its end, under `if __name__ == "__main__":`)'
-
-
-def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:
-    where = f" after step {state.step}" if state.step is not None else ""
-    decision = Decision("stop", "preempted", f"asked to stop ({state.reason}){where}", TERMINATED)
-    if stopping:
-        return decision
-    # A cancel signals the runner too. Of a preemption (GraceTime) Slurm warns the processes alone, and a failure then
-    # would cancel the rest of the chain.
-    if state.again or state.reason.startswith("SIGTERM"):
-        return _requeue(replace(decision, action="requeue", exit_status=0), spec)
-    return replace(decision, reason=f"{decision.reason}; the same command continues from there", exit_status=1)
-
-
-def too_late(decision: Decision, spec: JobSpec) -> Decision:
-    """What is done instead of a restart that the time limit would cut off: Slurm warns of it once, and only processes
-    that run then."""
-    reason = f"{decision.reason}; the time limit is too near to start again here"
-    return _requeue(replace(decision, action="requeue", reason=reason), spec)
-
-
-def taken_away(decision: Decision) -> Decision:
-    """What is done where Slurm itself has put the job back into the queue: nothing more, it is for its next start."""
-    return Decision("leave", decision.status, f"{decision.reason}; Slurm has taken the job from its nodes", TERMINATED)
+def requeue(status: str, reason: str, spec: JobSpec) -> Decision:
+    """Queue the job again, where that is allowed: too few of its nodes are left, or too little of its time."""
+    decision = Decision("requeue", status, reason)
+    return decision if spec.requeue else without_requeue(decision, "jobs may not requeue themselves here", spec)
 
 
 def without_requeue(decision: Decision, refusal: str, spec: JobSpec) -> Decision:
     """What is done instead of a requeue that Slurm refused or that is not allowed."""
     if spec.later_links:
-        return Decision("leave", decision.status, f"{decision.reason}; the next job of the chain continues")
-    return Decision("stop", decision.status, f"{decision.reason}; {refusal}, and no later job of the chain waits to go "
-                    f"on: submit the same command again", 1)
+        return replace(decision, action="leave", reason=f"{decision.reason}; the next job of the chain continues")
+    return replace(decision, action="stop", reason=f"{decision.reason}; {refusal}, and no later job of the chain waits "
+                                                   f"to continue: submit the same command again")
 
 
-def too_few_nodes(spec: JobSpec) -> Decision:
-    """What is done where the job lost so many nodes that the stage cannot run on the others."""
-    return _requeue(Decision("requeue", "crashed", "too few of the job's nodes are left"), spec)
-
-
-def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool, others: bool) -> Decision:
-    """What follows from a preflight that found bad nodes: `named`. left_out: the next submission does without them.
-    others: the job has enough other nodes."""
-    reason = f"preflight found a bad node: {named}"
+def without_bad_nodes(bad: Mapping[str, str], spec: JobSpec, *, left_out: bool, others: bool) -> Decision:
+    """What follows from a preflight that found bad nodes. left_out: the next submission does without them. others: the
+    job has enough other nodes."""
+    reason = f"preflight found a bad node: {'; '.join(f'{node}: {cause}' for node, cause in bad.items())}"
     if others:
         return Decision("restart", "preempted", f"{reason}; the job continues with its other nodes")
     if spec.later_links:
         return Decision("leave", "preempted", f"{reason}; the next job of the chain continues without it")
     if left_out or not spec.requeue:
-        return Decision("stop", "failed", f"{reason}; submit the same command again: Slurm then leaves out a "
-                        f"node that failed twice within a day", 1, final=True)
+        return Decision("stop", "failed", f"{reason}; submit the same command again: Slurm then leaves out a node that "
+                                          f"failed twice within a day", final=True)
     return Decision("requeue", "preempted", reason)
 
 
@@ -181,14 +140,12 @@ def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], k
     if state and state.status == "preempted":
         status = "preempted"
     events = [*events, {"event": "ended", "status": status, "step": step}]
-    limits = {FRUITLESS: spec.max_restarts, (*FRUITLESS, REQUEUED): max(MOST_REQUEUED, spec.max_restarts)}
-    for counted, most in limits.items():
-        if (count := fruitless(events, counted)) > most:
-            return _given_up("crashed", count, reason, spec, most)
+    if (count := fruitless(events)) > spec.max_restarts:
+        return _given_up("crashed", reason, count, spec)
     return Decision("requeue", status, reason)
 
 
-def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUITLESS) -> int:
+def fruitless(events: Iterable[Mapping[str, Any]]) -> int:
     """Crashes and hangs in a row, up to the newest, without a checkpoint in between. Starts that were ended from
     outside do not count.
 
@@ -205,20 +162,32 @@ def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUI
         if best is not None and step > best:
             count = 0
             best = step
-        elif event.get("status") in counted:
+        elif event.get("status") in ("crashed", "hung"):
             count += 1
         elif event.get("status") != REQUEUED:
             count = 0
     return count
 
 
-def _given_up(status: str, count: int, last: str, spec: JobSpec, most: int) -> Decision:
-    limit = f"launch.max_restarts={most}" if most == spec.max_restarts else f"at most {most}"
+def _did_nothing(spec: JobSpec) -> str:
+    text = "ended as if all were well, but is not done"
+    if f"drover.pipeline.{spec.stage}" in spec.command:
+        return text
+    return f'{text} (its module must call stage_main at its end, under `if __name__ == "__main__":`)'
+
+
+def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:
+    where = f" after step {state.step}" if state.step is not None else ""
+    reason = f"asked to stop ({state.reason}){where}"
+    # A cancel signals the runner too. Of a preemption (GraceTime) Slurm warns the processes alone, and a failure then
+    # would cancel the rest of the chain.
+    if not stopping and (state.again or state.reason.startswith("SIGTERM")):
+        return requeue("preempted", reason, spec)
+    return Decision("stop", "preempted", reason if stopping else f"{reason}; the same command continues from there")
+
+
+def _given_up(status: str, last: str, count: int, spec: JobSpec) -> Decision:
+    reason = f"given up after {count} starts in a row without a new checkpoint (launch.max_restarts=" \
+             f"{spec.max_restarts}); the last one: {last}"
     # After the first start nothing was given up: no restart is allowed.
-    reason = last if count == 1 else (f"given up after {count} starts in a row without a new checkpoint "
-                                      f"({limit}); the last one: {last}")
-    return Decision("stop", status, reason, 1, final=True)
-
-
-def _requeue(decision: Decision, spec: JobSpec) -> Decision:
-    return decision if spec.requeue else without_requeue(decision, "jobs may not requeue themselves here", spec)
+    return Decision("stop", status, last if count == 1 else reason, final=True)

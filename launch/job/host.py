@@ -1,18 +1,112 @@
-"""Where a job runs. The runner needs no more than this of Slurm or of this machine."""
+"""What a job does, where it runs, and the lock of its stage. The runner needs no more of Slurm or of this machine."""
 
 from __future__ import annotations
 
+import os
+import platform
 import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Self
 
-from drover.launch.job.joblock import JobLock
-from drover.launch.job.spec import JobSpec
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
+from drover.pipeline.contract.locks import HEARTBEAT_S, SILENT_S, Heartbeats
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_record, write_json
+
+HOLDING = (*WITH_NODES, "COMPLETING", "STAGE_OUT")
+"""States of jobs that may have processes."""
+CHAIN_S = 300.0
+"""Seconds that a job waits for one of its own chain, which ends while this one starts, or if Slurm does not answer."""
+RETRY_S = 3.0
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What a job does. A planned job (`drover.launch.plan.Job`) adds its place in the plan.
+
+    Attributes:
+        run: absolute path of the run folder.
+        chain: id of the submission; `--force` counts once for it.
+        name: Slurm's name of the job.
+        command: of the stage, without what only the job knows (its name, its rank).
+        ranks: processes under torch.distributed over all nodes; 0 for a stage without ranks.
+        nodes: of the next start. node_counts: numbers of nodes on which the stage can run, the wanted one first; empty:
+            only `nodes`. spare_nodes: nodes of the job beyond the wanted number.
+        link, links: number of this job, from 1, and of all jobs that continue the same stage one after another.
+        wrap: a command that starts the stage, such as a container's. srun_args: more options of srun.
+        health_check: a site's test of a node.
+        requeue: whether the job may requeue itself.
+        signal_s: seconds before the time limit at which Slurm signals the ranks to save and end.
+        max_restarts: restarts in a row without a new checkpoint after which the stage fails.
+        code: folder of the copy of the code.
+        files: hashes of other files that decide what the job does: the frozen configuration, its plugins, and the
+            modules in their folders.
+        check_owners: whether others must not own or write what is executed (`drover.launch.slurm.trust`).
+    """
+
+    name: str
+    stage: str
+    command: tuple[str, ...]
+    run: str
+    chain: str
+    environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    nodes: int = 1
+    node_counts: tuple[int, ...] = ()
+    spare_nodes: int = 0
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    link: int = 1
+    links: int = 1
+    wrap: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = ()
+    health_check: tuple[str, ...] = ()
+    requeue: bool = True
+    signal_s: int = 120
+    max_restarts: int = 3
+    preflight: bool = False
+    code: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    check_owners: bool = True
+
+    @property
+    def folder(self) -> Path:
+        """The stage's folder."""
+        return Path(self.run) / self.stage
+
+    @property
+    def later_links(self) -> bool:
+        """Whether another job of the chain waits to continue the same stage."""
+        return self.link < self.links
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether the stage can continue in its job without a node that failed."""
+        return bool(self.spare_nodes) or len(self.node_counts) > 1
+
+    def on(self, there: int) -> Self | None:
+        """The stage on as many of `there` nodes as it can use; None: they are too few."""
+        return next((replace(self, nodes=count, ranks=self.ranks and count * self.tasks_per_node)
+                     for count in self.node_counts or (self.nodes,) if count <= there), None)
+
+    def save(self, path: Path) -> None:
+        """Write the file. Of a planned job, only the fields of this class."""
+        write_json(path, {field.name: getattr(self, field.name) for field in fields(JobSpec)})
+
+    @classmethod
+    def load(cls, path: Path) -> JobSpec:
+        """Read what `save` wrote; UserError if it is missing or damaged."""
+        spec = read_record(path, cls, "Submit the same command again.")
+        if spec is None:
+            raise UserError(f"{path}, the job's spec, is missing. Submit the same command again.")
+        return spec
 
 
 @dataclass(frozen=True)
@@ -64,6 +158,20 @@ class Host(ABC):
     requests: list[int] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
 
+    @abstractmethod
+    def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
+              each: Each) -> StepEnd:
+        """Start `command` once per rank (once for a stage without ranks) and wait until all have ended. The host says
+        where the ranks meet.
+
+        The first rank that fails ends the others, and no rank outlives this process. `each` is called meanwhile; if it
+        returns False, the ranks are ended. The output goes to files in `folder` (`drover.launch.slurm.start_logs`).
+        """
+
+    @abstractmethod
+    def say(self, text: str, *, quiet: bool = False) -> None:
+        """Write a line to the job's log. quiet: not to the terminal."""
+
     def ready(self, spec: JobSpec) -> JobSpec | None:
         """Called before each start: the stage as it runs on the nodes that are left. None: they are too few."""
         return spec
@@ -72,31 +180,13 @@ class Host(ABC):
         """Whether the job has enough nodes besides those in `avoid`."""
         return False
 
-    @abstractmethod
-    def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
-              each: Each) -> StepEnd:
-        """Start `command` once per rank (once for a stage without ranks) and wait until all have ended.
-
-        The first rank that fails ends the others, and no rank outlives this process. `each` is called meanwhile; if it
-        returns False, the ranks are ended. The output goes to files in `folder` (`drover.launch.slurm.start_logs`).
-        """
-
     def requeue(self) -> str | None:
         """Queue the job again, which ends this process; or None if that is about to happen, else why it cannot."""
         return "nothing queues jobs here"
 
-    @abstractmethod
-    def say(self, text: str, *, quiet: bool = False) -> None:
-        """Write a line to the job's log. quiet: not to the terminal."""
-
     def lock(self, spec: JobSpec) -> JobLock | None:
         """A lock that keeps other jobs from the stage; None if the stage's own lock is enough."""
         return None
-
-    def rendezvous(self, spec: JobSpec) -> dict[str, str]:
-        """Variables with the address at which the ranks of a start meet, unless `start` sets them. Each start gets its
-        own port, because that of the previous start may still be closing."""
-        return {}
 
     def is_current(self) -> bool:
         """Whether this start of the job is the one that the scheduler runs; True if the scheduler does not answer.
@@ -117,3 +207,97 @@ class Host(ABC):
         while time.monotonic() < until and not self.requests:
             each()
             time.sleep(0.25)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The start of a job that holds a stage's lock. chain: its submission."""
+
+    job: str
+    restart: int
+    host: str
+    chain: str = ""
+
+
+class JobLock:
+    """One job at a time for a stage: `launch/<stage>.lock` names the job that has it. Its changes of time are
+    heartbeats.
+
+    Slurm's singleton separates jobs of one name, and the stage locks its folder. This lock also works where file locks
+    do not reach (other nodes), and where a node that Slurm has given up still runs. If Slurm does not answer, a job
+    counts as dead once its heartbeat has not changed for SILENT_S.
+    """
+
+    def __init__(self, spec: JobSpec, host: Host) -> None:
+        self.spec = spec
+        self.host = host
+        self.path = Path(spec.run) / "launch" / f"{spec.stage}.lock"
+        self.own = Holder(host.job, host.restart, platform.node(), spec.chain)
+        self._next_renewal = 0.0
+
+    def __enter__(self) -> JobLock:
+        """Take the lock: at once from an earlier start of this job, from another job once it is dead.
+
+        Raises:
+            UserError: another job is alive and is not about to end as one of the same chain; or this one received a
+                request to end.
+        """
+        until = time.monotonic() + CHAIN_S
+        heartbeats = Heartbeats()
+        waits = False
+        while (held := holder_of(self.path)) is not None and held.job != self.own.job:
+            silent_s = heartbeats.silent_s(held.job, self._changed_at())
+            known = self.host.scheduler.jobs([held.job])
+            dead = known[held.job].state not in HOLDING if known else silent_s >= SILENT_S
+            if dead:
+                break
+            ending = not known or held.chain == self.own.chain
+            if self.host.requests or not ending or time.monotonic() >= until:
+                raise UserError(f"The job {held.job} on {held.host} works on {self.spec.stage} of {self.spec.run}, so "
+                                f"this one does nothing. Wait for it, or `scancel {held.job}`.")
+            if not waits:
+                self.host.say(f"waits for the end of the job {held.job} on {held.host}, which works on "
+                              f"{self.spec.stage}")
+            waits = True
+            time.sleep(RETRY_S)
+        self._write()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            if holder_of(self.path) == self.own:
+                self.path.unlink()
+
+    def renew(self, *, at_once: bool = False) -> bool:
+        """Give a heartbeat if one is due; False once another start has taken the stage over."""
+        if not at_once and time.monotonic() < self._next_renewal:
+            return True
+        self._next_renewal = time.monotonic() + HEARTBEAT_S  # also after a failure
+        with suppress(OSError):  # such as a full disk: Slurm still knows that this job runs
+            held = holder_of(self.path)
+            if held is None:
+                self._write()
+            elif held != self.own:
+                return False
+            else:
+                os.utime(self.path)
+        return True
+
+    def _changed_at(self) -> int:
+        """When the record last changed (in ns, by the file system's clock); 0 if it is gone."""
+        try:
+            return self.path.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _write(self) -> None:
+        write_json(self.path, asdict(self.own))
+        self._next_renewal = time.monotonic() + HEARTBEAT_S
+
+
+def holder_of(path: Path) -> Holder | None:
+    """The holder of a lock; None if there is none, or if its record is truncated."""
+    try:
+        return read_record(path, Holder)
+    except UserError:
+        return None

@@ -1,38 +1,81 @@
 """The preflight, a short test of every node before training: memory, GPUs, a product, network, run folder.
 
-Each rank runs `drover.launch.job.node_trial`. Here the nodes are judged by the ranks' reports, and when the time
-is up by those that exist. A node that has not answered yet is slow, not bad. A node is blamed only for what
-distinguishes it from the others, and never more than a few at once (`nodes.few`). If more of them have a problem, or if
-it is in the shared run folder, the cause is common to them.
+    srun ... python -m drover.launch.job.rank preflight RANKS GPUS \\
+        python -m drover.launch.job.preflight RUN_FOLDER SECONDS GPUS
+
+One task per rank, as in training. The first task of a node tests the node; all measure. Each prints its report as a
+line of JSON twice: before it meets the others, and at the end. A node thus writes one file, its log.
+
+The runner judges the nodes by these reports, and when the time is up by those that exist. A node that has not answered
+yet is slow, not bad. A node is blamed only for what distinguishes it from the others, and never more than a few at once
+(`nodes.few`). If more of them have a problem, or if it is in what they share, the cause is common to them.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import re
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from drover.launch.job.host import Host
-from drover.launch.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, RankReport, read_reports
+from drover.launch.devices import for_amd, has_one_of, smi, visible_gpus
+from drover.launch.job.host import Host, JobSpec
 from drover.launch.job.rank import PREFLIGHT
-from drover.launch.job.spec import JobSpec
-from drover.launch.processes import Each
+from drover.launch.processes import Each, answer_of
 from drover.launch.slurm.nodes import few, named
-from drover.launch.slurm.start_logs import last_lines
+from drover.launch.slurm.start_logs import labelled, last_lines
 from drover.pipeline.core.console import counted
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time limit, which grows with the number of nodes: all ranks import from one file system at once."""
 QUIET_S = 60.0
 """A missing node is stuck, not slow, if no other has reported for so long when the time is up."""
+GRACE_S = 30.0
+"""For how long a rank whose measurements failed stays, so that srun does not end the others before they fail too."""
 FACTOR = 4.0
 """More than so many times the median is too slow."""
-FLOORS_S = {"cpu": 0.1, "cuda": 0.005}
+CPU_FLOOR_S, GPU_FLOOR_S = 0.1, 0.005
 """Less than this above the median is not slow, whatever the factor: on a shared CPU short times vary much."""
+LEAST_DISK, LEAST_SHARED = 1 << 30, 64 << 20
+"""The least free bytes in the run folder and in /dev/shm."""
+PRODUCT = "a matrix product"
+EXCHANGE = "an exchange with another node"
+REPEATS = 5
+ROUNDS = 3
+"""Rounds of exchanges. With three or more nodes each node has two different partners, so that a slow partner does not
+make it look slow."""
+
+
+@dataclass
+class RankReport:
+    """What a rank reports.
+
+    problem: the first one of the node, from its first rank. shared: it is in what all nodes share: the run folder, or
+    the site's own test.
+    times: seconds of each measurement, the best of several; empty before it has met the others.
+    failed: the error that ended the measurements.
+    """
+
+    rank: int
+    node: str
+    problem: str = ""
+    shared: bool = False
+    times: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
 
 
 @dataclass
@@ -48,12 +91,15 @@ class PreflightResult:
     reason: str = ""
 
 
+# ---- the runner's part
+
+
 def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str, str], each: Each
                   ) -> PreflightResult:
     """Test the nodes of this job; the runner calls this before the first start."""
     limit_s = min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
     rank_nodes = [host.nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # Slurm distributes in blocks
-    trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.node_trial", spec.run, f"{limit_s:.0f}",
+    trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.job.preflight", spec.run, f"{limit_s:.0f}",
              str(spec.gpus_per_node), *spec.health_check]
     reports = list[RankReport]()
     began = newest_at = time.monotonic()
@@ -73,91 +119,93 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
     next_read = 0.0
     in_time = has_time()
     seconds = time.monotonic() - began
-    result = judge(reports, rank_nodes, began + seconds - newest_at)
+    result = judge(reports, rank_nodes, began + seconds - newest_at, GPU_FLOOR_S if spec.gpus_per_node else CPU_FLOOR_S)
     if not reports and end.exit_code and in_time:  # no rank could even begin
         lines = [line for rank in range(0, spec.ranks, spec.tasks_per_node)
                  for line in last_lines(folder, rank, spec.tasks_per_node, 1)]
         if len(lines) == spec.nodes:
             result.reason = _common_error(lines)
-    result.lines += conclusion(result, reports, rank_nodes, seconds, end.cause)
+    nodes, times = counted(spec.nodes, "node"), [report.times for report in reports if report.times]
+    if result.reason:
+        result.lines.append(result.reason)
+    elif result.bad:
+        result.lines += [f"{node} is bad: {text}" for node, text in sorted(result.bad.items())]
+    elif len(times) < spec.ranks:
+        result.lines.append(f"after {seconds:.0f} s{f' ({end.cause})' if end.cause else ''} no node can be blamed; "
+                            f"training starts")
+    else:
+        best = ", ".join(f"{what} {1000 * median(each[what] for each in times):.1f} ms" for what in times[0])
+        result.lines.append(f"{nodes} passed in {seconds:.0f} s ({best})")
     return result
 
 
-def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: float = inf) -> PreflightResult:
+def read_reports(folder: Path) -> list[RankReport]:
+    """The newest report of each rank, from the nodes' logs. Other lines are skipped."""
+    texts = defaultdict[int, bytes](bytes)
+    reports = dict[int, RankReport]()
+    for path in folder.glob("node*.log"):
+        with suppress(OSError), open(path, "rb") as file:
+            for rank, text in labelled(file):
+                texts[rank] += text
+    for rank, text in sorted(texts.items()):
+        for line in text.splitlines():
+            with suppress(ValueError, TypeError):
+                reports[rank] = RankReport(**json.loads(line))
+    return list(reports.values())
+
+
+def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: float = inf, floor_s: float = CPU_FLOOR_S
+          ) -> PreflightResult:
     """Decide which nodes are bad.
 
     Args:
         reports: of the ranks that sent one.
         rank_nodes: the node of each rank.
         quiet_s: for how long no report had come at the end.
+        floor_s: what is above the median by less is not slow.
     """
     count = len({*rank_nodes})
     most = few(count)
-    result = PreflightResult()
-    bad = result.bad
-    common = f"of {count} nodes, more than {most} at once have a cause in common: no failure records"
-
-    def share(some: Collection[str]) -> str:
-        return f"{len(some)} of {counted(count, 'node')}"
-
-    def blame(causes: Mapping[str, str], what: str) -> None:
-        """Blame these nodes if they are less than half and, with those already blamed, few; else add a line."""
-        if causes and (len({*causes, *bad}) > most or 2 * len(causes) >= count):
-            result.lines.append(f"{share(causes)} {what} ({named(causes)}): {common}")
-        else:
-            bad.update({**causes, **bad})  # the first reason counts
-
-    sick = {report.node: report.problems for report in reports if report.problems}
-    bad.update({node: next(iter(problems.values())) for node, problems in sick.items()})
-    for kind, shared in ((FOLDER, "the folder"), (OWN, "launch.health_check")):
-        texts = [problems[kind] for problems in sick.values() if kind in problems]
-        if 2 * len(texts) > count:
-            result.reason = f"{texts[0]} ({share(texts)}; {shared} is shared, so no node is to blame)"
-            return result
+    bad = {report.node: report.problem for report in reports if report.problem}
+    result = PreflightResult(bad)
+    common = f"of {counted(count, 'node')} at once, which has a cause in common: no node gets a failure record"
+    if len(bad) > most or 2 * len({report.node for report in reports if report.shared}) > count:
+        result.reason = (f"{next(iter(bad.values()))} ({named(bad)}: {len(bad)} {common}. If these nodes are bad, "
+                         f"exclude them by launch.exclude and submit the same command again)")
+        return result
     errors = {report.node: report.failed for report in reports if report.failed}
     if len(errors) == count and (reason := _common_error([*errors.values()])):
         result.reason = reason
         return result
     if errors:
-        result.lines.append(f"{share(errors)} failed: {named(errors)}, with {next(iter(errors.values()))}")
-    if len(bad) > most:
-        result.reason = (f"{next(iter(bad.values()))} ({share(bad)}; {named(bad)}; {common}. Look at these nodes. If "
-                         f"they are bad, exclude them (launch.exclude) and submit the same command again)")
-        return result
+        result.lines.append(f"{len(errors)} of {counted(count, 'node')} failed: {named(errors)}, with "
+                            f"{next(iter(errors.values()))}")
+
+    def blame(causes: Mapping[str, str]) -> None:
+        """Blame these nodes if they are less than half and, with those already blamed, few; else add a line."""
+        if causes and (len({*causes, *bad}) > most or 2 * len(causes) >= count):
+            result.lines.append(f"{named(causes)}: {next(iter(causes.values()))}. These are {len(causes)} {common}")
+        else:
+            bad.update({**causes, **bad})  # the first reason counts
+
     ranks = {report.rank for report in reports}
     silent = {node: "it did not report" for rank, node in enumerate(rank_nodes) if rank not in ranks}
     if quiet_s >= QUIET_S:
-        blame(silent, "did not report")
+        blame(silent)
         unfinished = {report.node: "its ranks did not finish with the others" for report in reports
                       if not report.times}
-        if 2 * sum(bool(report.times) for report in reports) > len(rank_nodes):
-            blame(unfinished, "did not finish")
+        if 2 * (len(reports) - len(unfinished)) > len(rank_nodes):
+            blame(unfinished)
     elif silent:
-        result.lines.append(f"not all nodes have answered yet: {named(silent)} ({share(silent)}); slow is not bad, "
-                            f"so none gets a failure record")
+        result.lines.append(f"not all nodes have answered yet: {named(silent)} ({len(silent)} of {count}); slow is not "
+                            f"bad, so none gets a failure record")
     for what in (PRODUCT, EXCHANGE) if count > 2 else (PRODUCT,):  # of two nodes nobody knows whose the link is
-        times = [(report, report.times[what]) for report in reports
+        times = [(report.node, report.times[what]) for report in reports
                  if what in report.times and report.node not in bad]
         middle = median([value for _, value in times] or [0])
-        blame({report.node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' "
-                            f"{1000 * middle:.0f} ms"
-               for report, value in times if value > FACTOR * middle and value - middle > FLOORS_S[report.device]},
-              f"took too long for {what}")
+        blame({node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' {1000 * middle:.0f} ms"
+               for node, value in times if value > FACTOR * middle and value - middle > floor_s})
     return result
-
-
-def conclusion(result: PreflightResult, reports: Sequence[RankReport], rank_nodes: Sequence[str], seconds: float,
-               cause: str) -> list[str]:
-    """The result in words."""
-    if result.reason:
-        return [result.reason]
-    if result.bad:
-        return [f"{node} is bad: {text}" for node, text in sorted(result.bad.items())]
-    if len([report for report in reports if report.times]) < len(rank_nodes):
-        return [f"after {seconds:.0f} s{f' ({cause})' if cause else ''} no node can be blamed; training starts"]
-    times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
-                      for what in reports[0].times)
-    return [f"{counted(len({*rank_nodes}), 'node')} passed in {seconds:.0f} s ({times})"]
 
 
 def _common_error(errors: Sequence[str]) -> str:
@@ -166,3 +214,130 @@ def _common_error(errors: Sequence[str]) -> str:
         return ""
     return (f"{errors[0]} (the same on all nodes, so none is to blame. If it names a network interface, look at "
             f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in launch.environment)")
+
+
+# ---- a rank's part
+
+
+def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) -> None:
+    """Do this rank's part. limit_s: how long to wait for the other ranks, at most. gpus: of a node."""
+    report = RankReport(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
+    alone = has_one_of(gpus, os.environ)
+    gpus = 1 if alone else gpus
+    if report.rank % int(os.environ["LOCAL_WORLD_SIZE"]) == 0:
+        report.problem, report.shared = next(node_problems(run_folder, gpus, limit_s, health_check), ("", False))
+    elif alone:
+        report.problem = gpu_problem(gpus)
+    send(report)
+    try:
+        measure(report, limit_s, gpus)
+    except Exception as error:  # whatever torch raises is a finding, and this rank's end
+        text = str(error).partition("Exception raised from")[0]
+        report.failed = f"{type(error).__name__}: {' '.join(text.split())}"
+        send(report)
+        time.sleep(min(GRACE_S, limit_s))
+        raise
+    send(report)
+
+
+def node_problems(run_folder: Path, gpus: int, limit_s: float, health_check: Sequence[str] = (),
+                  shared_memory: Path = Path("/dev/shm")) -> Iterator[tuple[str, bool]]:
+    """Problems of this node, each with whether it is in what all nodes share."""
+    probe = run_folder / "launch" / f"probe-{platform.node()}-{os.getpid()}.tmp"
+    try:
+        probe.write_bytes(bytes(4096))
+        probe.unlink()
+        if (free := shutil.disk_usage(run_folder).free) < LEAST_DISK:
+            yield f"only {free / 1e6:.0f} MB are free in {run_folder}", True
+    except OSError as error:
+        yield f"it cannot write into {run_folder}: {error.strerror}", True
+    if not shared_memory.exists() or shutil.disk_usage(shared_memory).free < LEAST_SHARED:
+        yield f"{shared_memory} does not exist or has less than {LEAST_SHARED >> 20} MB free", False
+    if gpus and (problem := gpu_problem(gpus)):
+        yield problem, False
+    if health_check:
+        try:
+            status, output, errors = answer_of(health_check, os.environ, limit_s / 3)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield f"launch.health_check did not run: {error}", True
+            return
+        if status:
+            *_, last = ["", *(errors + output).strip().splitlines()]
+            yield last or f"launch.health_check failed with exit status {status}", True
+
+
+def gpu_problem(wanted: int) -> str:
+    """What is wrong with the job's GPUs on this node; empty if nothing. Their health is for the site's own test."""
+    if (seen := visible_gpus(os.environ)) < wanted:
+        return f"{seen} GPUs instead of {wanted}"
+    return "" if for_amd() or smi("--query-gpu=index") else "nvidia-smi does not answer"
+
+
+def send(report: RankReport) -> None:
+    """Print a report for `read_reports`."""
+    print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # one write, so that no other line can split it
+
+
+def measure(report: RankReport, limit_s: float, gpus: int) -> None:
+    """Time a matrix product and exchanges with single nodes, with the backend that training will use. If the node has
+    `gpus` and torch cannot use them, that is a problem, and nothing is timed."""
+    import torch
+    import torch.distributed as dist
+
+    gpu = torch.cuda.is_available()
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    local = report.rank % per_node  # the device's number is another one where a task sees its own GPU only
+    if gpus and not gpu:
+        if local == 0:
+            report.problem = report.problem or (f"torch {torch.__version__} cannot use its GPUs: their driver may be "
+                                                f"too old for it")
+        return
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    synchronize = partial(torch.cuda.synchronize, device) if gpu else lambda: None
+    if gpu:
+        torch.cuda.set_device(device)
+    size, dtype = (4096, torch.bfloat16) if gpu else (384, torch.float32)
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    total = torch.ones(1 << (24 if gpu else 20), device=device)
+    received = torch.empty_like(total)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=limit_s),
+                            device_id=device if gpu else None)
+    dist.all_reduce(total)
+    own = dist.get_rank() // per_node
+    nodes = dist.get_world_size() // per_node
+
+    def best(work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(REPEATS):
+            dist.all_reduce(total[:1])  # all ranks then measure at the same time
+            synchronize()
+            began = time.perf_counter()
+            work()
+            synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    def exchange(partner: int) -> None:
+        if partner != own:
+            other = partner * per_node + local
+            for task in dist.batch_isend_irecv([dist.P2POp(dist.isend, total, other),
+                                                dist.P2POp(dist.irecv, received, other)]):
+                task.wait()
+
+    report.times[PRODUCT] = best(partial(torch.mm, matrix, matrix))
+    for number in range(ROUNDS):
+        partner = partner_of(own, number, nodes)
+        seconds = best(partial(exchange, partner))
+        if partner != own:
+            report.times[EXCHANGE] = min(seconds, report.times.get(EXCHANGE, seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def partner_of(node: int, number: int, nodes: int) -> int:
+    """The node that exchanges with `node` in round `number`; `node` itself if it pauses in this round."""
+    return (number - node) % nodes
+
+
+if __name__ == "__main__":
+    try_node(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

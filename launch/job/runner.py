@@ -13,8 +13,8 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,22 +22,18 @@ from typing import Any, TypeVar
 
 from drover.launch.job.decisions import (
     STOPPED,
-    TERMINATED,
     Decision,
     Outcome,
     decide,
     fruitless,
-    taken_away,
-    too_few_nodes,
-    too_late,
+    requeue,
     unseen,
     without_bad_nodes,
     without_requeue,
 )
-from drover.launch.job.host import Host, StepEnd
+from drover.launch.job.host import Host, JobSpec, StepEnd
 from drover.launch.job.preflight import run_preflight
-from drover.launch.job.spec import JobSpec
-from drover.launch.slurm.chain import ChainJob, read_chain
+from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.nodes import EXCLUDED_AFTER, clear_failures, few, lost, named, record_failure
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
 from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
@@ -57,7 +53,7 @@ from drover.pipeline.contract.state import (
 from drover.pipeline.contract.workers import CLAIMS
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, renamed
+from drover.pipeline.core.files import remove
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
@@ -81,20 +77,18 @@ class Runner:
     Attributes:
         number: of the start that is made next, or runs.
         last: folder of the logs, and end, of the last start.
-        decision: how the job ended; None if it did nothing.
     """
 
     def __init__(self, spec: JobSpec, host: Host) -> None:
         self.spec = spec
         self.host = host
         self.say = host.say
-        self.scheduler = host.scheduler
         self.run_folder = Path(spec.run)
         self.lock = host.lock(spec)
         self.in_array = host.index is not None  # the stage is shared with the array's other elements
         self.logs = self.run_folder / "logs" / spec.stage
-        self.decision: Decision | None = None
         self.last: tuple[Path, StepEnd] | None = None
+        self.tested = False
         # Over all restarts of the job. A start that no launcher made may have left its status: it must not count as
         # that of ours.
         state = read_state(spec.folder)
@@ -106,61 +100,54 @@ class Runner:
         """Whether a request to end has come."""
         return bool(self.host.requests)
 
-    def run(self) -> int:
-        """Do the job; its exit status."""
+    def run(self) -> Decision:
+        """Do the job; how it ended, or that it is about to be queued again."""
         spec, host = self.spec, self.host
         self.say(f"{spec.stage} of {spec.run}: job {host.name} (link {spec.link} of {spec.links}, restart "
                  f"{host.restart}) on {', '.join(host.nodes)}", quiet=True)
-        if (status := self._nothing_to_do()) is not None:
-            return status
-        if self.lock is None:
-            return self._work()
-        self.lock.acquire(self.say, host.requests)
-        try:
-            return self._work()
-        finally:
-            self.lock.release()
-
-    def _work(self) -> int:
-        """Test the nodes, start the stage as often as it needs, and end; the exit status."""
-        decision = self._account_for_the_last()
-        tested = False
-        while decision is None:
-            ready = self.host.ready(self.spec)
-            if self.stopping or ready is None:
-                return self._end(STOPPED if self.stopping else too_few_nodes(self.spec))
-            self.spec = ready
-            if not tested:
-                self._log("job", nodes=self.host.nodes, host=platform.node())
-                decision = self._preflight()
-            if decision is None:
-                tested = True
-                decision = self._start()
-            if decision.action == "restart":
+        if (decision := self._nothing_to_do()) is not None:
+            self.say(decision.reason)
+            return decision
+        with self.lock or nullcontext():
+            decision = self._account_for_the_last() or self._work()
+            while decision.action == "restart":
                 self.number += 1
-                decision = None
-        return self._end(decision)
+                decision = self._work()
+            return self._end(decision)
+
+    def _work(self) -> Decision:
+        """Test the nodes, unless they have passed, and start the stage once; what follows."""
+        ready = self.host.ready(self.spec)
+        if self.stopping:
+            return STOPPED
+        if ready is None:
+            return requeue("crashed", "too few of the job's nodes are left", self.spec)
+        self.spec = ready
+        if not self.tested:
+            self._log("job", nodes=self.host.nodes, host=platform.node())
+            if (decision := self._preflight()) is not None:
+                return decision
+            self.tested = True
+        return self._start()
 
     # ---- before the first start
 
-    def _nothing_to_do(self) -> int | None:
-        """The exit status if an earlier job of this chain has done or given up the stage, or the run is to stand."""
+    def _nothing_to_do(self) -> Decision | None:
+        """The end if an earlier job of this chain has done or given up the stage, or the run is to stand."""
         spec = self.spec
         if self.in_array:
             return None
         state = read_state(spec.folder)
-        if state and state.job in [job.id for job in self._chain()]:
+        if state and state.job in self._links():
             if state.status == "done" and self._is_committed():
-                self.say(f"{spec.stage} is done (by job {state.job}): nothing to do")
-                return 0
+                return Decision("leave", "done", f"{spec.stage} is done (by job {state.job}): nothing to do")
             if state.status == "failed":
-                self.say(f"job {state.job} of this chain gave {spec.stage} up, so this one does not try: "
-                         f"{state.reason}")
-                return 1
-        if spec.stage == "train" and (self.run_folder / STOP).exists():
-            self.say(f"{self.run_folder / STOP} exists, so training does not start. The same command continues (it "
-                     f"removes the file)")
-            return 1
+                return Decision("stop", "failed", f"job {state.job} of this chain gave {spec.stage} up, so this one "
+                                                  f"does not try: {state.reason}")
+        stop = self.run_folder / STOP
+        if spec.stage == "train" and stop.exists():
+            return Decision("stop", "failed", f"{stop} exists, so training does not start. The same command continues "
+                                              f"(it removes the file)")
         return None
 
     def _account_for_the_last(self) -> Decision | None:
@@ -168,20 +155,17 @@ class Runner:
         was killed. A decision if that happens again and again without a new checkpoint."""
         events = self._events(own=True)
         killed = bool(events) and events[-1]["event"] == KILLED
-        events = events[:-1] if killed else events
-        if not events or events[-1]["event"] not in ("job", "attempt"):
+        last = next(iter(events[-2:-1] if killed else events[-1:]), None)
+        if last is None or last["event"] not in ("job", "attempt"):
             return None
-        nodes, restart, start = (events[-1][name] for name in ("nodes", "restart", "start"))
-        down = lost(nodes, self.scheduler)
-        self._record_failures({node: f"went down ({state})" for node, state in down.items()}, f"{restart}.{start}",
-                              nodes)
-        state = self._final_state(start)
-        committed = state is not None and self._is_committed()  # else the manifest may be an older one
+        down = lost(last["nodes"], self.host.scheduler)
+        self._record_failures({node: f"went down ({state})" for node, state in down.items()}, last)
+        state = self._final_state(last["start"])
         step = self._newest_step()
-        decision = unseen(state, committed, down, killed, step, self._events(), self.spec)
+        decision = unseen(state, self._is_committed(), down, killed, step, self._events(), self.spec)
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
-        self._log("ended", restart=restart, start=start, status=decision.status, reason=decision.reason, step=step,
-                  next=decision.action)
+        self._log("ended", restart=last["restart"], start=last["start"], status=decision.status,
+                  reason=decision.reason, step=step, next=decision.action)
         return decision if decision.action == "stop" else None
 
     def _preflight(self) -> Decision | None:
@@ -206,15 +190,13 @@ class Runner:
         if self.stopping:
             return STOPPED
         if result.reason:
-            return Decision("stop", "failed", f"preflight: {result.reason}", 1, final=True)
+            return Decision("stop", "failed", f"preflight: {result.reason}", final=True)
         if not result.bad:
             return None
         counts = self._record_failures({node: f"failed preflight: {cause}" for node, cause in result.bad.items()})
-        self._exclude_from_later_jobs(counts)
-        host.avoid.update(result.bad)
-        decision = without_bad_nodes(
-            "; ".join(f"{node}: {cause}" for node, cause in result.bad.items()), spec,
-            left_out=max(counts.values(), default=0) >= EXCLUDED_AFTER, others=host.has_others(spec))
+        self._avoid(result.bad)
+        decision = without_bad_nodes(result.bad, spec, left_out=max(counts.values(), default=0) >= EXCLUDED_AFTER,
+                                     others=host.has_others(spec))
         if decision.action == "restart":
             self.say(decision.reason)
         return decision
@@ -247,11 +229,14 @@ class Runner:
             with suppress(OSError):
                 clear_failures(self.run_folder, host.nodes)
         if decision.action == "restart" and host.info().left_s < spec.signal_s + SLURM_EARLY_S:
-            decision = too_late(decision, spec)
+            # Slurm warns of the limit once, and only processes that run then.
+            decision = requeue(decision.status, f"{decision.reason}; the time limit is too near to start again here",
+                               spec)
         if self.lock is not None and not self.lock.renew(at_once=True):
             raise UserError("Another start of this job has taken the stage over.")
-        if decision.action in ("restart", "requeue") and not host.is_current():
-            decision = taken_away(decision)
+        if decision.action in ("restart", "requeue") and not host.is_current():  # it is for the job's next start
+            decision = replace(decision, action="stop", reason=f"{decision.reason}; Slurm has taken the job from its "
+                                                               f"nodes")
         self._log("ended", status=decision.status, reason=decision.reason, step=step, next=decision.action)
         if decision.action == "restart":
             self._say_last_lines()
@@ -267,8 +252,8 @@ class Runner:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         latest = folder.with_name("latest")
-        if latest.is_dir() and not latest.is_symlink():  # as `cp -rL` copies it
-            renamed(latest, "latest.copied")  # which `prune` removes in time
+        if not latest.is_symlink():  # the run was copied by `cp -rL`
+            remove(latest)
         link.replace(latest)
         return folder
 
@@ -304,10 +289,8 @@ class Runner:
 
     def _environment(self) -> dict[str, str]:
         """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
-        spec = self.spec
-        given = {name: value for name, value in {**os.environ, **spec.environment}.items()
-                 if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")}  # left over in a shell
-        return {**given, **(self.host.rendezvous(spec) if spec.ranks else {})}
+        return {name: value for name, value in {**os.environ, **self.spec.environment}.items()
+                if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")}  # left over in a shell
 
     # ---- what a start left
 
@@ -335,22 +318,20 @@ class Runner:
         late = sorted({node for _, node in hang.late if node is not None})
         if 2 * len(late) < len(host.nodes):  # where half of the nodes are late, it is not the nodes
             counts = self._record_failures(dict.fromkeys(late, "was late when training hung"))
-            bad = [node for node, count in counts.items() if count >= EXCLUDED_AFTER]
-            self._exclude_from_later_jobs(bad)
-            host.avoid.update(bad)
+            self._avoid([node for node, count in counts.items() if count >= EXCLUDED_AFTER])
         return hang.text
 
     # ---- nodes that failed a start
 
-    def _record_failures(self, causes: Mapping[str, str], start: str = "", nodes: Sequence[str] = ()
-                         ) -> dict[str, int]:
+    def _record_failures(self, causes: Mapping[str, str], start: Mapping[str, Any] | None = None) -> dict[str, int]:
         """Record that nodes failed a start, each with its cause; how often each did within a day.
 
         Of more than a few at once nothing is recorded: what they have in common (a switch, a file system) failed.
-        start: its restart and number, if not this one. nodes: those that it had.
+        start: its record, if it is not this one.
         """
-        total = len(nodes or self.host.nodes)
-        job = f"{self.host.name}.{start or f'{self.host.restart}.{self.number}'}"
+        start = start or {"restart": self.host.restart, "start": self.number, "nodes": self.host.nodes}
+        total = len(start["nodes"])
+        job = f"{self.host.name}.{start['restart']}.{start['start']}"
         counts = dict[str, int]()
         if len(causes) > few(total):
             self.say(f"{named(causes)}: {next(iter(causes.values()))}. These are {len(causes)} of {total} nodes at "
@@ -361,44 +342,47 @@ class Runner:
             self.say(f"{node} {cause} (failure {counts[node]} within a day)")
         return counts
 
-    def _exclude_from_later_jobs(self, nodes: Collection[str]) -> None:
-        """Exclude nodes from the chain's waiting jobs for this stage."""
-        for job in self._later_links() if nodes else ():
-            if problem := self.scheduler.leave_out(job, nodes):
+    def _avoid(self, nodes: Collection[str]) -> None:
+        """Use these nodes no more, neither here nor in the chain's waiting jobs for this stage."""
+        self.host.avoid.update(nodes)
+        for job in self._links()[self.spec.link:] if nodes else ():
+            if problem := self.host.scheduler.leave_out(job, nodes):
                 self.say(f"{', '.join(nodes)} could not be excluded from the waiting job {job}: {problem}")
 
     def _remove_later_links(self, *, done: bool) -> None:
         """Cancel the jobs that wait to continue a stage that is done or has failed for good: they would wait for all
         their nodes to do nothing. If it is done, what comes after them waits for this job instead. They stay while the
         submission is not complete, or if Slurm refuses."""
-        later = self._later_links()
+        later = self._links()[self.spec.link:]
         chain = read_chain(self.run_folder)
         if self.in_array or not later or chain is None or chain.partial:
             return
+        scheduler = self.host.scheduler
         waiting = [job.id for job in chain.jobs if done and later[-1] in job.dependencies]
-        problems = [self.scheduler.wait_for_another(job, later[-1], self.host.name) for job in waiting]
+        problems = [scheduler.wait_for_another(job, later[-1], self.host.name) for job in waiting]
         if not any(problems):
-            problems = [self.scheduler.cancel(job) for job in reversed(later)]
+            problems = [scheduler.cancel(job) for job in reversed(later)]
         problem = next(filter(None, problems), "")
         self.say(f"the jobs {', '.join(later)}, which would continue {self.spec.stage}, "
                  f"{f'stay: {problem}' if problem else 'are cancelled'}")
 
-    def _later_links(self) -> list[str]:
-        """Jobs that wait to continue the stage, as far as they are recorded."""
-        return [job.id for job in self._chain() if job.name == self.spec.name][self.spec.link:]
+    def _links(self) -> list[str]:
+        """The jobs that this submission made for the stage, as far as they are recorded."""
+        chain = read_chain(self.run_folder)
+        return [job.id for job in chain.jobs if job.stage == self.spec.stage] \
+            if chain is not None and chain.id == self.spec.chain else []
 
     # ---- the end
 
-    def _end(self, decision: Decision) -> int:
-        """Do what ends the job; its exit status."""
+    def _end(self, decision: Decision) -> Decision:
+        """Do what ends the job; how it ended."""
         if decision.action == "requeue":
             if self.stopping:
-                return TERMINATED
+                return STOPPED
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
             if (refusal := self.host.requeue()) is None:
-                return 0
+                return decision
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
-        self.decision = decision
         # Without a job lock (on one machine) a stage that refused may be running in another process.
         if decision.final and not self.in_array and (self.lock or decision.status != "failed"):
             with suppress(OSError):
@@ -410,7 +394,7 @@ class Runner:
         self.say(f"{self.spec.stage} {'is done' if done else f'{decision.status}: {decision.reason}'}", quiet=True)
         if (done or decision.final) and not self.stopping:
             self._remove_later_links(done=done)
-        return decision.exit_status
+        return decision
 
     def tick(self) -> bool:
         """Called while something runs; False if it must end because the stage is another start's."""
@@ -418,28 +402,20 @@ class Runner:
 
     # ---- records
 
-    def _chain(self) -> list[ChainJob]:
-        """The jobs that this submission made for the stage, as far as they are recorded."""
-        chain = read_chain(self.run_folder)
-        return [job for job in chain.jobs if job.stage == self.spec.stage] \
-            if chain is not None and chain.id == self.spec.chain else []
-
-    def _events(self, *, own: bool = False) -> list[Record]:
+    def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
-        alike = ("stage", "chain", "job") if own or self.in_array else ("stage", "chain")
-        names = self._names()
-        events = self._recorded(partial(read_attempts, self.run_folder))
-        return [event for event in events if all(event.get(name) == names[name] for name in alike)]
-
-    def _names(self) -> Record:
-        """What a record says of which start it is."""
-        return {"stage": self.spec.stage, "job": self.host.name, "restart": self.host.restart, "start": self.number,
-                "chain": self.spec.chain}
+        alike = {"stage": self.spec.stage, "chain": self.spec.chain}
+        if own or self.in_array:
+            alike["job"] = self.host.name
+        return [event for event in self._recorded(partial(read_attempts, self.run_folder))
+                if alike.items() <= event.items()]
 
     def _log(self, event: str, **details: Any) -> None:
         """Record something that happened in this start, or in the one that `details` name."""
-        self._recorded(partial(log_attempt, self.run_folder, event, **{**self._names(), **details}))
+        start = {"stage": self.spec.stage, "job": self.host.name, "restart": self.host.restart, "start": self.number,
+                 "chain": self.spec.chain}
+        self._recorded(partial(log_attempt, self.run_folder, event, **{**start, **details}))
 
     def _recorded(self, action: Callable[[], T]) -> T:
         """Read or write a record. A store that fails for a moment is tried again, until a request to end comes. Without

@@ -13,10 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from drover.launch.job.host import Host, StepEnd, process_end
-from drover.launch.job.joblock import JobLock
+from drover.launch.job.host import Host, JobLock, JobSpec, StepEnd, process_end
 from drover.launch.job.rank import PREFLIGHT
-from drover.launch.job.spec import JobSpec
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, ProcessGroup, Say, free_port, meeting, started
 from drover.launch.slurm.nodes import address, named
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, literal
@@ -57,8 +55,7 @@ class SlurmHost(Host):
 
     def lock(self, spec: JobSpec) -> JobLock | None:
         """Elements of an array work on one stage together."""
-        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, self.scheduler, spec.chain) \
-            if self.index is None else None
+        return JobLock(spec, self) if self.index is None else None
 
     def ready(self, spec: JobSpec) -> JobSpec | None:
         """The first nodes of the job, without those that failed."""
@@ -81,6 +78,8 @@ class SlurmHost(Host):
               each: Each) -> StepEnd:
         """Start it as a step of srun: only steps get Slurm's signal before the time limit."""
         srun = srun_command(spec, folder, command, self.nodes)
+        if spec.ranks:
+            environment = {**environment, **self._meeting()}
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, environment, folder, each, self.say)
             final = end.started or end.abandoned or end.lost or number == STEP_TRIES
@@ -112,8 +111,9 @@ class SlurmHost(Host):
         """All goes to the job's log."""
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
-    def rendezvous(self, spec: JobSpec) -> dict[str, str]:
-        """On the first node."""
+    def _meeting(self) -> dict[str, str]:
+        """Where the ranks of a start meet: on the first node. Each start gets its own port, because that of the
+        previous start may still be closing."""
         node = self.nodes[0]
         if self.first[0] != node or self.first[1] == node:  # else it is kept: the controller may be down now
             self.first = node, address(node, self.scheduler)
@@ -169,7 +169,7 @@ def run_step(command: Sequence[str], environment: Environment, folder: Path, eac
             return each() and not given_up and now - broken_at <= BROKEN_S
 
         # srun answers SIGTERM by killing its tasks.
-        srun = ProcessGroup([started(command, environment, written, written)])
+        srun = ProcessGroup({0: started(command, environment, written, written)})
         srun.run(has_time)
         read()
     return read_end(srun.status, messages, given_up=given_up, abandoned=srun.killed)
@@ -186,25 +186,24 @@ def read_end(status: int, messages: str, *, given_up: bool = False, abandoned: b
     ends = list(_ENDED.finditer(messages))
     own = [end for end in ends if end["how"] != "Terminated" and end["code"] != "143"]  # not ended for others' sake
     first = next(iter(own + ends), None)
-    vanished = _VANISHED.search(messages)
     no_step = _NO_STEP.search(messages)
     lost = tuple(dict.fromkeys(match[1] or match[2] for match in _NODE.finditer(messages)))
     end = process_end(status)
     rank, code, cause = 0, end.exit_code, end.cause
     if first:
         rank = int(re.split("[,-]", first["tasks"])[0])
-        code = int(first["code"]) if first["code"] and not vanished else None
+        code = int(first["code"]) if first["code"] else None
+        ranks = "rank" if first["tasks"].isdigit() else "ranks"
+        cause = f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
+    elif no_step:
+        cause = no_step[1]
     if lost:
         cause = f"lost {', '.join(lost)}"
     elif given_up:
         cause = f"srun started no task in {MAKE_S:.0f} s"
     elif abandoned:
         cause = f"srun did not end within {KILL_S:.0f} s of SIGTERM, and its tasks may still run"
-    elif vanished:  # the others' complaints came first
+    elif vanished := _VANISHED.search(messages):  # the others' complaints came first
+        code = None
         cause = f"Slurm lost the tasks of the step's node number {vanished['index']}, from 0 (slurmstepd died)"
-    elif first:
-        ranks = "rank" if first["tasks"].isdigit() else "ranks"
-        cause = f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
-    elif no_step:
-        cause = no_step[1]
     return StepEnd(status, cause, rank, code, lost, not given_up and no_step is None, abandoned)

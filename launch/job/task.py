@@ -1,8 +1,13 @@
-"""What submitit runs in a job of Slurm: the runner, once, in the batch step on the first node."""
+"""What submitit runs in a job of Slurm: the runner, once, in the batch step on the first node.
+
+    python -m drover.launch.job.task SPEC.json
+
+is what the job's script calls if something killed the runner, before it queues the job again. A system that is out of
+memory kills processes. The runner's ranks end with it. The next start counts such ends.
+"""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -12,12 +17,13 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import Checkpointable
 
+from drover.launch.job.host import JobSpec
 from drover.launch.job.runner import Runner
-from drover.launch.job.spec import JobSpec
 from drover.launch.job.srun import SlurmHost
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.trust import refuse_foreign_files
+from drover.pipeline.contract.state import KILLED, log_attempt, this_start
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 
@@ -45,16 +51,15 @@ class StageTask(Checkpointable):
         sys.tracebacklimit = 0  # what is raised here has its reason
         try:
             with stop_requests() as requests:
-                host = SlurmHost(job.raw_job_id, job.job_id, int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                                 tuple(job.hostnames), index, Scheduler(), requests, handler=handler)
-                runner = Runner(trusted_spec(Path(self.spec)), host)
-                status = runner.run()
+                host = SlurmHost(job.raw_job_id, job.job_id, this_start()["restart"], tuple(job.hostnames), index,
+                                 Scheduler(), requests, handler=handler)
+                spec = trusted_spec(Path(self.spec))
+                decision = Runner(spec, host).run()
         except (UserError, OSError) as error:
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
             raise UserError(str(error)) from None
-        if status:
-            reason = runner.decision.reason if runner.decision else "see the lines above"
-            raise UserError(f"{runner.spec.stage} is not done: {reason}")
+        if decision.action == "stop":
+            raise UserError(f"{spec.stage} is not done: {decision.reason}")
 
 
 def trusted_spec(path: Path) -> JobSpec:
@@ -68,3 +73,15 @@ def trusted_spec(path: Path) -> JobSpec:
             raise UserError(f"{name} changed after the submission. Nothing was started. Submit the same command again "
                             f"to run what there is now.")
     return spec
+
+
+def main(path: str) -> None:
+    """Record that the runner of the job with this spec was killed."""
+    spec = JobSpec.load(Path(path))
+    print("the runner was killed (out of memory, perhaps): queueing the job again", flush=True)
+    log_attempt(Path(spec.run), KILLED, job=JobEnvironment().job_id, stage=spec.stage, chain=spec.chain,
+                restart=this_start()["restart"], start=0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -148,7 +148,7 @@ def _setup(config: Config, job: Job) -> list[str]:
 
 def _teardown(config: Config, job: Job) -> list[str]:
     """Lines of the job's script after the runner: if something killed it, the job is queued again."""
-    killed = (f"{outer_python(config.launch, job.contained)} -m drover.launch.job "
+    killed = (f"{outer_python(config.launch, job.contained)} -m drover.launch.job.task "
               f"{shlex.quote(str(spec_path(config, job)))}")
     this = "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
     again = (f"[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {killed}; "

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from drover.launch.job import runner, srun
-from drover.launch.job.host import StepEnd
+from drover.launch.job.host import JobSpec, StepEnd
 from drover.launch.job.preflight import PreflightResult
-from drover.launch.job.spec import JobSpec
 from drover.launch.job.srun import SlurmHost, read_end
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import ChainJob, JobChain
@@ -109,8 +108,8 @@ class Job:
         return self.spec.folder
 
     def go(self, *plan: Any, job: str = "12", restart: int = 0,
-           element: int | None = None, trial: Any = None, **changes: Any) -> tuple[int, str]:
-        """Run the job to its end; its exit status and log. plan: what each start does (`play`).
+           element: int | None = None, trial: Any = None, **changes: Any) -> tuple[str, str]:
+        """Run the job to its end; the action that ended it, and its log. plan: what each start does (`play`).
 
         element: of array 20. trial: what preflight finds, or does. changes: of the spec.
         """
@@ -135,7 +134,7 @@ class Job:
             patch.setattr(SlurmHost, "requeue", lambda host: self.slurm.requeue(host.name))
             host = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
                              element, self.slurm, requests)  # type: ignore[arg-type]
-            return runner.Runner(self.spec, host).run(), log.getvalue()
+            return runner.Runner(self.spec, host).run().action, log.getvalue()
 
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""

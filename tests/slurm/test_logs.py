@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from drover.launch.job.spec import JobSpec
+from drover.launch.job.host import JobSpec
 from drover.launch.slurm.control import logs
 from tests.conftest import REPOSITORY
 from tests.waiting import wait_for

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import sys
-import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -16,32 +15,31 @@ import psutil
 import pytest
 import yaml
 
-from drover.launch.job import node_trial, preflight
-from drover.launch.job.host import StepEnd
-from drover.launch.job.node_trial import (
+from drover.launch.job import preflight
+from drover.launch.job.host import JobSpec, StepEnd
+from drover.launch.job.preflight import (
     EXCHANGE,
     PRODUCT,
     ROUNDS,
+    PreflightResult,
     RankReport,
-    check_gpus,
-    check_node,
+    gpu_problem,
+    judge,
     measure,
+    node_problems,
     partner_of,
     read_reports,
+    run_preflight,
+    try_node,
 )
-from drover.launch.job.preflight import PreflightResult, conclusion, judge, run_preflight
-from drover.launch.job.spec import JobSpec
 from drover.launch.job.srun import SlurmHost
-from drover.launch.run_status import run_status
-from drover.launch.run_status.run_files import read_run
 from drover.launch.slurm.nodes import failures, few, record_failure
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 from tests.refusal import refused, table
 
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02}
-FAULTS = ({"problems": {"gpu": "7 GPUs"}}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
-          {"times": {**TIMES, EXCHANGE: 3.0}}, {"times": {}})
+FAULTS = ({"problem": "7 GPUs"}, {"times": {**TIMES, PRODUCT: 3.0}}, {"times": {**TIMES, EXCHANGE: 3.0}}, {"times": {}})
 
 
 def nodes_of(count):
@@ -55,36 +53,30 @@ def healthy(count):
 
 @pytest.mark.parametrize("count, changes, bad", table("""
     4 -> {} -> {}
-    4 -> {2: {problems: {shm: no /dev/shm, gpu: more}}} -> n3: no /dev/shm
+    4 -> {2: {problem: no /dev/shm}} -> n3: no /dev/shm
     4 -> {3: null} -> n4: it did not report
     4 -> {0: null, 1: null, 2: null, 3: null} -> {}
     4 -> {0: &nobody {times: {}}, 1: *nobody , 2: *nobody , 3: *nobody } -> {}
     4 -> {3: {times: {a matrix product: 0.5}}} -> n4: a matrix product took 500 ms, 50.0 times the others' 10 ms
     4 -> {3: {times: {a matrix product: 0.045}}} -> {}
-    4 -> {3: {times: {a matrix product: 0.045}, device: cuda}} -> n4: a matrix product took 45 ms, 4.5 times the \
-others' 10 ms
     4 -> {0: {times: {an exchange with another node: 0.9}}} -> n1: an exchange with another node took 900 ms, 45.0 \
 times the others' 20 ms
-    4 -> {0: {problems: {folder: it}}} -> n1: it
+    4 -> {0: {problem: it, shared: true}} -> n1: it
     2 -> {1: {times: {an exchange with another node: 3.0}}} -> {}
-    2 -> {1: null} -> 1 of 2 nodes did not report
-    1 -> {0: {problems: {gpu: it}}} -> n1: it
-    4 -> {0: &sick {problems: {gpu: it}}, 1: *sick } -> launch.exclude
-    4 -> {0: &sick {problems: {shm: it}}, 1: *sick , 2: *sick , 3: *sick } -> launch.exclude
-    4 -> {0: {problems: {shm: it}}, 3: {problems: {gpu: it}}} -> launch.exclude
+    2 -> {1: null} -> "n2: it did not report. These are 1 of 2 nodes at once"
+    4 -> {0: &sick {problem: it}, 1: *sick } -> "it (n1, n2: 2 of 4 nodes at once, which has a cause in common: no"
     4 -> {0: &ib9 {times: {}, failed: "no ib9 [n1]:29500"}, 1: {times: {}, failed: "no ib9 [n2]:17"}, 2: *ib9 , \
 3: *ib9 } -> no ib9 [n1]:29500 (the same on all nodes, so none is to blame
-    1 -> {0: {times: {}, failed: no ib9}} -> no ib9 (the same on
     4 -> {0: &ib9 {times: {}, failed: no ib9}, 1: *ib9 , 2: &gone {times: {}}, 3: *gone } -> {}
     4 -> {0: &ib9 {times: {}, failed: no ib9}, 1: *ib9 , 2: {times: {}, failed: reset by peer}, 3: *ib9 } -> {}
-    1 -> {0: {problems: {folder: it}}} -> it (1 of 1 node;
-    4 -> {0: &sick {problems: {folder: it}}, 1: *sick , 3: *sick } -> it (3 of 4""", int, *[yaml.safe_load] * 2))
+    1 -> {0: {problem: it, shared: true}} -> "it (n1: 1 of 1 node at once"
+    1 -> {0: {problem: it}} -> n1: it""", int, *[yaml.safe_load] * 2))
 def test_the_table(count, changes, bad):
     """changes: what is different in the reports of some ranks; null: there is none.
 
     If all are silent, or nobody met, it is not the nodes. What is slow is many times as slow as the others', and by
-    more than a moment, which on a GPU is shorter. Of two nodes nobody knows whose the link is. The job ends without a
-    strike where more of four nodes than one have a problem, or most have it with what they share.
+    more than a moment. Of two nodes nobody knows whose the link is. The job ends without a strike where more of four
+    nodes than one have a problem, or most have it with what they share.
     """
     reports = [replace(report, **changes.get(report.rank, {})) for report in healthy(count)
                if changes.get(report.rank, {}) is not None]
@@ -95,31 +87,21 @@ def test_the_table(count, changes, bad):
         assert bad in result.reason + " ".join(result.lines) and bool(result.reason) == (count != 2)
 
 
-@pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (512, 300), (4096, 4000)])
-def test_slow_nodes_are_never_blamed(count, answered):
-    """A job of 512 nodes: 212 were still importing after 60 s, when more than half had long reported."""
-    reports = [RankReport(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]  # nobody has met anybody
-    result = judge(reports, nodes_of(count), preflight.QUIET_S - 1)
-    assert not result.bad and not result.reason
-    assert result.lines[0].startswith("not all nodes have answered yet") and "slow is not bad" in result.lines[0]
-    assert f"({count - answered} of {count}" in result.lines[0]
-
-
-@pytest.mark.parametrize("seed", range(15))
-@pytest.mark.parametrize("count", [2, 64, 4096])
-def test_never_more_than_a_few_are_blamed(count, seed):
+@pytest.mark.parametrize("seed", range(20))
+def test_never_more_than_a_few_are_blamed(seed):
     """Whatever is wrong with however many; those with a failed check are named in any case."""
-    draw, reports = random.Random(seed), healthy(count)
+    draw = random.Random(seed)
+    count = draw.choice([2, 64, 4096])
+    reports = healthy(count)
     faults = draw.choice([FAULTS, [draw.choice(FAULTS)]])
     for number in draw.sample(range(count), draw.choice([0, 1, few(count), few(count) + 1, count // 2, count])):
         reports[number] = replace(reports[number], **draw.choice(faults))
     reports = draw.sample(reports, draw.choice([count, count, max(1, count // 2)]))
-    sick = {report.node for report in reports if report.problems}
+    sick = {report.node for report in reports if report.problem}
     result = judge(reports, nodes_of(count), draw.choice([0.0, 61.0]))
     assert bool(result.reason) == (len(sick) > few(count)) == ("launch.exclude" in result.reason)
     assert set(result.bad) == sick if result.reason else len(result.bad) <= few(count) and set(result.bad) >= sick
-    lines = [*result.lines, *conclusion(result, reports, nodes_of(count), 100.0, "")]
-    assert len(" ".join(lines)) < 6000 + 100 * few(count), "thousands of names say nothing"
+    assert len(" ".join([*result.lines, result.reason])) < 6000, "thousands of names say nothing"
 
 
 @pytest.mark.parametrize("nodes, arrivals, ends_at, bad", table("""
@@ -127,9 +109,11 @@ def test_never_more_than_a_few_are_blamed(count, seed):
     512 -> [] -> 436 -> {}
     4096 -> [] -> 1800 -> {}
     4 -> [9, 20, 70] -> 182 -> n4: it did not report
-    4 -> [9, 20, 170] -> 182 -> {}""", *[yaml.safe_load] * 4))
+    4 -> [9, 20, 170] -> 182 -> {}
+    4096 -> [1790] -> 1800 -> {}""", *[yaml.safe_load] * 4))
 def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals, ends_at, bad):
-    """When its time is up. Who is silent then is bad unless others have only just reported (arrivals: when)."""
+    """When its time is up. Who is silent then is bad unless others have only just reported (arrivals: when): it is
+    slow."""
     clock = [0.0]
 
     def start(spec, command, environment, folder, has_time):
@@ -146,22 +130,23 @@ def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals
                    srun_args=("--container-image=i",), wrap=("w",))
     result = run_preflight(spec, SimpleNamespace(start=start, nodes=nodes_of(nodes)), tmp_path, {}, lambda: True)
     assert result.bad == bad and ("no node can be blamed" in result.lines[-1]) == (not bad)
+    assert any("slow is not bad" in line for line in result.lines) == (arrivals[-1:] > [100])
 
 
 def test_each_task_tests_the_gpu_that_it_has(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(node_trial, "measure", lambda *_: None)
+    monkeypatch.setattr(preflight, "measure", lambda *_: None)
     for name, value in {"RANK": "5", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "PATH": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    for mask, problems in ("GPU-7", {"gpu": "nvidia-smi does not answer"}), ("0,1,2,3", {}):
+    for mask, problem in ("GPU-7", "nvidia-smi does not answer"), ("0,1,2,3", ""):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-        node_trial.try_node(tmp_path, 1.0, 4)
+        try_node(tmp_path, 1.0, 4)
         report = RankReport(**json.loads(capsys.readouterr().out.splitlines()[0]))
-        assert report.problems == problems
+        assert report.problem == problem
 
 
 @pytest.mark.parametrize("lines, status, stops", [
-    (["no image", "no image"], 255, True), (["image 1: gone", "image 2: gone"], 1, True),
-    (["no image", "fine"], 255, False), (["no image"], 255, False), (["a warning", "a warning"], 0, False)])
+    (["image 1: gone", "image 2: gone"], 255, True), (["no image", "fine"], 255, False), (["no image"], 255, False),
+    (["a warning", "a warning"], 0, False)])
 def test_what_ends_every_node_before_it_can_begin_ends_the_job(tmp_path, lines, status, stops):
     """A container that cannot start, say; not a step that was ended because it was slow (no exit code)."""
     def start(spec, command, environment, folder, goes_on):
@@ -179,11 +164,11 @@ def test_a_rank_that_cannot_measure_says_why(tmp_path, monkeypatch, capsys):
     def measure(*_):
         raise RuntimeError("no\n ib9\nException raised from x\nframe")
 
-    monkeypatch.setattr(node_trial, "measure", measure)
-    monkeypatch.setattr(node_trial, "GRACE_S", 0.0)
+    monkeypatch.setattr(preflight, "measure", measure)
+    monkeypatch.setattr(preflight, "GRACE_S", 0.0)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    refused(RuntimeError, "ib9", node_trial.try_node, tmp_path, 1.0, 0)
+    refused(RuntimeError, "ib9", try_node, tmp_path, 1.0, 0)
     (tmp_path / "node0.log").write_text("".join(f"3: {line}\n" for line in capsys.readouterr().out.splitlines()))
     report, = read_reports(tmp_path)
     assert report.failed == "RuntimeError: no ib9" and not report.times
@@ -199,14 +184,16 @@ def test_every_node_has_two_partners(count):
 
 
 def test_a_bad_node(tmp_path, monkeypatch):
-    problems = check_node(tmp_path / "gone", gpus=2, shared=tmp_path / "shm")
-    assert "cannot write into" in problems["folder"] and problems["shm"].endswith("shm does not exist")
-    assert problems["gpu"] == "0 GPUs instead of 2"
+    problems = [*node_problems(tmp_path / "gone", 2, 1.0, ["sh", "-c", "echo ill; exit 1"], tmp_path / "shm")]
+    assert [shared for _, shared in problems] == [True, False, False, True]
+    assert [problem for problem, _ in problems] == [
+        f"it cannot write into {tmp_path}/gone: No such file or directory",
+        f"{tmp_path}/shm does not exist or has less than 64 MB free", "0 GPUs instead of 2", "ill"]
     (tmp_path / "launch").mkdir()
     for name in ("LEAST_DISK", "LEAST_SHARED"):
-        monkeypatch.setattr(node_trial, name, 1 << 60)
-    problems = check_node(tmp_path, gpus=0, shared=tmp_path)
-    assert "MB are free in" in problems["folder"] and "MB" in problems["shm"] and "gpu" not in problems
+        monkeypatch.setattr(preflight, name, 1 << 60)
+    room, memory = (problem for problem, _ in node_problems(tmp_path, 0, 1.0, ["true"], tmp_path))
+    assert "MB are free in" in room and "MB free" in memory
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
@@ -215,7 +202,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     measure(report := RankReport(0, "n1"), 1.0, gpus=1)
-    assert "cannot use its GPUs" in report.problems["gpu"] and not report.times
+    assert "cannot use its GPUs" in report.problem and not report.times
 
 
 def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):
@@ -231,17 +218,17 @@ def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_p
 def test_gpus(programs, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", str(programs.folder))
-    assert check_gpus(4) == "2 GPUs instead of 4"
-    assert check_gpus(2) == "nvidia-smi does not answer", "the driver is gone"
+    assert gpu_problem(4) == "2 GPUs instead of 4"
+    assert gpu_problem(2) == "nvidia-smi does not answer", "the driver is gone"
     with monkeypatch.context() as amd:
-        amd.setattr(node_trial, "for_amd", lambda: True)
-        assert check_gpus(2) == "", "another maker's, whose driver is not asked"
+        amd.setattr(preflight, "for_amd", lambda: True)
+        assert gpu_problem(2) == "", "another maker's, whose driver is not asked"
     programs.say("nvidia-smi", "0\n1\n")
-    assert check_gpus(2) == "" and programs.calls()[-1].endswith(" --id=0,1"), "only the GPUs of the job"
+    assert gpu_problem(2) == "" and programs.calls()[-1].endswith(" --id=0,1"), "only the GPUs of the job"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
-    assert check_gpus(1) == "" and "--id" not in programs.calls()[-1]
+    assert gpu_problem(1) == "" and "--id" not in programs.calls()[-1]
     programs.say("nvidia-smi", status=9)
-    assert check_gpus(1) == "nvidia-smi does not answer"
+    assert gpu_problem(1) == "nvidia-smi does not answer"
 
 
 @pytest.fixture
@@ -257,21 +244,20 @@ def test_there_is_no_trial_without_the_setting_or_without_ranks(job):
 
 
 @pytest.mark.parametrize("bad, reason, links, restart, follows, words", table("""
-    {n2: no disk} -> null -> 1 -> 0 -> [0, null, ["12"], {}, {n2: 1}] -> queueing this job again
-    {n2: no disk} -> null -> 1 -> 1 -> [1, failed, [], {}, {n2: 2}] -> submit the same command again
-    {n2: no disk} -> null -> 3 -> 0 -> [0, null, [], {"13": [n2], "14": [n2]}, {n2: 1}] -> the next job of the chain \
-continues without it
-    {n1: no disk, n2: no disk} -> it is so on all nodes -> 1 -> 0 -> [1, failed, [], {}, {}] -> \
-preflight: it is so on all nodes
-    {} -> no ib9 on all -> 1 -> 0 -> [1, failed, [], {}, {}] -> preflight: no ib9 on all""", *[yaml.safe_load] * 5))
+    {n2: no disk} -> null -> 1 -> 0 -> [requeue, null, ["12"], {}, {n2: 1}] -> queueing this job again
+    {n2: no disk} -> null -> 1 -> 1 -> [stop, failed, [], {}, {n2: 2}] -> submit the same command again
+    {n2: no disk} -> null -> 3 -> 0 -> [leave, null, [], {"13": [n2], "14": [n2]}, {n2: 1}] -> the next job of the \
+chain continues without it
+    {n1: no disk, n2: no disk} -> it is so on all nodes -> 1 -> 0 -> [stop, failed, [], {}, {}] -> \
+preflight: it is so on all nodes""", *[yaml.safe_load] * 5))
 def test_a_bad_node_is_named_and_left_out(job, bad, reason, links, restart, follows, words):
     """By the next links; without them, at its second failure, by the next submission. What fails on every node is not
-    the nodes'. follows: exit status, the stage's state, jobs queued again, nodes left out by others, strikes."""
+    the nodes'. follows: how the job ends, the stage's state, jobs queued again, nodes left out by others, strikes."""
     chain_of(job, *["12", "13", "14"][:links])
     for _ in range(restart):
         record_failure(job.run, "n2", "12.0.0", "failed preflight")
-    status, log = job.go(trial=PreflightResult(bad, [], reason), restart=restart, links=links)
-    assert [status, getattr(job.state(), "status", None), job.slurm.requeued, job.slurm.left_out,
+    end, log = job.go(trial=PreflightResult(bad, [], reason), restart=restart, links=links)
+    assert [end, getattr(job.state(), "status", None), job.slurm.requeued, job.slurm.left_out,
             failures(job.run)] == follows and words in log, log
     assert not job.events("attempt") and job.events("preflight")[-1]["bad"] == bad
 
@@ -295,7 +281,7 @@ sys.exit(max(task.wait() for task in tasks))
 LATE = """import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from drover.launch.job.node_trial import try_node
+from drover.launch.job.preflight import try_node
 exchange = dist.batch_isend_irecv
 if os.environ["SLURMD_NODENAME"] == "n3":
     dist.batch_isend_irecv = lambda operations: time.sleep(1.0) or exchange(operations)
@@ -303,6 +289,7 @@ try_node(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     """Six real processes on three nodes, of which one is late in every exchange that it takes part in. They run with
     the Python of the stage: in a container the launcher's is not there."""
@@ -321,12 +308,12 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     host = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
     result = run_preflight(job.spec, host, folder, environment, lambda: True)
     assert set(result.bad) == {"n3"} and "an exchange with another node" in result.bad["n3"], result
-    assert programs.calls("python")[0].startswith("python -m drover.launch.job.node_trial")
+    assert programs.calls("python")[0].startswith("python -m drover.launch.job.preflight")
 
 
 @pytest.mark.slow
 def test_two_thousand_nodes(job):
-    """16,384 ranks are tested, start and are shown; nothing of it takes a gigabyte."""
+    """16,384 ranks are tested and start; nothing of it takes a gigabyte."""
     nodes, ranks = nodes_of(2048), range(16384)
     job.slurm.nodes, memory = tuple(nodes), psutil.Process().memory_info().rss
 
@@ -336,9 +323,7 @@ def test_two_thousand_nodes(job):
             with open(folder / f"node{rank // 8}.log", "a") as log:
                 print(f"{rank}: {json.dumps(asdict(RankReport(rank, nodes[rank // 8], times=TIMES)))}", file=log)
         return StepEnd(0)
-    status, log = job.go(tested, "work", trial=run_preflight, preflight=True, ranks=len(ranks), nodes=2048,
-                         tasks_per_node=8)
-    assert status == 0 and "preflight: 2048 nodes passed" in log
-    standing = run_status.judge(read_run(job.run), {}, time.time())
-    assert next(row.state for row in standing.rows if row.stage == "train") == "done"
+    end, log = job.go(tested, "work", trial=run_preflight, preflight=True, ranks=len(ranks), nodes=2048,
+                      tasks_per_node=8)
+    assert end == "leave" and "preflight: 2048 nodes passed" in log
     assert 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e9

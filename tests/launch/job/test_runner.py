@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.launch.job import joblock, runner, srun
+from drover.launch.job import host, runner, srun
 from drover.launch.job.host import StepEnd
-from drover.launch.job.joblock import JobLock
 from drover.launch.job.preflight import PreflightResult
 from drover.launch.slurm.chain import ChainJob, JobChain
 from drover.launch.slurm.nodes import record_failure
@@ -30,8 +29,8 @@ RESTART, DONE = "crashed restart", "done leave"
 
 def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     job.slurm.left_s = 180  # just enough to start again
-    status, log = job.go("crash", "work")
-    assert (status, job.ends()) == (0, [RESTART, DONE]) and "  rank 1: this rank says why" in log, log
+    end, log = job.go("crash", "work")
+    assert (end, job.ends()) == ("leave", [RESTART, DONE]) and "  rank 1: this rank says why" in log, log
     assert job.events("ended")[0]["reason"] == "rank 1 on n2: killed"
     assert [(event["start"], event["ranks"]) for event in job.events("attempt")] == [(0, 2), (1, 2)]
     assert (job.run / "logs/train/latest").readlink() == Path("12.1")
@@ -53,8 +52,7 @@ def test_a_run_whose_links_were_copied_as_what_they_lead_to_continues(job, make)
     (logs / "12.0").mkdir(parents=True)
     (logs / "12.0/node0.log").write_text("a line")
     make(logs / "latest")
-    status, _ = job.go("work")
-    assert status == 0 and (logs / "latest").readlink() == Path("12.1")
+    assert job.go("work")[0] == "leave" and (logs / "latest").readlink() == Path("12.1")
 
 
 def test_a_rank_that_used_too_much_memory(job):
@@ -84,7 +82,7 @@ def test_at_a_request_to_end_the_runner_waits_and_starts_nothing(job):
         assert each(), "it waits for its step"
         return StepEnd(143)
 
-    assert job.go(waits)[0] == 143
+    assert job.go(waits)[0] == "stop"
     assert len(job.events("attempt")) == 1 and job.ends() == ["preempted stop"]
     assert not (job.run / "launch/train.lock").exists()
 
@@ -92,23 +90,23 @@ def test_at_a_request_to_end_the_runner_waits_and_starts_nothing(job):
 # ---- the decisions' effects, with starts that are played
 
 
-@pytest.mark.parametrize("plan, slurm, status, ends, requeued, words", table("""
-    save 10/save 20/save 30/work -> {} -> 0 -> crashed restart, crashed restart, crashed restart, done leave -> [] -> \
-train is done
-    asked -> {} -> 0 -> preempted requeue -> ["12"] -> asked to stop (time limit) after step 120; queueing this job
-    asked -> {refusal: presently disabled} -> 1 -> preempted requeue -> ["12"] -> Slurm did not queue the job again \
-(presently disabled), and no later job of the chain waits to go on: submit the same command again
-    crash -> {left_s: 179} -> 0 -> crashed requeue -> ["12"] -> the time limit is too near
-    refuse -> {} -> 1 -> failed stop -> [] -> there is nothing to train on
-    no step/no step/no step/no step -> {} -> 0 -> crashed requeue -> ["12"] -> trying again (3 of 3)
-    no step/work -> {} -> 0 -> done leave -> [] -> there is no step: Unable to create step for job 12: Requested nodes \
-are busy; trying again (1 of 3)
-    crash -> {states: {"12": PENDING}} -> 143 -> crashed leave -> [] -> Slurm has taken the job""",
-    str, yaml.safe_load, int, str, yaml.safe_load))
-def test_what_follows_from_each_end_of_a_start(job, plan, slurm, status, ends, requeued, words):
+@pytest.mark.parametrize("plan, slurm, action, ends, requeued, words", table("""
+    save 10/save 20/save 30/work -> {} -> leave -> crashed restart, crashed restart, crashed restart, done leave -> [] \
+-> train is done
+    asked -> {} -> requeue -> preempted requeue -> ["12"] -> asked to stop (time limit) after step 120; queueing this
+    asked -> {refusal: presently disabled} -> stop -> preempted requeue -> ["12"] -> Slurm did not queue the job again \
+(presently disabled), and no later job of the chain waits to continue: submit the same command again
+    crash -> {left_s: 179} -> requeue -> crashed requeue -> ["12"] -> the time limit is too near
+    refuse -> {} -> stop -> failed stop -> [] -> there is nothing to train on
+    no step/no step/no step/no step -> {} -> requeue -> crashed requeue -> ["12"] -> trying again (3 of 3)
+    no step/work -> {} -> leave -> done leave -> [] -> there is no step: Unable to create step for job 12: Requested \
+nodes are busy; trying again (1 of 3)
+    crash -> {states: {"12": PENDING}} -> stop -> crashed stop -> [] -> Slurm has taken the job""",
+    str, yaml.safe_load, str, str, yaml.safe_load))
+def test_what_follows_from_each_end_of_a_start(job, plan, slurm, action, ends, requeued, words):
     vars(job.slurm).update(slurm)
-    result, log = job.go(*plan.split("/"), max_restarts=1)
-    assert (result, ", ".join(job.ends()), job.slurm.requeued) == (status, ends, requeued), log
+    end, log = job.go(*plan.split("/"), max_restarts=1)
+    assert (end, ", ".join(job.ends()), job.slurm.requeued) == (action, ends, requeued), log
     assert words in log and len(job.events("attempt")) == len(job.ends())
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
 
@@ -129,8 +127,8 @@ nodes are left; the next job of the chain continues
 def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
     """Spare nodes come first, then fewer nodes; then the job is queued again."""
     job.slurm.nodes = ("n1", "n2", "n3")
-    status, log = job.go(*plan.split("/"), **{**SPARE, **changes})
-    assert status == 0 and ", ".join(job.ends()) == ends and words in log, log
+    end, log = job.go(*plan.split("/"), **{**SPARE, **changes})
+    assert end != "stop" and ", ".join(job.ends()) == ends and words in log, log
     lists = used.split()
     assert [re.search("--nodelist=([^ ]+) ", line)[1] for line in job.commands] == lists
     assert [re.search("--ntasks=([0-9]+) ", line)[1] for line in job.commands] == [
@@ -139,15 +137,14 @@ def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
 
 
 def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
-    """It is the first one, which has the runner: the ranks meet on the next."""
+    """It is the first one, which has the runner."""
     job.slurm.nodes, result = ("n1", "n2", "n3"), [PreflightResult(), PreflightResult({"n1": "no GPU"})]
     runs = []
-    status, log = job.go("work", preflight=True, trial=lambda spec, host, *_: runs.append(host.nodes) or result.pop(),
+    end, log = job.go("work", preflight=True, trial=lambda spec, host, *_: runs.append(host.nodes) or result.pop(),
                          **SPARE)
-    assert status == 0 and runs == [("n1", "n2"), ("n2", "n3")] and job.ends() == [DONE], log
+    assert end == "leave" and runs == [("n1", "n2"), ("n2", "n3")] and job.ends() == [DONE], log
     assert "preflight found a bad node: n1: no GPU; the job continues with its other nodes" in log
     assert not job.slurm.requeued and "--nodelist=n2,n3 " in job.commands[0]
-    assert job.environments[0]["MASTER_ADDR"] == "n1", "as Slurm says, the last one"
 
 
 @pytest.fixture
@@ -165,8 +162,8 @@ def test_a_folder_that_takes_no_record_for_a_moment_ends_no_job(job, impatient, 
             raise failures.pop()
         write(*given, **details)
     monkeypatch.setattr(runner, "log_attempt", failing)
-    status, log = job.go("work")
-    assert status == 0 and job.ends() == [DONE] and "cannot be recorded now (Stale file handle); trying again" in log
+    end, log = job.go("work")
+    assert end == "leave" and job.ends() == [DONE] and "cannot be recorded now (Stale file handle); trying again" in log
 
 
 @pytest.mark.parametrize("place", ["logs", "launch/attempts", "launch/nodes.jsonl"])
@@ -219,28 +216,28 @@ def test_links_that_are_not_needed_are_removed(job, plan, planned, refusal, move
     jobs.append(ChainJob("trial-convert", "convert", "15", dependencies=("14",)))
     JobChain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
     job.slurm.refusal = refusal
-    status, log = job.go(plan, links=3)
-    assert status == (plan == "refuse") and words in log, log
+    end, log = job.go(plan, links=3)
+    assert (end == "stop") == (plan == "refuse") and words in log, log
     assert job.slurm.moved == [("15", "14", "12")] * moved and job.slurm.cancelled == ["14", "13"] * cancelled
 
 
 def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):
     chain_of(job, "12", "13")
-    status, log = job.go("crash", "crash", max_restarts=1, links=2)
-    assert status == 1 and job.ends() == [RESTART, "crashed stop"] and job.state().status == "failed"
+    end, log = job.go("crash", "crash", max_restarts=1, links=2)
+    assert end == "stop" and job.ends() == [RESTART, "crashed stop"] and job.state().status == "failed"
     assert job.state().reason.startswith("given up after 2 starts in a row without a new checkpoint")
-    status, log = job.go(job="13", link=2)
-    assert status == 1 and "job 12 of this chain gave train up" in log
-    assert job.go("work", job="14", link=1, chain="d")[0] == 0, "another submission tries again"
+    end, log = job.go(job="13", link=2)
+    assert end == "stop" and "job 12 of this chain gave train up" in log
+    assert job.go("work", job="14", link=1, chain="d")[0] == "leave", "another submission tries again"
     chain_of(job, "14", "15", chain="d")
-    status, log = job.go(job="15", link=2)
-    assert status == 0 and "train is done (by job 14): nothing to do" in log and len(job.events("attempt")) == 3
+    end, log = job.go(job="15", link=2)
+    assert end == "leave" and "train is done (by job 14): nothing to do" in log and len(job.events("attempt")) == 3
 
 
 def test_the_stop_file(job):
     (job.run / "launch/stop").write_text("enough")
-    status, log = job.go()
-    assert status == 1 and "training does not start" in log and not job.events("attempt")
+    end, log = job.go()
+    assert end == "stop" and "training does not start" in log and not job.events("attempt")
 
 
 def test_the_start_that_nobody_saw_the_end_of(job):
@@ -248,8 +245,7 @@ def test_the_start_that_nobody_saw_the_end_of(job):
     job.unseen(0)
     record_failure(job.run, "n2", "12.0.0", "was late when training hung")
     job.slurm.down = {"n2": "down*"}
-    status, log = job.go("work", restart=1)
-    assert status == 0, log
+    _, log = job.go("work", restart=1)
     assert job.ends() == ["crashed requeue", DONE]
     assert job.events("ended")[0]["reason"] == "lost n2 (down*)" and job.events("attempt")[-1]["start"] == 1
     assert "n2 went down (down*) (failure 1 within a day)" in log
@@ -265,18 +261,18 @@ def test_ends_without_progress_stop_the_stage_for_good(job, cause):
         job.slurm.down = {"n2": "down*"}
     elif cause:
         job.log("killed", 1, "12")
-    status, log = job.go("work", max_restarts=1, restart=2)
+    end, log = job.go("work", max_restarts=1, restart=2)
     assert job.ends()[1:] == (["crashed stop"] if cause else ["requeued requeue", DONE]), log
-    assert status == bool(cause) and (not cause or (job.state().status == "failed" and re.match(
+    assert (end == "stop") == bool(cause) and (not cause or (job.state().status == "failed" and re.match(
         f"given up after 2 starts in a row without .*{cause}", job.state().reason)))
 
 
 def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
-    monkeypatch.setattr(joblock, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(host, "HEARTBEAT_S", 0.0)
 
     def taken(each):
         assert each()
-        JobLock(job.run, "train", "12", 1, job.slurm).acquire(print)
+        srun.SlurmHost("12", "12", 1, ("n3",), None, job.slurm).lock(job.spec).__enter__()
         assert not each()
         return StepEnd(143)
 
@@ -293,15 +289,15 @@ def test_elements_of_an_array(tmp_path):
     job = make_job(tmp_path, "shard", ranks=0, nodes=1, max_restarts=1)
     for restart in range(3):
         job.crashed(restart, "20_3")
-    status, log = job.go("crash", "work", element=2)
-    assert status == 0, log
+    end, log = job.go("crash", "work", element=2)
+    assert end == "leave", log
     assert job.ends()[3:] == [RESTART, DONE] and job.commands[-1].endswith("--element 20_2")
     assert (job.run / "logs/shard/20_2.1").is_dir()
     (job.stage / "manifest.json").unlink()
-    assert job.go("refuse", element=1)[0] == 1
+    assert job.go("refuse", element=1)[0] == "stop"
     job.unseen(3, "20_3")
     job.slurm.down = {"n2": "down*"}
-    status, log = job.go(element=3, job="24", restart=4)
-    assert status == 1 and "4 starts in a row" in log
-    assert job.go("asked", element=0)[0] == 0 and job.ends()[-1] == "preempted requeue"
+    end, log = job.go(element=3, job="24", restart=4)
+    assert end == "stop" and "4 starts in a row" in log
+    assert job.go("asked", element=0)[0] == "requeue" and job.ends()[-1] == "preempted requeue"
     assert not (job.stage / "STATE.json").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.launch.job.spec import JobSpec
+from drover.launch.job.host import JobSpec
 from drover.launch.job.srun import srun_command
 from drover.launch.plan import in_container
 from drover.pipeline.config.launching import Container

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from drover.launch.job.spec import JobSpec
+from drover.launch.job.host import JobSpec
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import continue_command
 from drover.launch.slurm.nodes import record_failure
@@ -59,7 +59,7 @@ export SUBMITIT_EXECUTOR=slurm
 
 # teardown
 status=$?
-[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {python} -m drover.launch.job '{work}/runs/trial/launch/jobs/\
+[ $status != 137 ] || [ ${{stopped:-}} ] || {{ {python} -m drover.launch.job.task '{work}/runs/trial/launch/jobs/\
 CHAIN-train.json'; for pause in 1 5 20 60 0; do scontrol requeue ${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}\
 ${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}} && break; sleep $pause; done; }}
 exit $status"""

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from drover.launch.job.host import JobSpec
 from drover.launch.job.rank import defaults
-from drover.launch.job.spec import JobSpec
 from drover.launch.job.task import trusted_spec
 from drover.launch.slurm import trust
 from drover.launch.slurm.trust import node_folder, owner_problems, private_folder
