@@ -72,7 +72,7 @@ def _convert(work: Work) -> None:
     import torch
 
     from drover.pipeline.data.remote_tokens import download_shards, recorded_shards
-    from drover.pipeline.data.shard_table import ShardTable
+    from drover.pipeline.data.token_shards import ShardTable
     from drover.pipeline.formats.huggingface import Source, huggingface_files, refuse_unexportable, write_folder
     from drover.pipeline.formats.weights import MeanWeights, reader
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker

@@ -27,7 +27,7 @@ from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
 if TYPE_CHECKING:
     from drover.pipeline.contract.inputs import Expected, InputCheck
     from drover.pipeline.contract.stage_work import Work
-    from drover.pipeline.data.shard_table import ShardTable
+    from drover.pipeline.data.token_shards import ShardTable
     from drover.pipeline.evaluation.items import TaskResult
     from drover.pipeline.evaluation.open_model import OpenedModel
     from drover.pipeline.parallel.ranks import Ranks
@@ -88,7 +88,7 @@ class Cached:
 def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json."""
     go_offline()  # before anything imports the libraries that look for it
-    from drover.pipeline.data.shard_table import ShardTable
+    from drover.pipeline.data.token_shards import ShardTable
     from drover.pipeline.evaluation.results import as_json, summary, validation_results
     from drover.pipeline.evaluation.validation import compare, measure_validation
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks

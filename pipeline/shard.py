@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING, Any
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
-from drover.pipeline.data.data_card import source_card
-from drover.pipeline.data.documents import Rejection
-from drover.pipeline.data.files_read import (
+from drover.pipeline.data.counts import (
     MOST_NAMED,
     TOGETHER,
     FileRead,
@@ -39,13 +37,14 @@ from drover.pipeline.data.files_read import (
     files_read,
     incomplete,
     named,
+    source_card,
+    total,
 )
-from drover.pipeline.data.files_read import remarks as file_remarks
-from drover.pipeline.data.filters.base import external_code, libraries
-from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
-from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
+from drover.pipeline.data.counts import remarks as file_remarks
+from drover.pipeline.data.documents import Rejection
+from drover.pipeline.data.filters.base import external_code, few_reasons, libraries, no_counts
 from drover.pipeline.data.readers import absent_columns
-from drover.pipeline.data.sources import reading_units
+from drover.pipeline.data.sources import FILTER_FILES, reading_units
 from drover.pipeline.data.text_shards import SPLITS
 
 if TYPE_CHECKING:
@@ -63,11 +62,10 @@ MANY_PAGES = 0.01
 def shard(work: Work) -> None:
     """Read, plan, write, reconcile, commit."""
     from drover.pipeline.contract.inputs import gathered
-    from drover.pipeline.data.filters.decontamination import gather_contamination, short_sets
-    from drover.pipeline.data.planning.passes import decide
-    from drover.pipeline.data.planning.shards import write_shard
-    from drover.pipeline.data.planning.signatures import signature_settings
-    from drover.pipeline.data.reading import STAGING, stage_unit
+    from drover.pipeline.data.planning.near_duplicates import signature_settings
+    from drover.pipeline.data.planning.passes import decide, write_shard
+    from drover.pipeline.data.planning.runs import STAGING
+    from drover.pipeline.data.reading import stage_unit
 
     config, folder = work.config.shard, work.folder
     sources = config.source_names
@@ -79,12 +77,17 @@ def shard(work: Work) -> None:
             work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
                      f"changes on the Hub")
 
-    near = signature_settings(config.near_duplicates)
-    filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
+    filters = _filters(work)
+    if config.near_duplicates is not None:
+        filters["near_duplicates"] = signature_settings(config.near_duplicates)
     units = [Task(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
     work.check(work.external_files())  # files of filters, which each worker reads
-    for warning in short_sets(config.filters):
-        work.say(f"warning: {warning}")
+    searches = [own for own in config.filters if own.kind == "decontamination"]
+    if searches:
+        from drover.pipeline.data.filters.decontamination import gather_contamination, short_sets
+
+        for warning in short_sets(searches):
+            work.say(f"warning: {warning}")
     read = work.run_pass("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
@@ -98,14 +101,15 @@ def shard(work: Work) -> None:
                                       for payload in decided.payloads], write_shard, "shards")
     shards = [output for record in written for output in record["outputs"]]
     _reconcile(counts, shards, files)
-    contamination, contamination_record = gather_contamination(
-        folder, config.filters, [record["findings"] for record in read])
-    counts |= contamination
+    contamination = []
+    if searches:
+        counts["contamination"], record = gather_contamination(folder, searches, [own["findings"] for own in read])
+        contamination.append(record)
     _print_counts(work, counts, shards, inputs)
 
     outputs = [*shards, *(record["outputs"][-1] for record in read if filters.get("keep_dropped")), *decided.kept,
                output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
-                             text_bytes=0), *contamination_record]
+                             text_bytes=0), *contamination]
     _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
                 scratch=[folder / STAGING])
@@ -182,7 +186,7 @@ def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> It
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
-    from drover.pipeline.data.reading import staged
+    from drover.pipeline.data.planning.runs import staged
 
     with atomic_file(folder / REJECTED, keep_equal=True) as out:
         for unit, record in zip(units, read, strict=True):

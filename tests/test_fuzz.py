@@ -24,10 +24,9 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, write_json, write_sealed, write_text
-from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
-from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.filters.decontamination import EvaluationSet, items_of
 from drover.pipeline.data.text_shards import read_shard, read_texts, shard_records
-from drover.pipeline.data.token_shards import read_batch
+from drover.pipeline.data.token_shards import ShardTable, read_batch
 from drover.pipeline.evaluation.tasks import find_tasks
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker

@@ -8,8 +8,7 @@ import numpy as np
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.files import output_record
-from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable
-from drover.pipeline.data.token_shards import write_shard
+from drover.pipeline.data.token_shards import OpenShards, Shards, ShardTable, write_shard
 
 SOURCES = ("web", "code")
 

@@ -9,7 +9,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded, Range
 from drover.pipeline.data.sampling.loader import TrainingData
-from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.token_shards import ShardTable
 from drover.pipeline.records.metrics import Line, RunFacts, excluded_by, is_abandoned
 from drover.pipeline.training.data import open_training_data, read_shard_table
 

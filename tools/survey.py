@@ -22,11 +22,10 @@ from drover.pipeline.core.console import first, printable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
-from drover.pipeline.data.file_kinds import mistaken, utf16_order
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
 from drover.pipeline.data.sources import input_files
-from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, name_as_text
+from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
 PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""

@@ -13,15 +13,15 @@ from drover.pipeline.config.kinds import Kind, Kinds, OptimizerKind
 FILTERS = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Filter", {
     "length": "drover.pipeline.data.filters.length:Length",
     "repetition": "drover.pipeline.data.filters.repetition:Repetition",
-    "characters": "drover.pipeline.data.filters.characters:Characters",
-    "masking": "drover.pipeline.data.filters.masking:Masking",
-    "c4": "drover.pipeline.data.filters.c4:C4",
-    "gopher_quality": "drover.pipeline.data.filters.gopher_quality:GopherQuality",
-    "gopher_repetition": "drover.pipeline.data.filters.gopher_repetition:GopherRepetition",
-    "fineweb_quality": "drover.pipeline.data.filters.fineweb_quality:FinewebQuality",
+    "characters": "drover.pipeline.data.filters.length:Characters",
+    "masking": "drover.pipeline.data.filters.rewriting:Masking",
+    "c4": "drover.pipeline.data.filters.quality:C4",
+    "gopher_quality": "drover.pipeline.data.filters.quality:GopherQuality",
+    "gopher_repetition": "drover.pipeline.data.filters.repetition:GopherRepetition",
+    "fineweb_quality": "drover.pipeline.data.filters.quality:FinewebQuality",
     "language": "drover.pipeline.data.filters.language:Language",
-    "encoding_repair": "drover.pipeline.data.filters.encoding_repair:EncodingRepair",
-    "normalization": "drover.pipeline.data.filters.normalization:Normalization",
+    "encoding_repair": "drover.pipeline.data.filters.rewriting:EncodingRepair",
+    "normalization": "drover.pipeline.data.filters.rewriting:Normalization",
     "decontamination": "drover.pipeline.data.filters.decontamination:Decontamination"})
 
 SINKS = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks:SinkSettings", {
@@ -39,7 +39,7 @@ OPTIMIZERS = {
 """By the name in train.optimizer."""
 
 STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
-    "shard": {"files": "drover.pipeline.data.filters.files:input_files",
+    "shard": {"files": "drover.pipeline.data.sources:filter_files",
               "task_files": "drover.pipeline.data.sources:input_files",
               "external_code": "drover.pipeline.data.filters.base:external_code"},
     "tokenizer": {"files": "drover.pipeline.tokenization.files:input_files",

@@ -22,6 +22,7 @@ from drover.pipeline.data.documents import (
     damage,
     raise_unless_damage,
     value_in,
+    wanted_columns,
 )
 from drover.pipeline.data.streams import Input, map_file
 
@@ -225,8 +226,3 @@ def _size(row: dict[str, Any], field: str, average: int) -> tuple[int, bool]:
     """About how many bytes a row has: those of its text, or of an average row if that is more."""
     text = value_in(row, field)
     return max(average, len(text) if isinstance(text, (str, bytes)) else 0), False
-
-
-def wanted_columns(source: FilesSource) -> list[str]:
-    """The columns that a source names, each once. Items of evaluation sets have no text_field: it is ""."""
-    return list(dict.fromkeys(filter(None, (source.text_field, source.id_field, *source.meta_fields))))

@@ -35,11 +35,9 @@ from drover.pipeline.data.columnar import (
     other_delimiter,
     parquet_records,
     stored_columns,
-    wanted_columns,
 )
-from drover.pipeline.data.documents import Limit, Place, PlainText, Records, Rejection, damage, value_in
-from drover.pipeline.data.file_kinds import HEAD, mistaken
-from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, map_file, separated
+from drover.pipeline.data.documents import Limit, Place, PlainText, Records, Rejection, damage, value_in, wanted_columns
+from drover.pipeline.data.streams import COMPRESSIONS, HEAD, UTF8, Input, Piece, map_file, mistaken, separated
 from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20

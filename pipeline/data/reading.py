@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from drover.pipeline.config.data import FilesSource, HubSource, Source, StdlibSo
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record
-from drover.pipeline.data.data_card import DataCard
+from drover.pipeline.data.counts import DataCard
 from drover.pipeline.data.documents import (
     Document,
     Limit,
@@ -31,7 +30,6 @@ from drover.pipeline.data.documents import (
     Records,
     Rejection,
     damage,
-    digest,
     is_shortage,
     place_in,
     plain,
@@ -39,33 +37,20 @@ from drover.pipeline.data.documents import (
     to_json,
     value_in,
 )
-from drover.pipeline.data.file_kinds import PAGE
-from drover.pipeline.data.filters.chain import Chain, Dropped
+from drover.pipeline.data.filters.base import Chain, Dropped
 from drover.pipeline.data.hub import files_record, hub_rows
-from drover.pipeline.data.planning.signatures import Signer
+from drover.pipeline.data.planning.near_duplicates import Signer
+from drover.pipeline.data.planning.runs import INDEX, index_row, staged
 from drover.pipeline.data.readers import file_records, lists_of_records, python_records
-from drover.pipeline.data.streams import UTF8, Input, Piece
+from drover.pipeline.data.streams import PAGE, UTF8, Input, Piece
 from drover.pipeline.storage.store import Changed, Missing
 
-STAGING = "staging"
 DROPPED = "dropped"
 """Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 MOST_FIELDS = 20
 """So many of a record's fields are named where one is missing."""
-HAS_NUL, HAS_U2581 = 1, 2
-INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
-                  ("characters", "<u8"), ("flags", "u1")])
-"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, what the text holds."""
-_ROW = struct.Struct("<QQQQQQB")
 Item = tuple[Document, bytes] | Rejection
 """A document and its JSON, or why there is none."""
-
-
-def staged(folder: Path, name: str, ending: str) -> Path:
-    """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
-    (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures`
-    each, as .npy); later `.fates` (see `planning.runs`)."""
-    return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 
 def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
@@ -137,14 +122,6 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             "fields": {name: fields[name] for name in source.get("meta_fields") or ()},
             "dataset": files_record(HubSource(**source)) if source["kind"] == "hf" else {},
             "card": card.record(), "findings": chain.findings(), "outputs": outputs}
-
-
-def index_row(text: str, offset: int, length: int) -> bytes:
-    """The row of `INDEX` for a text whose JSON has `length` bytes at `offset`."""
-    data = text.encode()
-    high, low = struct.unpack(">QQ", digest(data))
-    flags = HAS_NUL * ("\0" in text) + HAS_U2581 * ("\u2581" in text)
-    return _ROW.pack(high, low, offset, length, len(data), len(text), flags)
 
 
 def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], object] = lambda record: None,

@@ -20,7 +20,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import ProgressBar, first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, lock_file, problem_of, remove_temporary
-from drover.pipeline.data.shard_table import Shards, ShardTable, open_shards
+from drover.pipeline.data.token_shards import Shards, ShardTable, open_shards
 from drover.pipeline.storage.mirror import COPY, Copied, DamagedCopyError, Mirror, copy_files, ledger_of
 from drover.pipeline.storage.store import Missing, Store
 

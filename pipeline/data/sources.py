@@ -14,9 +14,11 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
+from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.console import first
-from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
+from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems, listed
 from drover.pipeline.core.folders import matches, once
+from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.data.hub import folder_files
 from drover.pipeline.data.readers import FORMATS, divisible, file_format, is_page
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
@@ -233,3 +235,35 @@ def _parts(file: Piece, size: float) -> list[Piece]:
     borders = [file.bytes * number // count // step * step for number in range(count)] + [file.bytes]
     return [replace(file, start=start, stop=stop)
             for start, stop in pairwise(borders)]
+
+
+FILTER_FILES = "filters"
+"""What the names of filters' files begin with."""
+
+
+def filter_files(config: Config) -> list[tuple[str, InputFile]]:
+    """The files that filters read, as (`filters/<name of the filter>/<name of the file>`, path).
+
+    A name goes back to the folder that holds all files of the filter.
+
+    Raises:
+        AbsentInputError: naming all that are not there.
+    """
+    result: list[tuple[str, InputFile]] = []
+    problems = []
+    for own in config.shard.filters:
+        try:
+            paths = [path.absolute() for path in own.reads()] if isinstance(own, Filter) else []
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
+                     for path in paths if not path.is_file()]
+        there = [path for path in dict.fromkeys(paths) if path.is_file()]
+        result += named_files(f"{FILTER_FILES}/{name_of(own)}", there)
+    if result and FILTER_FILES in config.shard.source_names:
+        raise UserError(f"A source of shard.sources is called {FILTER_FILES}, which the files of filters are called "
+                        f"too. Give it another `name`.")
+    if problems:
+        raise AbsentInputError(listed(problems), result, {FILTER_FILES})
+    return result

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.data.filters.item_index import ItemIndex
+from drover.pipeline.data.item_index import ItemIndex
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.evaluation.items import PerItem
 from drover.pipeline.evaluation.scores import scored

@@ -31,10 +31,9 @@ import numpy as np
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.chosen_documents import Chosen, ChosenDocuments, choose
 from drover.pipeline.data.remote_tokens import shards_of
-from drover.pipeline.data.shard_table import Shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
+from drover.pipeline.data.token_shards import Chosen, ChosenDocuments, Shards, choose
 from drover.pipeline.evaluation.results import AFTER, OVERALL
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ MADE = {"Index": "drover.pipeline.formats.sharded_tensors", "Entry": "drover.pip
         "Rollback": "drover.pipeline.records.metrics", "Marker": "drover.pipeline.records.checkpoints",
         "TrainingProgress": "drover.pipeline.records.checkpoints",
         "DamagedTokensError": "drover.pipeline.training.data",
-        "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
+        "ShardTable": "drover.pipeline.data.token_shards", "Chosen": "drover.pipeline.data.token_shards",
         "ValidationText": "drover.pipeline.evaluation.bits_per_byte",
         "DamagedCopyError": "drover.pipeline.storage.mirror",
         "UserError": "drover.pipeline.core.errors", "OSError": "builtins", "RuntimeError": "builtins"}

@@ -16,7 +16,7 @@ import numpy as np
 
 from drover.pipeline.core.errors import UnusableInputError, installed_version
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters.normalization import Normalization
+from drover.pipeline.data.filters.rewriting import Normalization
 from drover.pipeline.data.text_shards import refuse_changed_shard
 from drover.pipeline.tokenization.choosing import documents_of
 from drover.pipeline.tokenization.conversion import agreement

@@ -39,7 +39,7 @@ from drover.pipeline.data.sampling.consumption import (
 )
 from drover.pipeline.data.sampling.loader import Prefetcher, TrainingData
 from drover.pipeline.data.sampling.packing import Planner, forget, make, read
-from drover.pipeline.data.shard_table import ShardTable, open_shards, size_problems
+from drover.pipeline.data.token_shards import ShardTable, open_shards, size_problems
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, step_of
 from drover.pipeline.training.hooks import Hook
 

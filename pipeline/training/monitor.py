@@ -19,9 +19,8 @@ from torch import Tensor
 
 from drover.model.generation.stream import generate
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.data.shard_table import open_shards
+from drover.pipeline.data.token_shards import ChosenDocuments, choose, open_shards
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
 from drover.pipeline.parallel.compiling import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import full_losses

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.data_card import (
+from drover.pipeline.data.counts import (
     EXAMPLE_CHARACTERS,
     MOST_LANGUAGES,
     MOST_REASONS,
@@ -15,7 +15,7 @@ from drover.pipeline.data.data_card import (
     source_card,
 )
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters.chain import Dropped
+from drover.pipeline.data.filters.base import Dropped
 
 
 def record_of(events, examples):

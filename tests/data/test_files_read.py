@@ -9,7 +9,7 @@ import pytest
 from drover.pipeline.config.data import HubSource
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_lines
-from drover.pipeline.data.files_read import files_read, remarks
+from drover.pipeline.data.counts import files_read, remarks
 from drover.pipeline.data.hub import files_record
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.reporting.facts import collect

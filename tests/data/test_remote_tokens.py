@@ -8,7 +8,7 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.remote_tokens import download_shards, recorded_shards, shard_folder, upload_shards
-from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.token_shards import ShardTable
 from drover.pipeline.storage.mirror import COPY
 from drover.pipeline.storage.store import Store
 from tests.refusal import refused

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data import shard_table, token_shards
+from drover.pipeline.data import token_shards
 from drover.pipeline.data.provenance import documents_of
-from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, size_problems
+from drover.pipeline.data.token_shards import NUMBERS, OpenShards, ShardTable, most_open, size_problems
 from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
 
@@ -42,7 +42,7 @@ def make_shards(folder, count):
 
 
 def data_of(folder, table, most=1000, kept_bytes=1 << 26, mixture=MIXTURE):
-    with patch.object(shard_table, "most_open", lambda: most):
+    with patch.object(token_shards, "most_open", lambda: most):
         opened = OpenShards(table, folder)
     opened._kept_offsets = kept_bytes
     return training_data(folder, table, mixture=mixture, opened=opened)

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
-from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.token_shards import ChosenDocuments, TokenShard, choose
 from tests.token_shards import write_documents
 
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.contract.signed import MessageError
 from drover.pipeline.core.errors import UnusableInputError, UserError
-from drover.pipeline.data.chosen_documents import Chosen
-from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.token_shards import Chosen, ShardTable
 from drover.pipeline.evaluation.bits_per_byte import ValidationText
 from drover.pipeline.formats.sharded_tensors import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode

@@ -12,7 +12,7 @@ from drover.pipeline.contract.broadcast import Channel, Ended
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.signed import SECRET, MessageError
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.token_shards import ShardTable
 from drover.pipeline.training.data import refuse_cut_shards
 from tests.refusal import refused
 from tests.stages.training import manifest_of, run_train

@@ -1,4 +1,5 @@
-"""Staged documents by their numbers, in groups and partitions; and those with equal keys, found in two passes.
+"""Staged documents: where they are, and by their numbers, in groups and partitions; and those with equal keys, found in
+two passes.
 
 A document's number counts all staged documents before it, so numbers follow the order of sources, files and records.
 A group is a range of units that one process holds in memory.
@@ -13,6 +14,7 @@ A document that has an equal one before it in its group has no bands: it is like
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -24,10 +26,38 @@ import numpy as np
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record, read_json, write_json
-from drover.pipeline.data.documents import Document, from_json
-from drover.pipeline.data.planning.signatures import NONE
-from drover.pipeline.data.reading import HAS_NUL, HAS_U2581, STAGING, staged
+from drover.pipeline.data.documents import Document, digest, from_json
 from drover.pipeline.data.text_shards import SPLITS
+
+STAGING = "staging"
+HAS_NUL, HAS_U2581 = 1, 2
+INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
+                  ("characters", "<u8"), ("flags", "u1")])
+"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, what the text holds."""
+_ROW = struct.Struct("<QQQQQQB")
+
+
+def staged(folder: Path, name: str, ending: str) -> Path:
+    """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
+    (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.near_duplicates`
+    each, as .npy); later `.fates` (see `planning.runs`)."""
+    return folder / STAGING / name[:-3] / f"{name}{ending}"
+
+
+def index_row(text: str, offset: int, length: int) -> bytes:
+    """The row of `INDEX` for a text whose JSON has `length` bytes at `offset`."""
+    data = text.encode()
+    high, low = struct.unpack(">QQ", digest(data))
+    flags = HAS_NUL * ("\0" in text) + HAS_U2581 * ("\u2581" in text)
+    return _ROW.pack(high, low, offset, length, len(data), len(text), flags)
+
+
+def read_document(folder: Path, unit: str, row: Any) -> Document:
+    """The document of a row of a unit's index."""
+    with open(staged(folder, unit, ".documents"), "rb") as file:
+        file.seek(int(row["offset"]))
+        return from_json(file.read(int(row["length"])), "")
+
 
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
 OUTCOMES = (*SPLITS, "duplicate", "near_duplicate")
@@ -142,13 +172,8 @@ class StagedDocuments:
         return document.id, document.source, (int(row["high"]), int(row["low"]))
 
 
-def read_document(folder: Path, unit: str, row: Any) -> Document:
-    """The document of a row of a unit's index."""
-    with open(staged(folder, unit, ".documents"), "rb") as file:
-        file.seek(int(row["offset"]))
-        return from_json(file.read(int(row["length"])), "")
-
-
+NONE = 0
+"""In every band of a text without a signature."""
 DIGEST = 0
 """The column of digests; the columns after it are bands, and the one after these is of `comparing`."""
 DIGEST_RUN = np.dtype([("key", "<u8"), ("low", "<u8"), ("place", "<u4")])

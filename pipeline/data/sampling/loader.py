@@ -23,7 +23,7 @@ from drover.pipeline.data.sampling.batch import Batch, assemble
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
 from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
 from drover.pipeline.data.sampling.sequences import Windows
-from drover.pipeline.data.shard_table import Shards, joined
+from drover.pipeline.data.token_shards import Shards, joined
 
 Sequences = Windows | Bins
 """The sequences of one length of a pool, by number."""

@@ -32,8 +32,7 @@ from drover.pipeline.core.files import atomic_file, opened, sha256_json
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
 from drover.pipeline.data.sampling.order import Cursor, Segment, permute
 from drover.pipeline.data.sampling.sequences import Parts, Span
-from drover.pipeline.data.shard_table import OpenShards, Shards, most_open
-from drover.pipeline.data.token_shards import Descriptor, TokenShard, open_sized
+from drover.pipeline.data.token_shards import Descriptor, OpenShards, Shards, TokenShard, most_open, open_sized
 
 FORMAT = 2
 AT_ONCE = 1 << 16

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drover.pipeline.data.shard_table import Shards
-from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.token_shards import Shards, TokenShard
 
 
 class Span(NamedTuple):

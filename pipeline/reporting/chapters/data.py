@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from drover.pipeline.core.files import Record
-from drover.pipeline.data.files_read import BECAME, MOST_NAMED, TOGETHER
+from drover.pipeline.data.counts import BECAME, MOST_NAMED, TOGETHER
 from drover.pipeline.data.filters.decontamination import OUTPUT
 from drover.pipeline.reporting.document import ALL, Block, Table, Text, filled, flat
 from drover.pipeline.reporting.facts import Facts

@@ -1,15 +1,15 @@
 """Counts of filters: added up over units and sources, with few reasons however many a filter gives."""
 
+from drover.pipeline.data.counts import total
 from drover.pipeline.data.documents import Document, to_json
-from drover.pipeline.data.filters.base import Filter
-from drover.pipeline.data.filters.chain import (
+from drover.pipeline.data.filters.base import (
     MOST_REASONS,
     OTHER_REASONS,
     Chain,
     Dropped,
+    Filter,
     few_reasons,
     no_counts,
-    total,
 )
 
 

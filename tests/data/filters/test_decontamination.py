@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.comparable_words import comparable_words
+from drover.pipeline.data import item_index
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters import evaluation_sets, item_index
+from drover.pipeline.data.filters import decontamination
 from drover.pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
-from drover.pipeline.data.filters.item_index import ItemIndex
+from drover.pipeline.data.item_index import ItemIndex, comparable_words
 from tests.conftest import REPOSITORY
 from tests.data.filters.test_kinds import made, outcome
 from tests.data.source_files import lines, write_batches, write_jsonl
@@ -172,7 +172,7 @@ def test_files_that_are_no_sets_are_refused(tmp_path, name, content, fields, mes
 
 def test_memory_that_runs_out_says_nothing_against_a_set(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("q\n1\n")
-    monkeypatch.setattr(evaluation_sets, "file_records", Mock(side_effect=pa.ArrowMemoryError("malloc failed")))
+    monkeypatch.setattr(decontamination, "file_records", Mock(side_effect=pa.ArrowMemoryError("malloc failed")))
     with pytest.raises(MemoryError):
         filter_of((tmp_path / "a.csv", ["q"])).open()
 

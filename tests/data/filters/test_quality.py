@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from drover.pipeline.config.shipped import FILTERS
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
-from drover.pipeline.data.filters.word_runs import WordRuns
-from drover.pipeline.data.filters.words import NO_WORD, TERMINAL, sentences, word_counts, words
+from drover.pipeline.data.filters.quality import NO_WORD, TERMINAL, sentences, word_counts, words
+from drover.pipeline.data.filters.repetition import WordRuns
 from tests.refusal import table
 
 pytest.importorskip("datatrove", reason="the reference of the quality filters, in the extra `clean`")

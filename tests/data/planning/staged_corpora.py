@@ -10,9 +10,8 @@ from pyarrow import parquet
 
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.data.planning import runs
-from drover.pipeline.data.planning.passes import decide
-from drover.pipeline.data.planning.shards import write_shard
-from drover.pipeline.data.planning.signatures import signature_settings
+from drover.pipeline.data.planning.near_duplicates import signature_settings
+from drover.pipeline.data.planning.passes import decide, write_shard
 from drover.pipeline.data.reading import stage_unit
 from drover.pipeline.data.text_shards import SPLITS
 from tests.data.source_files import payload_of, write_jsonl
@@ -66,7 +65,8 @@ def cut_into(monkeypatch, documents, units, rows):
 
 def passes(folder, corpus, config, seed=0):
     """Stage a corpus, decide, write: what was decided, and the bytes of each shard by split and name."""
-    decided = decide(Work(folder, seed), config, *stage(folder, corpus, signature_settings(config.near_duplicates)))
+    near = config.near_duplicates and signature_settings(config.near_duplicates)
+    decided = decide(Work(folder, seed), config, *stage(folder, corpus, near))
     outputs = [write_shard(folder, json.loads(json.dumps(payload)))["outputs"][:1] for payload in decided.payloads]
     written = {f"{split}/{path.stem}": path.read_bytes() for split in SPLITS
                for path in (folder / split).glob("*.tar")}

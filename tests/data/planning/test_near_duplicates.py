@@ -10,8 +10,14 @@ import pytest
 
 from drover.pipeline.config.data import NearDuplicates
 from drover.pipeline.data.planning import near_duplicates, runs
-from drover.pipeline.data.planning.near_duplicates import shingles, similarity
-from drover.pipeline.data.planning.signatures import NONE, signature_settings, signatures, words
+from drover.pipeline.data.planning.near_duplicates import (
+    NONE,
+    shingles,
+    signature_settings,
+    signatures,
+    similarity,
+    words,
+)
 from tests.conftest import run_python
 from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import cut_into, firsts, in_order, passes, texts_of
@@ -128,7 +134,7 @@ def test_many_copies_of_a_page_are_a_row_a_group_and_no_pairs(tmp_path, monkeypa
 
 def test_signatures_are_a_function_of_the_text_alone():
     """In any process, alone or beside others, of words without their case and marks."""
-    code = ("from drover.pipeline.data.planning.signatures import *; "
+    code = ("from drover.pipeline.data.planning.near_duplicates import *; "
             "from drover.pipeline.config.data import NearDuplicates; "
             "settings = signature_settings(NearDuplicates()); "
             "print(signatures(['Some WORDS that are, like, these: ÄÖ one two.', 'x', 'a b c d e'], settings).tolist())")

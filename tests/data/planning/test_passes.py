@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.planning import runs, shards
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.planning import passes as planning_passes
+from drover.pipeline.data.planning import runs
 from drover.pipeline.data.planning.passes import decide
 from drover.pipeline.data.planning.runs import equal_rows
 from tests.data.planning import in_memory, staged_corpora
@@ -82,7 +84,7 @@ def test_a_torn_file_is_named(tmp_path):
             path.write_bytes(path.read_bytes()[:-1])
         return run_pass(own, *arguments)
     work.run_pass = torn
-    refused(shards.UserError, "runs/000/group-000000 ends before its part 0 of 1. Delete it", decide, work,
+    refused(UserError, "runs/000/group-000000 ends before its part 0 of 1. Delete it", decide, work,
             staged_corpora.settings(corpus, validation_share=0.5), *stage(tmp_path, corpus))
 
 
@@ -91,17 +93,17 @@ def test_a_staged_document_that_a_disk_changes_is_refused(tmp_path):
     decided = decide(Work(tmp_path), staged_corpora.settings(corpus, validation_share=0.5), *stage(tmp_path, corpus))
     staging = next((tmp_path / "staging").glob("*/a-00000.documents"))
     staging.write_bytes(staging.read_bytes().replace(b"one", b"0ne"))
-    refused(shards.UserError, r"a-00000\.tar cannot be written: the document \S+ is not what was staged",
-            lambda: [shards.write_shard(tmp_path, payload) for payload in decided.payloads])
+    refused(UserError, r"a-00000\.tar cannot be written: the document \S+ is not what was staged",
+            lambda: [planning_passes.write_shard(tmp_path, payload) for payload in decided.payloads])
 
 
 def test_a_shard_that_reads_back_as_other_bytes_is_refused(tmp_path, monkeypatch):
-    corpus, plain = {"a": [["one", "two"]]}, shards.write_members
+    corpus, plain = {"a": [["one", "two"]]}, planning_passes.write_members
 
     def harmed(path, members):
         written = plain(path, members)
         path.write_bytes(path.read_bytes().replace(b"one", b"0ne"))
         return written
-    monkeypatch.setattr(shards, "write_members", harmed)
-    refused(shards.UserError, r"a-00000\.tar does not read back as it was written", passes, tmp_path, corpus,
+    monkeypatch.setattr(planning_passes, "write_members", harmed)
+    refused(UserError, r"a-00000\.tar does not read back as it was written", passes, tmp_path, corpus,
             staged_corpora.settings(corpus, validation_share=0.5, shard_mb=1))

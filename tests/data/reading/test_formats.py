@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from drover.pipeline.data import readers
-from drover.pipeline.data.file_kinds import HEAD
 from drover.pipeline.data.readers import absent_columns
+from drover.pipeline.data.streams import HEAD
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.data.provenance import documents_of, named, pieces
 from drover.pipeline.data.sampling.loader import Prefetcher
-from drover.pipeline.data.shard_table import Shards
+from drover.pipeline.data.token_shards import Shards
 from tests.data.sampling.phased import DOCUMENTS
 from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered

@@ -1,17 +1,19 @@
-"""What became of each input file: read whole, in part or not at all, and how many of its bytes."""
+"""What is counted of a source while it is read: what became of its files, and what its documents are like."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.console import first, readable
-from drover.pipeline.data.documents import Rejection
+from drover.pipeline.data.documents import Document, Rejection
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import HubSource, Source
+    from drover.pipeline.data.filters.base import Dropped
 
 MOST_NAMED = 100
 """So many files of which something could not be read are in the manifest, those with the most such bytes first."""
@@ -175,3 +177,99 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
 def quoted(text: str | None) -> str:
     """A string as YAML and JSON write it in double quotes."""
     return json.dumps(text)
+
+
+EXAMPLE_CHARACTERS = 160
+"""Of a dropped document as it is shown."""
+MOST_REASONS = 20
+"""Reasons of a filter of which examples are kept."""
+MOST_LANGUAGES = 30
+"""Languages that are counted apart; the rest are `others`."""
+OTHERS = "others"
+
+
+class DataCard:
+    """The card of one unit.
+
+    Args:
+        examples: dropped documents to show for each filter and reason.
+    """
+
+    def __init__(self, examples: int = 0) -> None:
+        self._examples = examples
+        self._counts = dict.fromkeys(("documents", "changed", "bytes", "characters"), 0)
+        self._lengths: Counter[int] = Counter()
+        self._shown: dict[str, dict[str, list[dict[str, str]]]] = {}
+
+    def add(self, document: Document, *, changed: bool = False) -> None:
+        """Count a document that the filters kept. changed: they changed it."""
+        text = document.text
+        size = len(text) if text.isascii() else len(text.encode())
+        self._counts["documents"] += 1
+        self._counts["changed"] += changed
+        self._counts["bytes"] += size
+        self._counts["characters"] += len(text)
+        self._lengths[size.bit_length()] += 1
+
+    def drop(self, dropped: Dropped) -> None:
+        """Keep the beginning of a document that a filter dropped, where it is one of the first for its reason."""
+        text = dropped.document.text
+        more = "…" if len(text) > EXAMPLE_CHARACTERS else ""
+        example = {"id": dropped.document.id, "text": text[:EXAMPLE_CHARACTERS] + more}
+        _show(self._shown, dropped.filter, dropped.reason, [example], self._examples)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON: `documents`, `changed`, `bytes` and `characters` of those that the filters kept; `lengths`, by k the
+        documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
+        return {**self._counts,
+                "lengths": {str(length): count for length, count in sorted(self._lengths.items())},
+                "examples": self._shown}
+
+
+def _show(shown: dict[str, dict[str, list[Any]]], name: str, reason: str, examples: list[Any], most: int) -> None:
+    """Add examples of what a filter dropped, up to `most` for a reason."""
+    reasons = shown.get(name, {})
+    if most and (reason in reasons or len(reasons) < MOST_REASONS):
+        own = shown.setdefault(name, {}).setdefault(reason, [])
+        own += examples[:most - len(own)]
+
+
+def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str, Any]:
+    """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages.
+
+    Args:
+        records: of finished units.
+        examples: dropped documents to show for each filter and reason.
+
+    Returns:
+        As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages.
+    """
+    cards = [DataCard().record()]
+    shown = dict[str, dict[str, list[Any]]]()
+    result = []
+    for record in records:
+        cards.append(record["card"])
+        result.append({name: own["languages"] for name, own in record["findings"].items() if "languages" in own})
+        for name, reasons in record["card"]["examples"].items():
+            for reason, own in reasons.items():
+                _show(shown, name, reason, own, examples)
+    card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
+    card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
+    languages = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS) for name, counts in total(result).items()}
+    return {**card, "examples": shown, **({"languages": languages} if languages else {})}
+
+
+def total(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts, in dictionaries of dictionaries, added up; what only some have is there as well."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            nested = isinstance(value, dict)
+            result[name] = total([result.get(name, {}), value]) if nested else result.get(name, 0) + value
+    return result
+
+
+def most_frequent(counts: Mapping[str, int], most: int, others: str) -> dict[str, int]:
+    """The most frequent of some counts; the rest are counted together, as `others`."""
+    ordered = sorted(counts.items(), key=lambda entry: (entry[0] == others, -entry[1], entry[0]))
+    return total([dict(ordered[:most]), *({others: count} for _, count in ordered[most:])])
