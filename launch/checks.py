@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
-from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
+from drover.launch.describe import Disk, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options
 from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems, options_of
@@ -63,12 +63,20 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, envi
     if config.launch.device == "mps" and (slurm or sys.platform != "darwin"):
         reasons.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if slurm:
-        reasons += environment_problems(config, environment)
+        reasons += [f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
+                    for name in config.launch.secrets if not environment.get(name)]
+        if "PYTHONPATH" in config.launch.environment:
+            reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
+                           "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
+        reasons += option_problems(config.launch, config.folder.absolute())
         reasons += cluster_problems(config, running, [] if showing else Scheduler().node_kinds())
     if config.launch.check_fit:
         reasons += memory_problems(config, running, options)
-        if not (showing and slurm):
-            reasons += disk_problems(run, disk)
+        if disk.needed > disk.free and not (showing and slurm):
+            parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
+            reasons.append(f"the run may write {readable(disk.needed)} ({parts}), but only {readable(disk.free)} are "
+                           f"free at {run.folder}: free some space, set runs_dir, or keep fewer checkpoints "
+                           f"(train.checkpoint.keep). launch.check_fit=false starts it anyway.")
     return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
 
 
@@ -79,25 +87,16 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
         return
     machine = options.machine
     if options.cluster == "slurm":
-        memory = (config.launch.gpu_memory_gb or 0) * 1e9
-        has = f"a GPU has {readable(memory)} (launch.gpu_memory_gb)"
+        memory, what = (config.launch.gpu_memory_gb or 0) * 1e9, "a GPU (launch.gpu_memory_gb)"
+    elif machine.gpus:
+        memory, what = machine.memory, "a GPU here"
     else:
-        memory = machine.memory if machine.gpus else machine.memory / train.ranks
-        has = f"{'a GPU here has' if machine.gpus else 'its share of the free memory here is'} {readable(memory)}"
+        memory, what = machine.memory / train.ranks, "its share of the free memory here"
     state = state_bytes_per_rank(config, train.ranks)
-    if memory and state is not None and state > memory:
-        yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {has}: use more "
-               f"ranks, a smaller parallel.dp_replicate, or a smaller model (`drover presets` lists shapes). "
-               f"launch.check_fit=false starts it anyway.")
-
-
-def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
-    """Whether the run may write more than is free."""
-    if disk.needed > disk.free:
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
-        yield (f"the run may write {readable(disk.needed)} ({parts}), but only {readable(disk.free)} are free at "
-               f"{run.folder}: free some space, set runs_dir, or keep fewer checkpoints (train.checkpoint.keep). "
-               f"launch.check_fit=false starts it anyway.")
+    if 0 < memory < state:
+        yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {what} has "
+               f"{readable(memory)}: use more ranks, a smaller parallel.dp_replicate, or a smaller model (`drover "
+               f"presets` lists shapes). launch.check_fit=false starts it anyway.")
 
 
 def refuse_unusable_inputs(run: Run, jobs: list[Job], options: Options) -> None:
@@ -156,50 +155,25 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
     raise refusal
 
 
-def environment_problems(config: Config, environment: Environment) -> Iterator[str]:
-    """Variables of jobs on other machines that cannot work. environment: of the shell that submits."""
-    launch = config.launch
-    for name in launch.secrets:
-        if not environment.get(name):
-            yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
-    if "PYTHONPATH" in launch.environment:
-        yield ("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add folders to it in "
-               "launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
-
-
 def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
-    """What the cluster would refuse or never start. nodes: of the cluster; () if unknown."""
-    launch = config.launch
-    yield from option_problems(launch, config.folder.absolute())
-    jobs_by_problem: dict[str, list[str]] = {}
+    """What the partition of a job does not allow, or its nodes do not have. nodes: of the cluster; () if unknown."""
     for job in jobs:
         names = (job.resources.partition or "").split(",")
         kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)]
-        for text in _misfits(job, kinds, request_gpus=launch.request_gpus) if kinds else ():
-            jobs_by_problem.setdefault(text, []).append(job.key)
-    yield from (f"{', '.join(keys)}: {text}." for text, keys in jobs_by_problem.items())
-
-
-def _misfits(job: Job, kinds: Sequence[NodeKind], *, request_gpus: bool) -> Iterator[str]:
-    """What a job requests that its partition does not allow, or that the nodes do not have. kinds: of the partition's
-    nodes, at least one."""
-    most = max(kind.most for kind in kinds)
-    longest = max(seconds(kind.longest, inf) for kind in kinds) / 60
-    if "qos" in options_of(job):  # which may lift the partition's limits
-        most = longest = inf
-    allows = f"but the partition {kinds[0].partition} (without launch.qos) allows"
-    if job.all_nodes > most:
-        yield f"requests {job.all_nodes} nodes, {allows} {most:g}: request fewer (--nodes)"
-    if job.minutes > longest:
-        yield (f"requests {job.minutes} min, {allows} {longest:g}: request less (launch.time, launch.<stage>.time); "
-               f"training continues by itself")
-    cores = job.tasks_per_node * job.cpus_per_task
-    gpus = job.gpus_per_node if request_gpus else 0
-    if sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus) < job.all_nodes:
-        have = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs" for kind in kinds)
-        yield (f"requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs each, but the partition "
-               f"has {have}: change launch.cpus, launch.gpus_per_node, launch.processes or launch.partition "
-               f"(launch.request_gpus=false requests no GPUs, where Slurm does not count them)")
+        if not kinds:
+            continue
+        cores = job.tasks_per_node * job.cpus_per_task
+        gpus = job.gpus_per_node if config.launch.request_gpus else 0
+        fitting = sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus)
+        most = max(kind.most for kind in kinds)
+        longest = max(seconds(kind.longest, inf) for kind in kinds) / 60
+        above = "qos" not in options_of(job) and (job.all_nodes > most or job.minutes > longest)  # a QOS may lift them
+        if above or job.all_nodes > fitting:
+            have = "; ".join(f"{kind.nodes} nodes with {kind.cpus:,} cores, {kind.gpus} GPUs" for kind in kinds)
+            yield (f"{job.key}: requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs each for "
+                   f"{job.minutes} min, but the partition {kinds[0].partition} has {have}, and allows {most:g} nodes "
+                   f"for {longest:g} min (without launch.qos): change --nodes, launch.cpus, gpus_per_node, processes, "
+                   f"time or partition (launch.request_gpus=false requests no GPUs, where Slurm does not count them).")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:
@@ -208,21 +182,21 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environ
     local: the jobs run on this machine. Elsewhere they may have credentials that this machine lacks; then the URL is
     not tried, and a note says so.
     """
-    wanted = {"train": ("train.checkpoint.copy_to", config.train.checkpoint.copy_to),
-              "convert": ("convert.copy_to", config.convert.copy_to)}
-    reasons = []
-    for stage, (key, url) in wanted.items():
-        if url is None or not any(job.stage == stage and job.to_run for job in jobs):
+    wanted = {"train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
+    reasons = list[str]()
+    for key, url in wanted.items():
+        if url is None or key.partition(".")[0] not in _running(jobs):
             continue
-        if not (local or any(name.startswith(CREDENTIALS) for name in environment)):
+        if local or any(name.startswith(CREDENTIALS) for name in environment):
+            reasons += [f"{key}: {problem}" for problem in refusals(partial(_try_store, url))]
+        else:
             say("note", f"{key} {url} is not tried from here, because this shell has no credentials for it")
-            continue
-        try:
-            preflight(Store(url))
-        except UserError as error:
-            reasons.append(f"{key}: {error}")
     if reasons:
         raise UserError(all_problems(reasons, "Uploads to an object store would fail"))
+
+
+def _try_store(url: str) -> None:
+    preflight(Store(url))
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:
@@ -266,7 +240,6 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
         if (marker := valid_marker(path)) is not None:  # training renames a corrupted one
             if train.phases or marker.config.get("train", {}).get("phases"):
                 from drover.pipeline.training.checkpoints import changed_future  # imports torch
-                progress = marker.progress
-                for text in changed_future(path, progress, PhasePlan.of(train)):
-                    say("note", f"plan changed after step {progress.step}: {text}")
+                for text in changed_future(path, marker.progress, PhasePlan.of(train)):
+                    say("note", f"plan changed after step {marker.progress.step}: {text}")
             break

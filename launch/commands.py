@@ -3,15 +3,75 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
+import time
+from codecs import getincrementaldecoder
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO
 
 from drover.launch.arguments import add_config, configuration, refuse_unusable_places
-from drover.launch.slurm import control
+from drover.launch.run_status import FINISHED, SILENT, continue_command, read_run
+from drover.launch.slurm.chain import in_queue
+from drover.launch.slurm.options import FOLDER
+from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.start_logs import last_lines, output, rank_log, skip
+from drover.launch.status import query, show
 from drover.pipeline.config.explaining import explain as explanation
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, parse_stages
-from drover.pipeline.core.command_line import NamedRun, Parser, Program, add_run, find_run
-from drover.pipeline.core.console import echo
+from drover.pipeline.contract.state import STOP
+from drover.pipeline.core.command_line import INTERRUPTED, NamedRun, Parser, Program, add_run, find_run
+from drover.pipeline.core.console import echo, printable, readable
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import opened, read_bytes, write_text
+from drover.pipeline.records.metrics import RunFacts
+
+POLL_S = 0.5
+SHOWN, LINES = 10, 10
+"""Starts of a stage, and lines of each, that `why` shows."""
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    """Cancel the run's queued jobs, those of the newest submission and the last of a chain first: in this order no
+    job's end lets another one start."""
+    files, scheduler = read_run(options.run), Scheduler()
+    if files.chain is None:
+        echo(f"{options.run} was never submitted to Slurm, so there is nothing to cancel")
+        return 0
+    queued, answered = in_queue(options.run, scheduler)
+    if not answered:
+        echo("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
+    for job in queued:
+        if problem := scheduler.cancel(job.id):
+            echo(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. Try "
+                 f"again: drover cancel {options.run}", file=sys.stderr)
+            return 1
+        echo(f"cancelled {job.id} ({job.name})")
+    echo(f"finished stages are kept; to continue: {continue_command(files)}" if queued else
+         f"no job of {options.run} is in the queue")
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    """Ask training to save and end, through the stop file."""
+    status, = query([options.run], Scheduler())
+    row = next(row for row in status.rows if row.stage == "train")
+    last = status.files.stages["train"].last
+    silent = SILENT in status.remarks
+    never_ran = row.state == "waiting" and not silent and (last is None or last.job != row.job)
+    if row.state not in ("running", "waiting") or never_ran:
+        echo(f"training of {options.run} does not run (it is: {row.state}), so there is nothing to stop",
+             *[f"`drover cancel {options.run}` removes it from the queue"] * never_ran)
+        return 0
+    write_text(options.run / STOP, "drover stop\n")
+    if silent:
+        echo("Slurm does not answer, so training may not be running", file=sys.stderr)
+    echo(f"training will stop after its current step, or when its job starts again: it saves a checkpoint and ends; "
+         f"the stages after it do not start.\nThe request is the file {options.run / STOP}. To withdraw it, delete "
+         f"the file before training sees it.\nto continue: {continue_command(status.files)}")
+    return 0
 
 
 def _log_options(parser: Parser) -> None:
@@ -19,6 +79,43 @@ def _log_options(parser: Parser) -> None:
     parser.add_argument("stage", metavar="STAGE", help="such as train")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
     parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")
+
+
+def _logs(options: argparse.Namespace) -> int:
+    """Print the output of a rank in a stage's newest start; with --follow as it grows, until Ctrl-C."""
+    run, stage, rank = options.run, options.stage, options.rank
+    if stage not in STAGES:
+        raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
+    shown, file = Path(), None
+    with ExitStack() as closing, suppress(KeyboardInterrupt):
+        while True:
+            starts = [start for start in RunFacts(run).starts if start.stage == stage]
+            path = rank_log(starts[-1].logs(run), rank, starts[-1].ranks_per_node) if starts else shown
+            if file is not None:
+                _print(file, rank)  # the rest of an earlier start
+            if path != shown and path.is_file():
+                shown = path
+                file = closing.enter_context(opened(path))
+                echo(f"==> {path} <==")
+                if skipped := skip(file):
+                    echo(f"The first {readable(skipped)} are left out.")
+                _print(file, rank)
+            if not options.follow:
+                if file is None:
+                    has = f"; its newest start has ranks 0-{starts[-1].ranks - 1}" if starts else ""
+                    raise UserError(f"There is no log of rank {rank} of {stage} in {run}{has}. `drover why {run}` "
+                                    f"shows the logs of its jobs.")
+                return 0
+            time.sleep(POLL_S)
+    echo()
+    return INTERRUPTED
+
+
+def _print(file: IO[bytes], rank: int) -> None:
+    decode = getincrementaldecoder("utf-8")("backslashreplace").decode
+    for piece in (*output(file, rank), b""):
+        sys.stdout.write(printable(decode(piece, not piece).replace("\r\n", "\n").replace("\r", "\n")))
+    sys.stdout.flush()
 
 
 def _why_options(parser: Parser) -> None:
@@ -29,7 +126,7 @@ def _why_options(parser: Parser) -> None:
 def _why(options: argparse.Namespace) -> int:
     if options.config is None and {*options.why.split(",")} - {*STAGES, "all"}:
         try:
-            return control.why(find_run(options.why))
+            return _why_stopped(find_run(options.why))
         except UserError as error:
             raise UserError(f"{options.why} is no stage. {error}") from None
     config = configuration(options)
@@ -37,6 +134,42 @@ def _why(options: argparse.Namespace) -> int:
     for name in parse_stages(options.why):
         echo(Run(config).why(name))
     return 0
+
+
+def _why_stopped(run: Path) -> int:
+    """Print the run's status, and of stages that are not done how each start of the newest submission ended that did
+    not end well, with the last lines of the rank that its reason names, or of the first."""
+    status, = query([run], Scheduler())
+    print(*show(status), sep="\n")
+    files = status.files
+    for row in status.rows:
+        stage = files.stages[row.stage]
+        if row.state in FINISHED:
+            continue
+        for start in [start for start in stage.starts if start.status != "done"][-SHOWN:]:  # elements may be done
+            how = ": ".join(filter(None, (start.status, start.reason))) or "it runs, or nothing is known of its end"
+            rank = re.search(r"\branks? (\d+)", start.reason)
+            folder = start.logs(run)
+            _print_end(f"{start.stage}, job {start.job}, start {start.number}, at {start.at[:16]} UTC on "
+                       f"{', '.join(start.nodes)}: {how}",
+                       last_lines(folder, int(rank[1]) if rank else 0, start.ranks_per_node, LINES)
+                       or [f"no log is in {folder}"])
+        for job in stage.jobs:
+            if not any(start.job.partition("_")[0] == job.id for start in stage.starts):
+                for log in sorted((run / FOLDER).glob(f"{job.id}_*log.out")):
+                    _print_file(f"{row.stage}, job {job.id}, without a start", log)
+    if not files.chain and not any(stage.starts for stage in files.stages.values()):
+        _print_file("the launcher on this machine", run / "logs" / "local.log")
+    return 0
+
+
+def _print_file(what: str, log: Path) -> None:
+    with suppress(OSError):
+        _print_end(f"{what}: {log}", read_bytes(log).decode(errors="replace").splitlines()[-LINES:])
+
+
+def _print_end(what: str, lines: list[str]) -> None:
+    echo(f"\n{what}", *(f"    {line}" for line in lines))
 
 
 def _explain_options(parser: Parser) -> None:
@@ -52,11 +185,10 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-logs = Program("drover logs", "Show the output of a stage's newest start.", _log_options,
-               lambda options: control.logs(options.run, options.stage, rank=options.rank, follow=options.follow))
+logs = Program("drover logs", "Show the output of a stage's newest start.", _log_options, _logs)
 stop = Program("drover stop", "Let training save a checkpoint and end. The command that started it continues it.",
-               add_run, lambda options: control.stop(options.run))
-cancel = Program("drover cancel", "Cancel a run's jobs in Slurm.", add_run, lambda options: control.cancel(options.run))
+               add_run, _stop)
+cancel = Program("drover cancel", "Cancel a run's jobs in Slurm.", add_run, _cancel)
 why = Program("drover why", "Show why a run stopped: the end of each start, with its last lines. Or show why a stage "
               "is up to date or out of date.", _why_options, _why, mixed=True)
 explain = Program("drover explain", "Show what a setting or section means, its type, default and value.",

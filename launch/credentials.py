@@ -8,8 +8,6 @@ in the variable's name. No message contains a value.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
 
 from drover.pipeline.config.section import flatten
 from drover.pipeline.config.tree import Config
@@ -34,8 +32,6 @@ NAMES = frozenset(("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASSWD
 _ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
 _HARMLESS = re.compile(r"|[-+]?[0-9][\w.]*|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|[$`].*")
 """Nothing, numbers, switches, paths, and shell substitutions."""
-LARGEST = 1 << 20
-"""Larger files (in bytes) are not searched; configurations and code are smaller."""
 _VARIABLE = re.compile(r"launch\.environment\.(.+)")
 
 
@@ -64,13 +60,3 @@ def is_secret(name: str, value: str) -> bool:
 def known_form(text: str) -> str:
     """The kind of secret that a text contains; empty if there is none of a known form."""
     return next((what for what, pattern in KNOWN.items() if re.search(pattern, text)), "")
-
-
-def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
-    """Files, relative to `folder`, that contain a secret of a known form, with its kind."""
-    files = {}
-    for name in names:
-        path = folder / name
-        if path.stat().st_size <= LARGEST and (what := known_form(path.read_text(errors="replace"))):
-            files[name.as_posix()] = what
-    return files

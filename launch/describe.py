@@ -1,53 +1,63 @@
-"""Prints the plan, for a person to read before anything starts."""
+"""The plan, for a person to read before anything starts, with estimates of disk, memory, and what is read of sources.
+The launcher refuses what does not fit."""
 
 from __future__ import annotations
 
+import math
 import shlex
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import starmap
+from typing import TYPE_CHECKING
 
-from drover.launch.forecast import (
-    Disk,
-    planned_consumption,
-    shape_of,
-    state_bytes_per_rank,
-)
 from drover.launch.plan import Job, Options, code_path
-from drover.pipeline.config.checks import rank_problems
+from drover.model.config import ModelConfig
+from drover.pipeline.config.checks import network, rank_problems
+from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import aligned, counted, duration, echo, first, readable
+from drover.pipeline.core.errors import UserError
+
+if TYPE_CHECKING:
+    from drover.pipeline.data.sampling.consumption import Consumption
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
 """Cores, GPUs and memory are per node."""
+WEIGHT_BYTES = 4
+"""Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
+state comes on top."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Estimate of the bytes that the planned stages write, by kind in `parts`, and the bytes free there. What is
+    unknown is not counted."""
+
+    needed: int
+    free: int
+    parts: dict[str, int]
 
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, one row per job, and what the settings of train amount to."""
-    config = run.config
-    echo(f"run       {run.folder}")
-    echo(f"cluster   {options.cluster} ({where})")
+    echo(f"run       {run.folder}\ncluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
-    echo("", *aligned([headings, *(row(job, options) for job in jobs)]))
+    echo("", *aligned([headings, *(_row(job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        echo("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
+        echo("", *training_facts(run.config, train), *consumption_lines(run))
         if counts := train.node_counts[1:]:
             echo(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
     if disk.needed:
-        echo(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
-        echo("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
+        echo(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:",
+             *(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
     echo()
 
 
-def work(job: Job) -> str:
-    """The job's processes and their threads, such as `2 ranks x 4 threads`."""
-    if job.ranks:
-        return f"{counted(job.ranks, 'rank')} x {counted(job.cpus_per_task, 'thread')}"
-    return f"{job.processes} process{'es' * (job.processes > 1)}"
-
-
-def row(job: Job, options: Options) -> tuple[str, ...]:
+def _row(job: Job, options: Options) -> list[str]:
     """A job's row of the table: its processes, and on Slurm also what it requests."""
     slurm = options.cluster == "slurm"
     state = str(job.state)
@@ -56,22 +66,23 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     elif slurm and job.state.kind == "absent":
         state = "absent"  # the last column says what it waits for
     if not job.to_run:
-        return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
+        return [job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])]
+    work = (f"{counted(job.ranks, 'rank')} x {counted(job.cpus_per_task, 'thread')}" if job.ranks else
+            f"{job.processes} process{'es' * (job.processes > 1)}")
     if not slurm:
-        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
-    resources = job.resources
+        return [job.key, state, work + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)]
     nodes = str(job.nodes)
     if job.spare_nodes:
         nodes += f" + {job.spare_nodes} spare"
     if job.elements:
         nodes += f", {len(job.elements)} elements"
-    extra = resources.extra or {}
-    where = [resources.partition, extra.get("qos"), extra.get("constraint"),
+    extra = job.resources.extra or {}
+    where = [job.resources.partition, extra.get("qos"), extra.get("constraint"),
              f"link {job.link} of {job.links}" * (job.links > 1)]
-    memory = "all" if resources.mem == "0" else resources.mem or ""
-    return (job.key, state, nodes, work(job), str(job.tasks_per_node * job.cpus_per_task),
-            str(job.gpus_per_node or ""), memory, duration(60 * job.minutes),
-            ", ".join(str(part) for part in where if part) or "-", ", ".join(job.dependencies))
+    memory = "all" if job.resources.mem == "0" else job.resources.mem or ""
+    return [job.key, state, nodes, work, str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or ""),
+            memory, duration(60 * job.minutes), ", ".join(str(part) for part in where if part) or "-",
+            ", ".join(job.dependencies)]
 
 
 def training_facts(config: Config, job: Job) -> list[str]:
@@ -85,9 +96,7 @@ def training_facts(config: Config, job: Job) -> list[str]:
     lines += [f"length    {train.steps:,} steps = {plan.tokens:,} tokens",
               f"model     {known.parameter_count:,} parameters: {shape}" if known else
               f"model     {shape}; parameters are known once the tokenizer is"]
-    if not known or not fits:
-        return lines
-    if state := state_bytes_per_rank(config, ranks):
+    if fits and (state := state_bytes_per_rank(config, ranks)):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and optimizer state; activations come "
                      f"on top")
     return lines
@@ -117,3 +126,78 @@ def by_hand(job: Job) -> str:
     settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     step = ["srun", *job.srun_args] if job.srun_args else []
     return " ".join([*settings, shlex.join([*step, *job.wrap, *job.command])])
+
+
+def planned_consumption(run: Run) -> Consumption | None:
+    """What training will consume of each source, once encode has counted the tokens. An estimate for packed documents:
+    training plans their packing later."""
+    made = run.manifest("encode")
+    if made is None or "splits" not in made.counts:
+        return None
+    from drover.pipeline.data.sampling.consumption import planned, train_tokens
+
+    # A source shorter than a sequence is refused here; packed, it is padded.
+    with suppress(*(() if run.config.train.packing == "concatenate" else (UserError,))):
+        return planned(run.config, train_tokens(run.config, made.counts))
+    return None
+
+
+def shape_of(config: Config) -> ModelConfig | None:
+    """The network with its vocabulary; None while the vocabulary is unknown, or if the network is invalid."""
+    known = network(config)
+    return None if known.vocab_size is None or config.model.problems() else known
+
+
+def optimizer_bytes(config: Config) -> float:
+    """Bytes of the optimizer's state over all parameters; 0 while the vocabulary is unknown."""
+    shape = shape_of(config)
+    if shape is None:
+        return 0
+    matrices = shape.matmul_parameter_count - (shape.vocab_size or 0) * shape.dim  # those of the blocks
+    return optimizer_kind(config.train.optimizer).state_bytes(matrices, shape.parameter_count - matrices)
+
+
+def state_bytes_per_rank(config: Config, ranks: int) -> int:
+    """The least bytes of weights, gradients and optimizer state on a rank, without activations; 0 while the vocabulary
+    is unknown. `drover rehearse` counts all that a step takes.
+
+    FSDP2 holds all in fp32, sharded over dp_shard x cp x tp ranks. parallel.reduce=last adds gradients that are sharded
+    over tp only, and parallel.reshard=never the all-gathered weights.
+    ZeRO shards the fp32 master weights and the state over all ranks (on the GPU unless offloaded), gradients from stage
+    2 on, and weights, which are in bf16, from stage 3 on.
+    """
+    shape, states, parallel = shape_of(config), optimizer_bytes(config), config.parallel
+    if shape is None:
+        return 0
+    count = shape.parameter_count
+    if parallel.engine == "fsdp2":
+        sharers = ranks // (parallel.sizes(ranks).replicate * parallel.pp)
+        whole = WEIGHT_BYTES * (parallel.reduce == "last") + 2 * (parallel.reshard == "never" and sharers > parallel.tp)
+        sharded = (2 * WEIGHT_BYTES * count + states) / sharers
+        return math.ceil((sharded + whole * count / parallel.tp) / parallel.pp)
+    master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
+    gradients = WEIGHT_BYTES * count / (ranks if parallel.zero_stage >= 2 else 1)
+    weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)
+    return math.ceil(master + gradients + weights)
+
+
+def disk(config: Config, jobs: list[Job]) -> Disk:
+    """What the jobs that will run write under the run folder besides the text and its tokens, whose sizes are known
+    once filters and tokenizer have run, less what they have already written. A new checkpoint is complete before an
+    old one is removed."""
+    running = {job.stage for job in jobs if job.to_run} & {"train", "convert"}
+    parts = dict[str, int]()
+    shape, checkpoint = shape_of(config), config.train.checkpoint
+    if shape is not None and "train" in running:
+        permanent = config.train.steps // checkpoint.permanent_every if checkpoint.permanent_every else 0
+        kept = checkpoint.keep + 1 + permanent + len(config.convert.average)
+        parts[f"up to {kept} checkpoints"] = kept * math.ceil(
+            shape.parameter_count * WEIGHT_BYTES + optimizer_bytes(config))
+    if shape is not None and "convert" in running:
+        parts["the export"] = shape.parameter_count * (4 if config.convert.dtype == "float32" else 2)
+    folder = config.folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    written = 0
+    with suppress(OSError):  # of a run that is at work, files may be removed meanwhile
+        written = sum(path.stat().st_size for stage in running for path in (folder / stage).rglob("*"))
+    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(existing).free, parts)

@@ -51,10 +51,8 @@ def work(options: argparse.Namespace) -> int:
            f"{kind.memory_mb / 1000:,.0f} GB, {kind.gpus} GPUs; time limit {kind.longest or 'unknown'}, node limit "
            f"{kind.most}" for kind in kinds))
     if options.write:
-        path = Path(options.write)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, profile(chosen, requeue=settings.get("JobRequeue") != "0"))
-        echo(f"\nwrote {path}; use it with --cluster {path}")
+        write_text(Path(options.write), profile(chosen, requeue=settings.get("JobRequeue") != "0"))
+        echo(f"\nwrote {options.write}; use it with --cluster {options.write}")
     return 0
 
 

@@ -111,18 +111,26 @@ class Job(JobSpec):
 
 def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[Job]:
     """The jobs for `stages`, in their order. Reads the run folder, starts and writes nothing."""
-    states = dict[str, State]()
+    slurm = options.cluster == "slurm"
+    force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
+    file, *words = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
+    jobs = list[Job]()
     running = list[str]()
     for stage in stages:
         state = run.state(stage)
-        if state.kind in ("done", "absent") and (nearest := _dependencies(stage, running)):
+        needed = [need for need in STAGES[stage].needs if need in running]
+        nearest = [need for need in needed if need not in before(needed, through=running)]
+        if state.kind in ("done", "absent") and nearest:
             state = State("absent", reasons=[f"waits for {', '.join(nearest)}"])
-        states[stage] = state
-        if options.force or state.kind != "done":
+        job = Job(
+            key=stage, state=state, forced=options.force, dependencies=tuple(nearest), chain=options.chain,
+            run=str(config.folder.absolute()), code=options.code, name=f"{config.name}-{stage}", stage=stage,
+            command=((slurm and config.launch.python) or sys.executable, "-m", STAGES[stage].module, "--config", file,
+                     *force, *["--accept-changes"] * options.accept_changes, *words))
+        if job.to_run:
             running.append(stage)
-    return [part for stage in stages for part in _jobs_of(config.launch, replace(
-        _job(config, stage, options), state=states[stage], forced=options.force,
-        dependencies=_dependencies(stage, running)), options)]
+        jobs += _on_slurm(job, config, options) if slurm else [_on_this_machine(job, config, options.machine)]
+    return jobs
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
@@ -130,33 +138,6 @@ def local_ranks(config: Config, machine: Machine) -> int:
     GPU."""
     wanted = 1 if config.launch.device == "mps" else config.launch.processes
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1
-
-
-def _jobs_of(launch: LaunchConfig, job: Job, options: Options) -> list[Job]:
-    """The job; on Slurm perhaps an array, or several jobs that follow each other. The last of these has the job's key:
-    what comes after waits for it."""
-    if options.cluster != "slurm" or not job.to_run:
-        return [job]
-    own = job.resources
-    if isinstance(own, ArrayResources) and (count := own.array or min(launch.train.nodes, MOST_ELEMENTS)) > 1:
-        job = replace(job, elements=tuple(range(count)))
-    links = own.links or 1
-    keys = [*(f"{job.key}-{link}" for link in range(1, links)), job.key]
-    return [replace(job, key=key, link=link, links=links, follows=keys[link - 2] if link > 1 else "")
-            for link, key in enumerate(keys, 1)]
-
-
-def _job(config: Config, stage: str, options: Options) -> Job:
-    """The whole work on a stage, as one job that is still to do."""
-    slurm = options.cluster == "slurm"
-    force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
-    given = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
-    job = Job(
-        key=stage, state=State("absent"), run=str(config.folder.absolute()), chain=options.chain, code=options.code,
-        name=f"{config.name}-{stage}", stage=stage,
-        command=((slurm and config.launch.python) or sys.executable, "-m", STAGES[stage].module, "--config", given[0],
-                 *force, *["--accept-changes"] * options.accept_changes, *given[1:]))
-    return _on_slurm(job, config, options) if slurm else _on_this_machine(job, config, options.machine)
 
 
 def _on_this_machine(job: Job, config: Config, machine: Machine) -> Job:
@@ -171,8 +152,9 @@ def _on_this_machine(job: Job, config: Config, machine: Machine) -> Job:
                    environment={"OMP_NUM_THREADS": str(threads)})
 
 
-def _on_slurm(job: Job, config: Config, options: Options) -> Job:
-    """The job, with what it requests from Slurm."""
+def _on_slurm(job: Job, config: Config, options: Options) -> list[Job]:
+    """The job, with what it requests from Slurm; perhaps an array, or several jobs that follow each other. The last of
+    these has the job's key: what comes after waits for it."""
     launch = config.launch
     spec = STAGES[job.stage]
     resources = resources_of(launch, job.stage)
@@ -201,11 +183,20 @@ def _on_slurm(job: Job, config: Config, options: Options) -> Job:
         wrap=(*wrap, *launch.wrap), srun_args=(*srun_args, *launch.srun_args), contained=contained,
         health_check=tuple(launch.health_check), requeue=launch.requeue, signal_s=launch.signal_s,
         max_restarts=launch.max_restarts, check_owners=launch.check_owners)
-    if job.stage != "train":
-        return job
-    fewer = (count for count in range(nodes - 1, (launch.train.min_nodes or nodes) - 1, -1)
-             if not rank_problems(config, count * tasks))
-    return replace(job, node_counts=(nodes, *fewer), spare_nodes=launch.train.spare_nodes, preflight=launch.preflight)
+    if job.stage == "train":
+        fewer = (count for count in range(nodes - 1, (launch.train.min_nodes or nodes) - 1, -1)
+                 if not rank_problems(config, count * tasks))
+        job = replace(job, node_counts=(nodes, *fewer), spare_nodes=launch.train.spare_nodes,
+                      preflight=launch.preflight)
+    if not job.to_run:
+        return [job]
+    if isinstance(resources, ArrayResources):
+        count = resources.array or min(launch.train.nodes, MOST_ELEMENTS)
+        job = replace(job, elements=tuple(range(count)) if count > 1 else ())
+    links = resources.links or 1
+    keys = [*(f"{job.key}-{link}" for link in range(1, links)), job.key]
+    return [replace(job, key=key, link=link, links=links, follows=keys[link - 2] if link > 1 else "")
+            for link, key in enumerate(keys, 1)]
 
 
 def in_container(container: Container, folders: list[Path], gpus: int, variables: Iterable[str] = ()
@@ -239,10 +230,3 @@ def in_container(container: Container, folders: list[Path], gpus: int, variables
 def code_path(code: str) -> str:
     """PYTHONPATH of a stage: the code, and the plugins that this process has imported."""
     return os.pathsep.join([code, *plugin_folders()])
-
-
-def _dependencies(stage: str, running: list[str]) -> tuple[str, ...]:
-    """The needed stages that run too, without those that another of them waits for anyway."""
-    needed = [need for need in STAGES[stage].needs if need in running]
-    implied = before(needed, through=running)
-    return tuple(need for need in needed if need not in implied)

@@ -24,15 +24,12 @@ import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
-from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
+from drover.launch.run_status import FINISHED, SILENT, RunStatus, judge, read_run
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.core.command_line import RUNS, Parser, Program, add_json, find_run, in_colour, runs_in
 from drover.pipeline.core.console import printable
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record
 
 WIDTH = 100
 """Columns, if the output is no terminal."""
@@ -49,8 +46,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("named", nargs="?", metavar="RUN", help="a run's name (demo) or folder (runs/demo); --run RUN "
                         "is the same. Without one: all runs")
     parser.add_argument("--run", metavar="RUN", help=argparse.SUPPRESS)
-    parser.add_argument("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS",
-                        help="show it again every so many seconds (%(const)s)")
+    parser.add_argument("--watch", action="store_true", help="show it again every 5 seconds")
     parser.add_argument("--runs-dir", default=RUNS, metavar="FOLDER", help="where runs are (default: runs)")
     add_json(parser)
 
@@ -58,85 +54,69 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Show the run or the runs."""
     run = options.named or options.run
-    if run is None and options.watch is not None:
+    if run is None and options.watch:
         raise UserError("--watch follows one run. Name the run.")
-    if options.watch is not None and not options.watch >= 0:
-        raise UserError(f"--watch takes seconds, not {options.watch:g}.")
     folders = [find_run(run, options.runs_dir)] if run else runs_in(Path(options.runs_dir))
+    if options.watch:
+        return watch(folders[0])
+    seen = query(folders, Scheduler())
     if options.json:
-        print(json.dumps([as_json(status) for status in query(folders, Scheduler())], indent=1))
-        return 0
-    if run is None:
-        print(*overview(Path(options.runs_dir), Scheduler()), sep="\n")
-        return 0
-    return watch(folders[0], Scheduler(), options.watch)
-
-
-def as_json(status: RunStatus) -> Record:
-    """A run for programs: its folder, outcome (done, failed, or null while it continues), stages and remarks."""
-    return {"run": str(status.files.folder), "outcome": status.outcome, "remarks": status.remarks,
-            "stages": [asdict(row) for row in status.rows]}
+        print(json.dumps([{"run": str(one.files.folder), "outcome": one.outcome, "remarks": one.remarks,
+                           "stages": [asdict(row) for row in one.rows]} for one in seen], indent=1))
+    else:
+        print(*(show(seen[0]) if run else overview(seen) if seen else [f"no runs in {options.runs_dir}"]), sep="\n")
+    return 0
 
 
 def query(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
     """The present status of runs."""
-    jobs = scheduler.jobs([id for folder in folders for id in wanted_ids(read_run(folder))])
+    jobs = scheduler.jobs([id for folder in folders for id in read_run(folder).wanted_ids])
     # Read again: a job may have ended in between, and left the queue and its final status.
     return [judge(read_run(folder), jobs, time.time()) for folder in folders]
 
 
-def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
-    """Show the run every `every_s` seconds until nothing continues; then 0 if all is done, else 1. None: once; 0."""
+def watch(folder: Path) -> int:
+    """Show the run again and again until nothing continues; then 0 if all is done, else 1."""
     ended = 0
-    while ended < 2:  # between two stages nothing runs for a moment
-        status, = query([folder], scheduler)
-        lines = show(status, in_colour(sys.stdout))
-        if every_s is None:
-            print(*lines, sep="\n")
-            return 0
-        lines = [f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this", *lines]
-        if sys.stdout.isatty():
-            lines = ["\x1b[H\x1b[2J" + "\n".join(lines[:shutil.get_terminal_size().lines - 2])]
-        print(*lines, sep="\n", flush=True)
+    while True:
+        status, = query([folder], Scheduler())
+        clear = "\x1b[H\x1b[2J" * sys.stdout.isatty()
+        print(f"{clear}{time.strftime('%H:%M:%S')}, every {WATCH_S:g} s, Ctrl-C ends this", *show(status), sep="\n",
+              flush=True)
         ended = ended + 1 if status.outcome else 0
-        if ended < 2:
-            time.sleep(every_s)
-    return 0 if status.outcome == "done" else 1
+        if ended == 2:  # between two stages nothing runs for a moment
+            return 0 if status.outcome == "done" else 1
+        time.sleep(WATCH_S)
 
 
-def show(status: RunStatus, colour: bool = False, columns: int = 0) -> list[str]:
+def show(status: RunStatus) -> list[str]:
     """The run as lines: a table of the stages, their other figures, and remarks."""
-    columns = columns or max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
     chain = status.files.chain
     title = f"run       {status.files.folder}"
     if chain:
         title += f", submitted {chain.submitted[:16]} UTC from commit {str(chain.git.get('commit', 'unknown'))[:10]}"
         title += " with changes" * bool(chain.git.get("changed"))
-    lines = [*_wrapped(title, columns), "", *(_line(cells, colour) for cells in (HEADING, *map(vars, status.rows)))]
-    for row in status.rows:
-        lines += _wrapped(f"{row.stage:<9} {row.figures}", columns) if row.figures else []
-    return lines + [line for remark in status.remarks for line in ("", *_wrapped(remark, columns, bullet="! "))]
+    return [*_wrapped(title), "", *map(_line, [HEADING, *map(vars, status.rows)]),
+            *(line for row in status.rows if row.figures for line in _wrapped(f"{row.stage:<9} {row.figures}")),
+            *(line for remark in status.remarks for line in ["", *_wrapped(remark, "! ")])]
 
 
-def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
-    """All runs of a folder, a line each, with each run's current stage."""
-    colour = in_colour(sys.stdout)
-    runs = query(runs_in(runs_dir), scheduler)
-    if not runs:
-        return [f"no runs in {runs_dir}"]
-    lines = [SILENT] * (SILENT in runs[0].remarks) + [_line(HEADING, colour, f"{'run':<16} {'done':<6}")]
+def overview(runs: list[RunStatus]) -> list[str]:
+    """A line for each run, at least one, with its current stage."""
+    lines = [SILENT] * (SILENT in runs[0].remarks) + [_line(HEADING, f"{'run':<16} {'done':<6}")]
     for run in runs:
         done = f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}"
-        lines.append(_line(vars(run.current), colour, f"{run.files.folder.name:<16} {done:<6}"))
+        lines.append(_line(vars(run.current), f"{run.files.folder.name:<16} {done:<6}"))
     return lines
 
 
-def _line(cells: Mapping[str, Any], colour: bool, before: str = "") -> str:
+def _line(cells: Mapping[str, str], before: str = "") -> str:
     line = printable(before + LINE.format(**cells)).rstrip()
-    return f"\x1b[{COLOURS.get(cells['state'], '1')}m{line}\x1b[0m" if colour else line
+    return f"\x1b[{COLOURS.get(cells['state'], '1')}m{line}\x1b[0m" if in_colour(sys.stdout) else line
 
 
-def _wrapped(text: str, columns: int, bullet: str = "") -> list[str]:
+def _wrapped(text: str, bullet: str = "") -> list[str]:
+    columns = max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
     return textwrap.wrap(printable(text), columns, initial_indent=bullet, subsequent_indent=" " * (len(bullet) or 10),
                          max_lines=16, placeholder=" ...", break_long_words=False, break_on_hyphens=False)
 

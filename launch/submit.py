@@ -37,13 +37,11 @@ from drover.launch.checks import (
     say_absent,
     start_problems,
 )
-from drover.launch.describe import by_hand, print_plan
-from drover.launch.forecast import Disk, disk
+from drover.launch.describe import Disk, by_hand, disk, print_plan
 from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
-from drover.launch.rehearsing import rehearse_training
 from drover.launch.slurm.options import parameters
-from drover.launch.slurm.submission import for_slurm, submit_chain
+from drover.launch.slurm.submission import for_slurm, rehearse_training, submit_chain
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.section import make_folder
 from drover.pipeline.contract.entry import clear_done

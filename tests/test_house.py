@@ -311,7 +311,7 @@ def all_of(*rooms):
     ("from drover.tools.presets import main; main(['llama3_8b'])", set()),
     ("import drover.launch.job.rank", set()),
     ("import drover.tools.verify, drover.tools.trace.__main__", set()),
-    (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
+    (all_of("pipeline/contract", "pipeline/records") + ", drover.launch.run_status", set()),
     ("import drover.tools.audit, drover.pipeline.training.data, drover.tools.trace.tracing", {"numpy"}),
     ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
     ("import drover.pipeline.training.set_up", {"torch", "numpy"}),

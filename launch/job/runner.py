@@ -35,8 +35,8 @@ from drover.launch.job.host import Host, JobSpec, StepEnd
 from drover.launch.job.preflight import run_preflight
 from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.nodes import EXCLUDED_AFTER, clear_failures, few, lost, named, record_failure
+from drover.launch.slurm.scheduler import OUT_OF_MEMORY
 from drover.launch.slurm.start_logs import last_lines, last_word, prune
-from drover.launch.slurm.wait_reasons import OUT_OF_MEMORY
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import (
     KILLED,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from drover.launch.slurm.scheduler import JobInfo, Scheduler
-from drover.pipeline.core.files import Record, read_record, write_json
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.core.files import read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
@@ -38,7 +38,7 @@ class JobChain:
     id: str
     submitted: str
     command: tuple[str, ...]
-    git: Record
+    git: dict[str, str | bool]
     config: str
     code: str
     jobs: tuple[ChainJob, ...] = ()
@@ -69,21 +69,19 @@ def read_chains(run_folder: Path) -> list[JobChain]:
     return [chain for path in paths if (chain := read_record(path, JobChain, REPAIR))]
 
 
-def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], list[JobInfo] | None]:
-    """The run's jobs in the queue, the newest first, and all queued jobs of this user. If Slurm does not answer: all
-    jobs that were ever submitted for the run, and None.
+def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], bool]:
+    """The run's jobs in the queue, the newest first, and whether Slurm answers. If it does not: all jobs that were ever
+    submitted for the run.
 
     A submission that was killed after sbatch may have a job that it could not record. Such jobs are found by their
     tokens, and come first.
     """
     chains = read_chains(run_folder)
-    mine = scheduler.mine()
     jobs = [job for chain in reversed(chains) for job in reversed(chain.jobs)]
+    mine = scheduler.mine()
     answers = scheduler.jobs(job.id for job in jobs)  # another user of the run's group may have queued them
     if mine is None or answers is None:
-        return jobs, None
-    known = {job.id for job in jobs}
+        return jobs, False
     tokens = tuple(token(chain.id) for chain in chains)
-    lost = [ChainJob(job.name, "", job.id) for job in mine
-            if tokens and job.comment.startswith(tokens) and job.id not in known]
-    return [*lost, *(job for job in jobs if answers[job.id].queued)], mine
+    lost = [ChainJob(job.name, "", job.id) for job in mine if job.comment.startswith(tokens) and job.id not in answers]
+    return [*lost, *(job for job in jobs if answers[job.id].queued)], True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import TypedDict
 
@@ -52,24 +53,23 @@ def record_failure(run_folder: Path, node: str, job: str, reason: str) -> int:
 
 def clear_failures(run_folder: Path, nodes: Collection[str]) -> None:
     """Record that nodes worked well."""
-    for node in failures(run_folder):
-        if node in nodes:
-            append_line(run_folder / NODES, {"node": node, "at": now(), "job": LIFTED, "reason": "made a checkpoint"})
+    for node in {*failures(run_folder)}.intersection(nodes):
+        append_line(run_folder / NODES, {"node": node, "at": now(), "job": LIFTED, "reason": "made a checkpoint"})
 
 
 def failures(run_folder: Path) -> dict[str, int]:
     """Failures of each node within a day: starts that it failed, for whatever reason. The node with most comes first,
     of equal ones that which failed last."""
     since = (datetime.now(UTC) - WITHIN).isoformat()
-    starts, newest = dict[str, set[str]](), dict[str, int]()
-    for number, failure in enumerate(read_lines(run_folder / NODES, NodeFailure, appended=True)):
+    starts = dict[str, set[str]]()
+    for failure in read_lines(run_folder / NODES, NodeFailure, appended=True):
+        node = failure["node"]
         if failure["job"] == LIFTED:
-            starts.pop(failure["node"], None)
+            starts.pop(node, None)
         elif failure["at"] > since:
-            starts.setdefault(failure["node"], set()).add(failure["job"])
-            newest[failure["node"]] = number
-    order = sorted(starts, key=lambda node: (len(starts[node]), newest[node]), reverse=True)
-    return {node: len(starts[node]) for node in order}
+            starts[node] = {*starts.pop(node, ()), failure["job"]}  # at the end: it failed last
+    counts = {node: len(jobs) for node, jobs in reversed(starts.items())}
+    return dict(sorted(counts.items(), key=itemgetter(1), reverse=True))
 
 
 def few(count: int) -> int:
@@ -82,11 +82,9 @@ def named(nodes: Collection[str]) -> str:
     return first(sorted(nodes), NAMED)
 
 
-def failing(run_folder: Path, wanted: int = 1) -> tuple[list[str], list[str]]:
-    """Nodes to exclude from the next submission, and those that failed as often but are not excluded: that would be
-    too many. wanted: how many nodes it requests."""
-    nodes = [node for node, count in failures(run_folder).items() if count >= EXCLUDED_AFTER]
-    return nodes[:few(wanted)], nodes[few(wanted):]
+def failing(run_folder: Path, wanted: int = 1) -> list[str]:
+    """Nodes to exclude from the next submission. wanted: how many nodes it requests."""
+    return [node for node, count in failures(run_folder).items() if count >= EXCLUDED_AFTER][:few(wanted)]
 
 
 def address(node: str, scheduler: Scheduler) -> str:

@@ -58,42 +58,17 @@ def setup_lines(launch: LaunchConfig) -> list[str]:
     return [*SETUP, *launch.setup, "in_setup=; set +e"] if launch.setup else []
 
 
-def setup_problems(launch: LaunchConfig) -> Iterator[str]:
-    """What bash cannot read in `launch.setup`: an `if` or a here-document that nothing closes would take the lines of
-    the script after it for its own, and the job might end as if it had been done."""
-    answer = subprocess.run(["/bin/bash", "-O", "extglob", "-n"], input="\n".join(launch.setup) + "\n", env={},
-                            capture_output=True, text=True, check=False, errors="replace")
-    if answer.stderr:
-        yield (f"launch.setup is no script that bash can read: {answer.stderr.splitlines()[0].partition(': ')[2]}. "
-               f"Correct that line, counted in launch.setup.")
-
-
-def preamble(launch: LaunchConfig) -> list[str]:
-    """What a script does first: `launch.setup`, then `launch.environment`, which overrides it, as in the ranks."""
-    return [*setup_lines(launch),
-            *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items())]
-
-
-def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
-    """Options under sbatch's long names: True for one without a value (`exclusive: true`). Options that are false are
-    left out."""
-    return {key.lstrip("-").replace("_", "-"): value is True or str(value)
-            for key, value in extra.items() if value is not False}
-
-
 def options_of(job: Job) -> dict[str, str | bool]:
-    """The options that the user adds to a job. Jobs without ranks need no GPUs: options that request them are left out.
+    """The options that the user adds to a job, under sbatch's long names: True for one without a value (`exclusive:
+    true`); those that are false are left out. Jobs without ranks need no GPUs: options that request them are left out.
     """
-    options = long_options(job.resources.extra or {})
-    if job.ranks:
-        return options
-    options["gres"] = GPU_RESOURCE.sub("", str(options.get("gres", ""))).lstrip(",")
-    return {name: value for name, value in options.items() if value != "" and name not in GPUS}
-
-
-def request_gpus(options: Mapping[str, str | bool]) -> bool:
-    """Whether the user's own options request GPUs."""
-    return any(name in options for name in GPUS) or bool(GPU_RESOURCE.search(str(options.get("gres", ""))))
+    options: dict[str, str | bool] = {
+        key.lstrip("-").replace("_", "-"): value is True or str(value)
+        for key, value in (job.resources.extra or {}).items() if value is not False}
+    if not job.ranks:
+        options["gres"] = GPU_RESOURCE.sub("", str(options.get("gres", ""))).lstrip(",")
+        options = {name: value for name, value in options.items() if value != "" and name not in GPUS}
+    return options
 
 
 def spec_path(config: Config, job: Job) -> Path:
@@ -106,44 +81,43 @@ def parameters(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, An
 
     ids: of the jobs that it depends on, by their keys.
     """
-    launch = config.launch
-    resources = job.resources
-    extra = options_of(job)
+    launch, resources, extra = config.launch, job.resources, options_of(job)
+    folder = config.folder.absolute() / FOLDER
     waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
     waits += [f"afterany:{ids[job.follows]}"] if job.follows else []
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
     waits += [str(extra.pop("dependency"))] if "dependency" in extra else []
     # Singleton goes by the name of the job alone: a run of this name in another folder must not be waited for.
     own = f"-{sha256_json(str(config.folder.resolve()))[:6]}" if job.stage == "train" else ""
-    gpus = f"{launch.gpu_type}:{job.gpus_per_node}" if launch.gpu_type else str(job.gpus_per_node)
-    by_count = job.gpus_per_node and launch.request_gpus and not request_gpus(extra)
+    own_gpus = any(name in extra for name in GPUS) or GPU_RESOURCE.search(str(extra.get("gres", "")))
+    by_count = job.gpus_per_node and launch.request_gpus and not own_gpus
     log = "%A_%a_0_log.out" if job.elements else "%j_0_log.out"
+    path = ":".join(shlex.quote(folder) for folder in (job.code, *plugin_folders()))
     # The runner starts the ranks itself, by srun, again and again in one job: submitit starts it without srun.
     named = {
         "job_name": job.name + own, "time": job.minutes, "nodes": job.all_nodes,
         "ntasks_per_node": job.tasks_per_node, "cpus_per_task": job.cpus_per_task,
-        "gpus_per_node": gpus if by_count else None, "mem": resources.mem, "partition": resources.partition,
-        "dependency": ",".join(waits), **{name: extra.pop(name, None) for name in (*OPTIONS, "exclude")},
+        "gpus_per_node": f"{launch.gpu_type or ''}:{job.gpus_per_node}".lstrip(":") if by_count else None,
+        "mem": resources.mem, "partition": resources.partition, "dependency": ",".join(waits),
+        **{name: extra.pop(name, None) for name in (*OPTIONS, "exclude")},
         "comment": f"{token(job.chain, job.key)} {extra.pop('comment', '')}".rstrip(),
         "signal_delay_s": launch.signal_s,
         "array_parallelism": (getattr(resources, "at_once", None) or len(job.elements)) if job.elements else None,
-        "use_srun": False, "stderr_to_stdout": True, "setup": _setup(config, job), "teardown": _teardown(config, job)}
+        "use_srun": False, "stderr_to_stdout": True,
+        "setup": [
+            *setup_lines(launch),  # `environment` overrides it, as in the ranks
+            *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()),
+            f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
+            # On scancel the shell waits for the runner to clean up.
+            "trap stopped=yes TERM INT; trap : USR1 USR2"],
+        "teardown": _teardown(config, job)}
     additional = {
         "chdir": str(Path.cwd()), "kill-on-invalid-dep": "yes" if job.dependencies else None,
-        "output": f"{literal(config.folder.absolute() / FOLDER)}/{log}",
+        "output": f"{literal(folder)}/{log}",
         # The limits of the shell that submits are the login node's (CPU seconds, locked memory). Jobs get their node's.
         "propagate": "NONE", "requeue" if launch.requeue else "no-requeue": True, **extra}
     return {**{name: value for name, value in named.items() if value not in (None, "")}, "wckey": None,
             "additional_parameters": {name: value for name, value in sorted(additional.items()) if value is not None}}
-
-
-def _setup(config: Config, job: Job) -> list[str]:
-    """Lines of the job's script before the runner."""
-    path = ":".join(shlex.quote(folder) for folder in (job.code, *plugin_folders()))
-    return [*preamble(config.launch),
-            f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
-            # On scancel the shell waits for the runner to clean up.
-            "trap stopped=yes TERM INT; trap : USR1 USR2"]
 
 
 def _teardown(config: Config, job: Job) -> list[str]:
@@ -178,7 +152,13 @@ def option_problems(launch: LaunchConfig, run_folder: Path) -> Iterator[str]:
     if launch.health_check and not launch.preflight:
         yield ("launch.health_check is part of the preflight, but launch.preflight=false turns that off. Remove one of "
                "them.")
-    yield from setup_problems(launch)
+    # An `if` or a here-document that nothing closes would take the lines of the script after it for its own, and the
+    # job might end as if it had been done.
+    answer = subprocess.run(["/bin/bash", "-O", "extglob", "-n"], input="\n".join([*launch.setup, ""]), env={},
+                            capture_output=True, text=True, check=False, errors="replace")
+    if answer.stderr:
+        yield (f"launch.setup is no script that bash can read: {answer.stderr.splitlines()[0].partition(': ')[2]}. "
+               f"Correct that line, counted in launch.setup.")
     if unusable := UNUSABLE.search(str(run_folder)):
         yield (f"The run folder {run_folder} has {unusable[0]} in its path, which Slurm reads as something else. Use "
                f"another one (runs_dir, name).")

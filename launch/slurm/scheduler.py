@@ -1,4 +1,4 @@
-"""Calls Slurm's programs, each within a time limit.
+"""Calls Slurm's programs, each within a time limit, and says what their answers mean.
 
 Nothing here raises because of Slurm: a program that is missing, hangs, or cannot reach its daemon is an ordinary
 result. `squeue` comes first, because it answers without an accounting database. Its output is read in columns of fixed
@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from pathlib import Path
 
 from drover.launch.processes import Environment, answer_of
-from drover.launch.slurm.wait_reasons import plain
 from drover.pipeline.core.console import seconds_of
 
 UNKNOWN = "unknown"
@@ -88,8 +87,8 @@ class _Answer:
     """A program's answer; `status` is None if it did not end in time or could not be started."""
 
     status: int | None
-    out: str = ""
-    error: str = ""
+    out: str
+    error: str
 
     @property
     def unknown_job(self) -> bool:
@@ -132,27 +131,26 @@ class Scheduler:
         `12` may be a whole array: its state then sums up the elements that squeue knows. If all elements matter, also
         those that ended long ago, ask for each (`12_3`).
         """
-        wanted = list(dict.fromkeys(ids))
+        wanted = dict.fromkeys(ids)
         if not wanted:
             return {}
-        known = self._queue("--array", "--states", "all", "--jobs", ",".join(sorted({_array(id) for id in wanted})))
+        known = self._queue("--array", "--states", "all", "--jobs", ",".join(sorted({*map(_array, wanted)})))
         if known is None:
             return None
-        if missing := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
-            known = {**{job.id: job for job in self._accounting(missing)}, **known}
+        if gone := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
+            known = {**self._accounting(gone), **known}
         return {id: _summary(id, known) for id in wanted}
 
     def mine(self) -> list[JobInfo] | None:
         """This user's jobs in the queue, an array once; None if Slurm does not answer."""
         known = self._queue("--user", str(os.getuid()))
-        arrays = {_array(id): job for id, job in (known or {}).items()}
-        return None if known is None else [replace(job, id=id) for id, job in arrays.items()]
+        return None if known is None else [*{_array(id): replace(job, id=_array(id)) for id, job in known.items()
+                                             }.values()]
 
     def cancel(self, id: str) -> str | None:
         """Cancel a job; None, or why that failed. A job that has already ended is no failure."""
         answer = self._ask("scancel", id)
-        ended = answer.unknown_job or "already complet" in answer.error
-        return None if ended else answer.problem
+        return None if answer.unknown_job or "already complet" in answer.error else answer.problem
 
     def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
         """Exclude `nodes` from a waiting job, in addition to those it already excludes; None, or why that failed."""
@@ -165,15 +163,14 @@ class Scheduler:
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; [] if Slurm does not answer."""
         rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l|%s")
-        return [NodeKind(row[0].rstrip("*"), row[0].endswith("*"), int(row[1]), int(row[2]), int(row[3]),
-                         sum(int(count or 1) for count in GPUS.findall(row[4])), row[5],
-                         int(most) if (most := row[6].rpartition("-")[2]).isdecimal() else inf)
-                for row in rows if all(count.isdecimal() for count in row[1:4])]
+        return [NodeKind(name.rstrip("*"), name.endswith("*"), int(nodes), int(cpus), int(memory),
+                         sum(int(count or 1) for count in GPUS.findall(gpus)), longest,
+                         int(most) if (most := size.rpartition("-")[2]).isdecimal() else inf)
+                for name, nodes, cpus, memory, gpus, longest, size in rows if f"{nodes}{cpus}{memory}".isdecimal()]
 
     def site_settings(self) -> dict[str, str]:
         """Settings of slurm.conf by name; {} if Slurm does not answer."""
-        pairs = (line.partition("=") for line in self._ask("scontrol", "show", "config").out.splitlines())
-        return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+        return dict(re.findall(r"(?m)^(\S+) *= (.*?) *$", self._ask("scontrol", "show", "config").out))
 
     def associations(self, user: str) -> list[list[str]]:
         """Account, partition and QOS under which a user may submit; [] without an accounting database."""
@@ -182,13 +179,11 @@ class Scheduler:
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`), without nodes that Slurm does not know."""
-        return {row[0]: row[1] for row in self._rows(
-            "sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")}
+        return dict(self._rows("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T"))
 
     def node_address(self, name: str) -> str:
         """The address of a node; its name if Slurm does not answer."""
-        answer = self._ask("scontrol", "--oneliner", "show", "node", name)
-        return _fields(answer.out).get("NodeAddr", name)
+        return _fields(self._ask("scontrol", "--oneliner", "show", "node", name).out).get("NodeAddr", name)
 
     def _change(self, id: str, field: str, change: Callable[[str], str]) -> str | None:
         """Change a field of a waiting job, unless it is so already; None, or why that failed."""
@@ -203,15 +198,24 @@ class Scheduler:
         answer = self._ask("squeue", "--noheader", "--all", *which, "--Format", columns)
         if answer.unknown_job and "--jobs" in which:
             return self._queue("--array", "--states", "all")  # one bad id must not hide the others
-        return dict(_queue_lines(answer.out)) if answer.status == 0 else None
+        if answer.status != 0:
+            return None
+        known = {}
+        for line in answer.out.splitlines():
+            id, state, reason, nodes, used, restarts, name, comment, left = (
+                line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
+            if id[:1].isdigit() and state:  # not `CLUSTER: name`
+                known[id] = JobInfo(id, state, _word(reason), nodes, seconds(used), int(f"0{restarts}"), name,
+                                    _word(comment), seconds(left, inf))
+        return known
 
-    def _accounting(self, ids: list[str]) -> list[JobInfo]:
-        """Jobs in the accounting database; [] without one."""
+    def _accounting(self, ids: list[str]) -> dict[str, JobInfo]:
+        """Jobs in the accounting database; {} without one."""
         rows = self._rows("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids),
                           "--format", "JobID,State,Reason,NodeList")
         # A job that squeue does not know neither waits nor runs, even if the database has missed its end.
-        return [JobInfo(id, state.partition(" ")[0], reason, _word(nodes)) for id, state, reason, nodes in rows
-                if state.partition(" ")[0] in ENDED]
+        return {id: JobInfo(id, state, reason, _word(nodes)) for id, words, reason, nodes in rows
+                if (state := words.partition(" ")[0]) in ENDED}
 
     def _rows(self, *command: str) -> list[list[str]]:
         """The rows of an answer with columns separated by bars; [] if Slurm does not answer."""
@@ -224,16 +228,16 @@ class Scheduler:
         try:
             return _Answer(*answer_of(command, self._environment, self._timeout_s))
         except OSError as error:
-            return _Answer(None, error=f"{command[0]} cannot be started here: {error.strerror}")
+            return _Answer(None, "", f"{command[0]} cannot be started here: {error.strerror}")
         except subprocess.TimeoutExpired:
-            return _Answer(None, error=f"{command[0]} did not answer within {self._timeout_s:g} s")
+            return _Answer(None, "", f"{command[0]} did not answer within {self._timeout_s:g} s")
 
 
 class NoScheduler(Scheduler):
     """The scheduler of a machine without Slurm: it never answers."""
 
     def _ask(self, *command: str) -> _Answer:
-        return _Answer(None, error="there is no Slurm here")
+        return _Answer(None, "", "there is no Slurm here")
 
 
 def seconds(text: str, otherwise: float = 0) -> float:
@@ -249,18 +253,14 @@ def literal(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-def _queue_lines(text: str) -> Iterator[tuple[str, JobInfo]]:
-    for line in text.splitlines():
-        id, state, reason, nodes, used, restarts, name, comment, left = (
-            line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
-        if id[:1].isdigit() and state:  # not `CLUSTER: name`
-            yield id, JobInfo(id, state, _word(reason), nodes, seconds(used),
-                              int(restarts) if restarts.isdigit() else 0, name, _word(comment), seconds(left, inf))
+def plain(message: str) -> str:
+    """What a program of Slurm said, in one line and without the program's name."""
+    return "; ".join(re.split(r"\n+", re.sub(r"(?m)^\w+: (error|fatal): ", "", message).strip()))
 
 
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     """The job; or the array, with the state of its elements of the lowest rank."""
-    elements = [known[id]] if id in known else [job for job in known.values() if job.id.startswith(f"{id}_")]
+    elements = [known[id]] if id in known else [job for job in known.values() if _array(job.id) == id]
     first = min(elements, key=lambda job: job.rank, default=JobInfo(id))
     nodes = sorted({job.nodes for job in elements if job.nodes and job.state == first.state})
     return replace(first, id=id, nodes=",".join(nodes), elapsed_s=max((job.elapsed_s for job in elements), default=0))
@@ -276,3 +276,109 @@ def _fields(line: str) -> dict[str, str]:
 
 def _word(text: str) -> str:
     return "" if text in ("None", "None assigned", "(null)") else text
+
+
+# ---- why a job waits (JOB REASON CODES of `man squeue`), why sbatch refused one, and what the user can do
+
+
+EXPECTED = ("", "None", "Dependency", "JobArrayTaskLimit", "Singleton")
+"""Reasons that need no explanation: the job waits as planned."""
+FEWER = "; one of several nodes may start sooner if you cancel it and submit the same command with fewer --nodes"
+ALONE = "it starts when some of them end, and never if it alone requests more"
+REASONS = (
+    ("BeginTime", "was requeued, or may not start yet; Slurm starts a requeued job after about two minutes"),
+    ("DependencyNeverSatisfied", "will never run: a job that it waits for failed"),
+    ("Resources", "waits for free nodes{fewer}"),
+    ("Priority", "waits: other jobs are ahead of it"),
+    ("JobHeldUser", "is held; `scontrol release {job}` releases it"),
+    ("JobHeldAdmin", "is held by the administrators; only they can release it"),
+    (r"JobHoldMaxRequeue|MaxRequeue", "was requeued as often as the site allows (MaxBatchRequeue) and is held; to "
+                                      "continue, `scontrol release {job}`, or `drover cancel` and the same command"),
+    ("launch failed requeued held", "could not be started, perhaps because the site's own test of a node failed "
+                                    "(`sinfo -R`), and is held; `scontrol release {job}` tries again"),
+    ("PartitionNodeLimit", "will never run: it requests more nodes than the partition allows; cancel it and submit the "
+                           "same command with fewer --nodes or another launch.partition"),
+    ("PartitionTimeLimit", "will never run: it requests more time than the partition allows (launch.time)"),
+    ("PartitionDown|PartitionInactive", "waits: its partition takes no jobs now; it starts when the administrators "
+                                        "open it, or elsewhere with another launch.partition"),
+    ("ReqNodeNotAvail.*[Mm]aintenance|ReservedForMaintenance",
+     "waits: nodes are reserved for maintenance, which would begin before the job's time limit; a shorter "
+     "launch.train.time may let it start before"),
+    ("ReqNodeNotAvail|NodeDown|NodeNotAvail|Nodes required for job are DOWN",
+     "waits for nodes that are down, drained or reserved; it starts when they are back{fewer}"),
+    ("BadConstraints|.*constraints can not be satisfied",
+     "will never run: no nodes of the partition fit its request (launch.constraint, gpus_per_node, mem, cpus, extra; "
+     "where Slurm does not count GPUs, request_gpus)"),
+    ("ReservationDeleted", "will never run: its reservation (launch.extra) no longer exists"),
+    ("Reservation", "waits for its reservation to begin"),
+    ("Licenses", "waits for licenses that other jobs hold (launch.extra)"),
+    ("BurstBuffer", "waits for a burst buffer"),
+    ("InvalidAccount|AccountNotAllowed|Job's account not permitted",
+     "will never run: its account is unknown, or may not use the partition (launch.account); `sacctmgr show "
+     "associations user=$USER` shows yours"),
+    ("InvalidQOS|QOSNotAllowed|Job's QOS not permitted",
+     "will never run: its quality of service is unknown or forbidden (launch.qos)"),
+    (r"AccountingPolicy", "waits: a limit of the account or of the quality of service is reached"),
+    (r"Assoc(?!Grp).*PerJob", "will never run: it requests more than the account allows for one job (launch.account, "
+                              "time, nodes)"),
+    (r"QOS.*PerJob|QOSMin.*|QOSTimeLimit", "will never run: it requests more, or less, than its quality of service "
+                                           "allows for one job (launch.qos, time, nodes)"),
+    (r"AssocGrp.*(Minutes|RunMinutes)|QOSGrp.*(Minutes|RunMinutes)|QOSUsageThreshold",
+     "waits: the budget of the account or of the quality of service is used up; request more, or use another "
+     "launch.account"),
+    (r"AssocGrp|Association|AssocMax", "waits: the account's jobs have reached its limit; {alone}{fewer}"),
+    ("QOSMax|QOSJobLimit", "waits: your jobs have reached the quality of service's limit per user; {alone}{fewer}"),
+    (r"QOS", "waits: the jobs of its quality of service have reached the limit; {alone}{fewer}"),
+    ("Cleaning|Prolog", "is being prepared, or cleaned up after its last start"),
+    ("JobLaunchFailure|SystemFailure", "could not be started; Slurm tries again, or `scontrol show job {job}` shows "
+                                       "the reason"),
+    ("FedJobLock|FrontEndDown", "waits for a part of Slurm that is down"),
+)
+"""Patterns of reasons, special ones before general ones: the first that matches counts."""
+NEVER = "will never run"
+OUT_OF_MEMORY = "(?i)oom.kill|(?<!cuda )(?<!hip )out of memory|exceeded (job |step )?memory limit"
+"""Slurm's words where a process exceeded the memory of its job. A full GPU needs other advice."""
+REFUSALS = (
+    ("time limit is|Node count", "request less (launch.time, launch.<stage>.time, --nodes), or another "
+                                 "launch.partition; `scontrol show partition` shows MaxTime and MaxNodes"),
+    ("QOS policy|QOS(Max|Min|Grp)|Assoc",
+     "a limit of the account or of the quality of service: request less, fewer stages at a time (--stage), or fewer "
+     "elements (launch.<stage>.array); or use another launch.qos, launch.account"),
+    ("qos spec|QOS|nvalid account", "set launch.account and launch.qos; `sacctmgr show associations user=$USER "
+                                    "format=account,partition,qos` shows yours"),
+    ("Memory required", "set launch.mem, launch.train.mem and launch.evaluate.mem to what the partition allows "
+                        "(`scontrol show partition`: MaxMemPerNode, MaxMemPerCPU)"),
+    ("generic resource", "Slurm has no such GPUs: `sinfo --format='%P %N %c %m %G %f'` shows what it has "
+                         "(launch.gpu_type, gpus_per_node, extra); launch.request_gpus=false requests none, for sites "
+                         "that give whole nodes without counting GPUs"),
+    ("feature spec|node config", "no nodes of the partition fit (launch.constraint, gpus_per_node, "
+                                                  "gpu_type, mem, cpus, extra); `sinfo --format='%P %N %c %m %G %f'` "
+                                                  "shows them"),
+    (r"\bpartition\b", "set launch.partition; `sinfo` shows those that take jobs"),
+    ("job array", "set launch.shard.array and launch.encode.array to less (`scontrol show config`: MaxArraySize)"),
+    ("Unspecified error", "give what the site asks for: launch.account, qos, constraint, partition, time, mem; other "
+                          "options of sbatch in launch.extra"))
+"""Parts of what Slurm says when it refuses a job, special ones before general ones, and what the user can do."""
+
+
+def meaning(reason: str, job: str = "") -> str:
+    """What a reason means, as the rest of a sentence that starts with `train (job 12)`."""
+    if text := _text(reason):
+        return text.format(job=job, alone=ALONE, fewer=FEWER)
+    return (f"waits; Slurm gives the reason {reason}, which `scontrol show job {job}` and JOB REASON CODES in `man "
+            f"squeue` explain")
+
+
+def is_stuck(reason: str) -> bool:
+    """Whether a job that waits for this reason will never start."""
+    return _text(reason).startswith(NEVER)
+
+
+def _text(reason: str) -> str:
+    words = reason.strip("() ").replace("_", " ")  # scontrol writes underscores, squeue blanks
+    return next((text for pattern, text in REASONS if re.match(pattern, words)), "")
+
+
+def refusal(message: str, otherwise: str) -> tuple[str, str]:
+    """What Slurm said when it refused a job, in one line; what the user can do (`otherwise` if it is not known)."""
+    return plain(message), next((advice for pattern, advice in REFUSALS if re.search(pattern, message)), otherwise)

@@ -7,7 +7,6 @@ lines of that length, each with the label. No other rank's line can come between
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import textwrap
 from collections import deque
@@ -38,10 +37,9 @@ def rank_log(folder: Path, rank: int, ranks_per_node: int) -> Path:
 
 def output(file: IO[bytes], rank: int) -> Iterator[bytes]:
     """The new content of a log, from the file's position. Of a node's log, the complete lines of one rank."""
-    if re.fullmatch(r"node\d+\.log", Path(file.name).name):
-        yield from (piece for label, piece in labelled(file) if label == rank)
-    else:
-        yield from iter(lambda: file.read(BLOCK), b"")
+    if Path(file.name).name == ONE_PROCESS:
+        return iter(lambda: file.read(BLOCK), b"")
+    return (piece for label, piece in labelled(file) if label == rank)
 
 
 def skip(file: IO[bytes]) -> int:
@@ -74,9 +72,9 @@ def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list
 def last_word(lines: Sequence[str]) -> str:
     """Why a rank ended, by its `last_lines`: its last complaint, which may have several lines, or else the last line.
     """
-    from_complaint = [at for at, line in enumerate(lines) if ": error: " in line]
-    first, *more = lines[from_complaint[-1] if from_complaint else -1:] or [""]
-    return textwrap.shorten(" ".join([first, *(line.partition(": ")[2] for line in more)]), MOST, placeholder=" ...")
+    begins = max((at for at, line in enumerate(lines) if ": error: " in line), default=-1)
+    words = [line.partition(": ")[2] if number else line for number, line in enumerate(lines[begins:])]
+    return textwrap.shorten(" ".join(words), MOST, placeholder=" ...")
 
 
 def prune(folder: Path, job: str, say: Say) -> None:
@@ -89,7 +87,7 @@ def prune(folder: Path, job: str, say: Say) -> None:
               and path.name.partition(".")[0].partition("_")[2] == index]
     with suppress(OSError):
         starts.sort(key=lambda path: path.stat().st_mtime)
-        for path in starts[:-KEPT]:
-            shutil.rmtree(path)
-        if old := [path.name for path in starts[:-KEPT]]:
-            say(f"removed logs of old starts from {folder}: {', '.join(old)}")
+        if old := starts[:-KEPT]:
+            for path in old:
+                shutil.rmtree(path)
+            say(f"removed logs of old starts from {folder}: {', '.join(path.name for path in old)}")

@@ -1,9 +1,16 @@
-"""A submission to Slurm: what its jobs get, and how they are submitted through submitit as one chain."""
+"""A submission to Slurm: a rehearsal, a copy of the code, and the jobs, which submitit submits as one chain.
+
+Jobs start hours after their submission and restart for weeks. Later edits of the checkout must not reach them: they run
+a copy in the run folder. It is named by its content, so that submitting the same code again makes no new one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,43 +18,48 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from drover.launch.credentials import known_form
 from drover.launch.plan import Job, Options
-from drover.launch.rehearsing import rehearse_training, worth_rehearsing
+from drover.launch.processes import answer_of
 from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
-from drover.launch.slurm.nodes import failing, few, named
+from drover.launch.slurm.nodes import failing, named
 from drover.launch.slurm.options import FOLDER, outer_python, parameters, spec_path
-from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job
-from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job, refusal
 from drover.launch.slurm.trust import refuse_foreign_files
-from drover.launch.slurm.wait_reasons import refusal
-from drover.pipeline.config.kinds import plugin_files
+from drover.pipeline.config.checks import network
+from drover.pipeline.config.kinds import plugin_files, plugin_folders
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.section import make_folder
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stage_work import git_state
+from drover.pipeline.contract.stage_work import git, git_state
+from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT
 from drover.pipeline.contract.state import STOP, now
 from drover.pipeline.core.console import echo, say
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import atomic_file, sha256_file, sha256_json
 
 MOST_TIMEOUTS = 1_000_000
 """Time limits after which submitit still queues a job again: the runner decides that."""
+PACKAGE = "drover"
+PARTS = (PACKAGE, "__init__.py", "launch", "model", "pipeline", "tools", "configs")
+"""What jobs need of the checkout or of an installed package. Tests, docs and everything else are left out."""
+REHEARSAL_S = 300.0
+"""If a rehearsal takes longer (in seconds), the job is submitted without its result."""
+FIT = "memory     "
+"""The beginning of the line that says whether the step fits."""
 
 
 def for_slurm(run: Run, options: Options) -> Options:
     """Options with the paths of the jobs' copies of code and configuration. Writes nothing."""
     frozen = run.folder.absolute() / "launch" / f"config-{config_hash(run.config)[:12]}.yaml"
-    wanted = run.config.launch.train.nodes
-    bad, kept = failing(run.folder, wanted)
-    if bad:
-        echo(f"excluded  {', '.join(sorted(bad))}: failed twice within a day (launch/nodes.jsonl)\n")
-    if kept:
-        echo(f"not excluded  {named(kept)}: failed twice within a day too, but of {wanted} nodes at most "
-             f"{few(wanted)} is excluded by itself (launch.exclude excludes others)\n")
-    return replace(options, frozen=str(frozen), chain=_new_id(),
-                   code=str(planned_snapshot(run.folder)), exclude=tuple(sorted(bad)))
+    excluded = failing(run.folder, run.config.launch.train.nodes)
+    if excluded:
+        echo(f"excluded  {', '.join(excluded)}: failed twice within a day (launch/nodes.jsonl)\n")
+    id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"  # ids sort by time
+    return replace(options, frozen=str(frozen), chain=id, code=str(planned_snapshot(run.folder)),
+                   exclude=tuple(excluded))
 
 
 def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool | None) -> int:
@@ -93,7 +105,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     return 0
 
 
-def submit(config: Config, jobs: list[Job], chain: JobChain) -> list[ChainJob]:
+def submit(config: Config, jobs: list[Job], chain: JobChain) -> tuple[ChainJob, ...]:
     """Submit the jobs, each after its dependencies, and record each in the chain.
 
     Raises:
@@ -119,7 +131,7 @@ def submit(config: Config, jobs: list[Job], chain: JobChain) -> list[ChainJob]:
             # Slurm may have a job whose number sbatch could not print. `drover cancel` finds it by its token.
             raise UserError(f"{why} Queued before it: {' '.join(ids.values()) or 'nothing'}; `drover cancel {run}` "
                             f"removes all jobs of the run.") from None
-    return [*chain.jobs]
+    return chain.jobs
 
 
 def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
@@ -154,20 +166,111 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
                     tuple(ids[need] for need in job.dependencies))
 
 
-def _new_id() -> str:
-    """The id of a submission; ids sort by time."""
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
 def _refuse_queued(run: Run) -> None:
     """Refuse to queue a run twice. If Slurm does not answer, singleton and the job lock keep a second job from
     training."""
-    queued, mine = in_queue(run.folder, Scheduler())
-    if mine is None:
+    queued, answered = in_queue(run.folder, Scheduler())
+    if not answered:
         echo("squeue does not answer whether jobs of this run are already queued; if so, the new ones wait for them")
-        return
-    if queued:
+    elif queued:
         listing = ", ".join(f"{job.id} ({job.name})" for job in queued)
         raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `drover "
                         f"status {run.folder}`, remove them with `drover cancel {run.folder}`, or start another run "
                         f"with name=<another>.")
+
+
+# ---- the copy of the code
+
+
+def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
+    """Path of the copy of the code to make: `code/<commit>-<content>/` in the run folder. Writes nothing."""
+    return run_folder.absolute() / "code" / _name(_contents(repository))
+
+
+def take_snapshot(code: Path, repository: Path = REPOSITORY) -> None:
+    """Make the planned copy of the code.
+
+    `drover/` in it holds the files, as in an installed package; `snapshot.json` the commit, and whether the checkout
+    had changes.
+
+    Raises:
+        UserError: a file contains a secret; or the code was edited after it was planned.
+    """
+    contents = _contents(repository)
+    # Everyone who can read the run folder can read the copy.
+    if found := [f"{name.removeprefix(f'{PACKAGE}/')} has {what}" for name, content in contents.items()
+                 if (what := known_form(content.decode(errors="replace")))]:
+        raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(found)}\nNothing was "
+                        f"submitted. Move them out of {repository} or into a file that git ignores. To pass variables "
+                        f"to the jobs, use launch.secrets.")
+    if _name(contents) != code.name:
+        raise UserError(f"Files in {repository} changed while they were being copied for the jobs. Nothing was "
+                        f"submitted. Save your edits and submit again.")
+    for name, content in contents.items():
+        with atomic_file(code / name, keep_equal=True, durable=False) as file:
+            file.write(content)
+
+
+def _contents(repository: Path) -> dict[str, bytes]:
+    """The content of each file of the copy, by its path there: what git tracks or does not ignore; outside of git, all
+    but caches."""
+    listing = git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
+    paths = [repository / name for name in listing.split("\0")] if listing else [
+        path for part in PARTS for path in [repository / part, *(repository / part).rglob("*")]]
+    contents = {(name if name.parts[0] == PACKAGE else PACKAGE / name).as_posix(): (repository / name).read_bytes()
+                for name in sorted({path.relative_to(repository) for path in paths if path.is_file()})
+                if "__pycache__" not in name.parts and name.suffix != ".pyc"}
+    commit = (git(repository, "rev-parse", "HEAD") or "").strip()
+    changed = bool(commit) and git(repository, "status", "--porcelain", "--", *PARTS) != ""  # also if git fails
+    return {**contents, SNAPSHOT: json.dumps({"commit": commit, "changed": changed}).encode()}
+
+
+def _name(contents: dict[str, bytes]) -> str:
+    commit = json.loads(contents[SNAPSHOT])["commit"][:10] or "unversioned"
+    return f"{commit}-{sha256_json({name: hashlib.sha256(text).hexdigest() for name, text in contents.items()})[:10]}"
+
+
+# ---- the rehearsal: a process of its own, so that the launcher needs no torch, and no failure stops the submission
+
+
+def worth_rehearsing(config: Config, jobs: list[Job]) -> bool:
+    """Whether a job will train on GPUs of several nodes, with an engine that can be rehearsed."""
+    return config.parallel.engine == "fsdp2" and any(
+        job.stage == "train" and job.to_run and job.gpus_per_node and job.nodes > 1 for job in jobs)
+
+
+def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
+    """Rehearse a training step with the ranks of these jobs by `drover rehearse`, and print the memory it takes.
+
+    Raises:
+        UserError: it does not fit the GPUs' memory (`launch.gpu_memory_gb`).
+    """
+    train = next((job for job in jobs if job.stage == "train" and job.to_run), None)
+    if train is None:
+        return say("rehearsal", "not done: there is no training to submit")
+    say("rehearsal", "computing the memory of a training step without GPUs (--no-rehearse skips this) ...")
+    command = [sys.executable, "-m", "drover", "rehearse", "--config", options.config_path, "--ranks", str(train.ranks)]
+    if not train.gpus_per_node:
+        command.append("--cpu")
+    elif memory := run.config.launch.gpu_memory_gb:
+        command.append(f"--memory={memory:g}")
+    command += options.overrides
+    made = run.manifest("tokenizer")
+    if made is not None and network(run.config).vocab_size is None:
+        command.append(f"model.vocab_size={made.counts['vocab_size']}")
+    path = filter(None, [str(IMPORTED_FROM), *plugin_folders(), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
+                   "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        status, output, errors = answer_of(command, environment, REHEARSAL_S)
+    except subprocess.TimeoutExpired:
+        return say("rehearsal", f"not done: it took longer than {REHEARSAL_S:.0f} s. The job is submitted anyway")
+    lines = output.splitlines()
+    fit = next((line for line in lines if line.startswith(FIT)), "")
+    if status and not fit:
+        cause = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
+        return say("rehearsal", f"not done: {cause}. The job is submitted anyway")
+    for line in lines:
+        say("rehearsal", line)
+    if status:
+        raise UserError(f"Training does not fit: {fit.removeprefix(FIT).strip()} --no-rehearse submits it anyway.")

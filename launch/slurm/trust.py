@@ -14,10 +14,10 @@ import pwd
 import shlex
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, listed
@@ -46,16 +46,21 @@ def refuse_foreign_files(run: Path, files: Iterable[Path] = ()) -> None:
 
 
 def owner_problems(paths: Iterable[Path]) -> list[str]:
-    """Sentences, with what to do, about those of the paths and of the folders above them that others own or may write.
-    Missing paths do not count."""
-    paths = dict.fromkeys(path.absolute() for path in paths)
-    paths_by_problem: dict[str, list[Path]] = {}
-    for path in _reached(paths):
+    """Sentences, with what to do, about those of the paths, and of the folders and links through which they are
+    reached, that others own or may write. Missing paths do not count."""
+    wanted = {path.absolute() for path in paths}
+    pending, seen = sorted(wanted), dict[Path, None]()
+    for path in pending:  # the list grows meanwhile
+        for place in (path, *path.parents):
+            if place not in seen and place.is_symlink():
+                pending.append(place.parent / place.readlink())
+            seen[place] = None
+    paths_by_problem = defaultdict[str, list[str]](list)
+    for path in seen:
         with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # no file has a NUL in its name
-            if problem := _problem(path, above=path not in paths):
-                paths_by_problem.setdefault(problem, []).append(path)
-    return [f"{first([*map(str, several)], SHOWN)} {problem}. {_remedy(several, problem)}"
-            for problem, several in paths_by_problem.items()]
+            paths_by_problem[_problem(path, above=path not in wanted)].append(str(path))
+    return [f"{first(names, SHOWN)} {problem}. {_remedy(names, problem)}"
+            for problem, names in paths_by_problem.items() if problem]
 
 
 def node_folder() -> Path:
@@ -80,7 +85,7 @@ def _problem(path: Path, *, above: bool) -> str:
     status = path.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (os.getuid(), 0):
-        return f"belongs to the user {_name(pwd.getpwuid, status.st_uid)}"
+        return f"belongs to the user {status.st_uid}"
     if stat.S_ISLNK(status.st_mode):  # it has no mode of its own
         return _problem(path.resolve(), above=above)
     if above and mode & stat.S_ISVTX:
@@ -90,26 +95,14 @@ def _problem(path: Path, *, above: bool) -> str:
     if mode & stat.S_IWGRP and _has_acl(path):
         return "may be written by others, according to its access control list"
     if mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
-        return f"may be written by the group {_name(grp.getgrgid, status.st_gid)} (mode {mode:04o})"
+        return f"may be written by the group {status.st_gid} (mode {mode:04o})"
     return ""
 
 
-def _remedy(paths: list[Path], problem: str) -> str:
+def _remedy(names: list[str], problem: str) -> str:
     if problem.startswith("belongs"):
         return "Use a run folder of your own (name, runs_dir)"
-    names = " ".join(shlex.quote(str(path)) for path in paths[:SHOWN]) + " ..." * (len(paths) > SHOWN)
-    return f"Look at it, then `chmod go-w {names}`"
-
-
-def _reached(paths: Iterable[Path]) -> dict[Path, None]:
-    """The paths, and all folders and links through which they are reached."""
-    pending, seen = [*paths], dict[Path, None]()
-    for path in pending:  # the list grows meanwhile
-        for place in (path, *path.parents):
-            if place not in seen and place.is_symlink():
-                pending.append(place.parent / place.readlink())
-            seen[place] = None
-    return seen
+    return f"Look at it, then `chmod go-w {shlex.join(names[:SHOWN])}{' ...' * (len(names) > SHOWN)}`"
 
 
 def _has_acl(path: Path) -> bool:
@@ -118,14 +111,6 @@ def _has_acl(path: Path) -> bool:
         return ACL in os.listxattr(path)
     except OSError:  # a file system without such lists
         return False
-
-
-def _name(entry: Callable[[int], Sequence[Any]], number: int) -> str:
-    """The name of a user or group by its `entry` in the database; the number if there is none."""
-    try:
-        return str(entry(number)[0])
-    except KeyError:
-        return str(number)
 
 
 def _is_own_group(number: int) -> bool:

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from drover.launch.run_status.run_files import read_run
+from drover.launch.run_status import read_run
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import run_in

@@ -19,7 +19,7 @@ import yaml
 
 from drover.launch.slurm import submission
 from drover.launch.slurm.chain import JobChain, read_chain
-from drover.launch.slurm.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.submission import planned_snapshot, take_snapshot
 from drover.launch.submit import main
 from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract.manifest import STARTED, Manifest

@@ -1,5 +1,6 @@
-"""No module of ours may hide one that somebody else imports."""
+"""No module of ours may hide one that somebody else imports; and what is imported from submitit and webdataset."""
 
+import ast
 import sys
 from importlib import metadata
 
@@ -34,3 +35,14 @@ def test_a_script_puts_the_repository_first_on_the_path(script):
     before, start, after = (REPOSITORY / script).read_text().partition(START)
     assert start and "from drover" in after
     assert not [line for line in before.splitlines() if line.startswith("from drover")]
+
+
+def test_only_public_names_are_imported():
+    names = {f"{node.module}.{name.name}" for room in ("launch", "pipeline", "tools", "model", "benchmarks")
+             for path in (REPOSITORY / room).rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in ("submitit", "webdataset")
+             for name in node.names}
+    assert {name for name in names if name.startswith("submitit")} == {
+        "submitit.JobEnvironment", "submitit.SlurmExecutor", "submitit.helpers.Checkpointable",
+        "submitit.helpers.clean_env", "submitit.helpers.environment_variables"}
+    assert not [name for name in names if "._" in name]

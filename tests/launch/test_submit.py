@@ -4,19 +4,16 @@ import json
 import os
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from drover.launch import checks, commands, submit
+from drover.launch import checks, submit
 from drover.launch.plan import Machine, Options
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.state import write_state
 from drover.pipeline.core import errors
-from drover.pipeline.core.files import write_text
 from tests.refusal import table
 from tests.test_house import HEAVY, imported_by
 
@@ -142,41 +139,10 @@ def test_no_configuration(launcher, monkeypatch):
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
-@pytest.mark.parametrize("arguments, now", table("""
-    train.lr -> 0.01
-    train.lr --config config.yaml train.lr=0.5 -> 0.5
-    train.lr=0.5 --config config.yaml -> 0.5
-    train.lr=0.5 -> 0.5""", shlex.split))
-def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
-    message = launcher.call(*arguments, program=commands.explain).stdout
-    assert f"default: 0.003   now: {now}" in message and ("config    " in message) == ("--config" not in arguments)
-
-
-def test_why_a_run_stopped(launcher):
-    write_text(launcher.run / "config.yaml", "name: trial\n")
-    write_state(launcher.run / "train", "failed", reason="there is no text")
-    for words in ("trial",), ("runs/trial",):
-        assert "! train failed: there is no text" in launcher.call(*words, program=commands.why).stdout
-    assert "nosuch is no stage. There is no run nosuch. The runs in runs are: trial" in launcher.call(
-        "nosuch", program=commands.why).stderr
-
-
-def test_why(launcher, monkeypatch):
-    launcher.done("shard", "tokenizer")
-    requested = ("--config", "config.yaml")
-    assert launcher.call(*requested, "tokenizer", "tokenizer.algorithm=unigram", program=commands.why).stdout == \
-        "tokenizer: changed\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
-    monkeypatch.setitem(STAGES, "shard", replace(STAGES["shard"], code=()))
-    assert "code has changed since: pipeline/data" in launcher.call(*requested, "shard", program=commands.why).stdout
-    warned = launcher.accepted("--stage shard --cluster local")
-    assert "warning: the code has changed since (pipeline/" in warned
-    assert "shard     up to date" in warned and "all done in" in warned
-
-
 def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launcher):
     large = "--stage train --cluster local --dry-run model.preset=llama3.1_405b model.vocab_size=128256"
     message = launcher.refused(large)
-    assert re.search(r"optimizer state alone take [\d.]+ TB a rank, but its share of the free memory here is", message)
+    assert re.search(r"optimizer state alone take [\d.]+ TB a rank, but its share of the free memory here has", message)
     assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free at", message)
     assert "launch.check_fit=false starts it anyway" in message and not launcher.run.exists()
     assert "-m drover.pipeline.train" in launcher.accepted(large, "launch.check_fit=false")

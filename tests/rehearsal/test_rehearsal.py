@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.profiler import ProfilerActivity, profile
 
-from drover.launch.forecast import state_bytes_per_rank
+from drover.launch.describe import state_bytes_per_rank
 from drover.model import llama
 from drover.model.attention.backend import Documents, Where
 from drover.model.attention.module import Layout
@@ -167,10 +167,8 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch):
 
 
 def test_the_plans_estimate_is_about_what_a_step_holds_beside_activations():
-    """More than weights and moments, less than the peak; in a pipeline it counts gradients spread and whole, which are
-    not there at the same time."""
-    config = config_of(model={"vocab_size": 512, "layers": 8}, train={"batch_tokens": 32 * 512},
-                       parallel={"pp": 2, "tp": 2})
+    """More than weights and moments, less than the peak."""
+    config = config_of(model={"vocab_size": 512, "layers": 8}, train={"batch_tokens": 32 * 512})
     [result] = rehearse_apart(config, 8, [0])
     held = result.peak.kinds
     estimate = state_bytes_per_rank(config, 8)

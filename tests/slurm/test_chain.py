@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from drover.launch.slurm.chain import read_chains
-from drover.launch.slurm.snapshot import PARTS
+from drover.launch.slurm.submission import PARTS
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_lines

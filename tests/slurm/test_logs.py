@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from drover.launch.commands import logs
 from drover.launch.job.host import JobSpec
-from drover.launch.slurm.control import logs
 from tests.conftest import REPOSITORY
 from tests.waiting import wait_for
 
@@ -83,7 +83,7 @@ def test_a_crash_on_two_nodes(cluster, tmp_path, capsys):
     folder, = (run / "logs/evaluate").glob("*.?")
     assert {path.name for path in folder.iterdir()} == {"node0.log", "node1.log", "srun.err"}
     for rank in range(4):
-        assert logs(run, "evaluate", rank) == 0
+        assert logs([str(run), "evaluate", "--rank", str(rank)]) == 0
         header, *lines = capsys.readouterr().out.splitlines()
         assert header == f"==> {folder}/node{rank // 2}.log <=="
         assert [line for line in lines if "slurmstepd" not in line] == [

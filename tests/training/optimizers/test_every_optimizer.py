@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from drover.launch.forecast import optimizer_bytes, state_bytes_per_rank
+from drover.launch.describe import optimizer_bytes, state_bytes_per_rank
 from drover.pipeline.config.optimizers import OPTIMIZERS
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config

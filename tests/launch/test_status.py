@@ -1,5 +1,6 @@
-"""Which state a stage is in, and what is said of it: by its folder, by Slurm's answers, by both."""
+"""Which state a stage is in, and what is said of it: by its folder, by Slurm's answers, by both; how that is shown."""
 
+import json
 import platform
 import re
 import subprocess
@@ -9,16 +10,47 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import wanted_ids
-from drover.launch.slurm.nodes import record_failure
-from drover.launch.slurm.scheduler import COLUMNS
+from drover.launch import status as program
+from drover.launch.run_status import judge, read_run
+from drover.launch.slurm.scheduler import COLUMNS, JobInfo
+from drover.launch.status import main, show
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import write_text
-from tests.launch.run_folders import SETTINGS
-from tests.launch.run_status.conftest import DEPENDENTS, Seen
-from tests.launch.slurm.test_wait_reasons import DOWN
+from tests.launch.run_folders import NOW, SETTINGS, HandMade
+from tests.launch.slurm.test_scheduler import DOWN
 from tests.refusal import table
+
+DEPENDENTS = dict.fromkeys(("17", "18", "19"), "PENDING Dependency")
+
+
+class Seen(HandMade):
+    """A run folder that is looked at."""
+
+    def status(self, answers):
+        """With Slurm's answers by job, such as `PENDING Resources`; None: it does not answer."""
+        return judge(read_run(self.folder), answers and {
+            id: answer if isinstance(answer, JobInfo) else JobInfo(id, *answer.split(" ", 1))
+            for id, answer in answers.items()}, NOW)
+
+    def states(self, answers):
+        """Of all stages."""
+        return [row.state for row in self.status(answers).rows]
+
+    def training(self, status="running", **more):
+        """A chain that came to train, job 16."""
+        self.submitted(*self.whole_chain())
+        self.done("shard", "tokenizer", "encode", until=700)
+        if status:
+            self.state("train", status, job="16", **more)
+            self.progress("train", 320, 500, "steps", left_s=338.0, loss=4.8, tokens_per_s=11859.6, goodput=0.934)
+        return self
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The run folder runs/demo of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return Seen(Path("runs/demo"))
 
 
 @pytest.mark.parametrize("message, answer, state, remark", table(r"""
@@ -27,17 +59,13 @@ from tests.refusal import table
     null -> RUNNING -> running -> ^$
     running -> PENDING launch failed requeued held -> waiting -> `scontrol release 16`
     null -> PENDING Dependency -> waiting -> ^$
-    null -> PENDING QOSMaxJobsPerUserLimit -> waiting -> your jobs
-    null -> PENDING Resources -> waiting -> train \(job 16\) waits for free nodes \(Resources\)
+    null -> PENDING Resources -> waiting -> train \(job 16\) waits for free nodes; .* \(Resources\)$
     null -> PENDING DependencyNeverSatisfied -> failed -> will never run.* remove it first: drover cancel runs/demo
     preempted -> unknown -> stopped -> train stopped after step 300: why
     failed -> CANCELLED -> failed -> train failed after step 300: why.*to continue: python launch/submit.py
     running -> unknown -> failed -> train failed: job 16 is no longer known to Slurm: it crashed or was
     running -> NODE_FAIL -> failed -> train failed: job 16 ended NODE_FAIL
-    null -> unknown -> failed -> known
     null -> FAILED NonZeroExitCode -> failed -> job 16 ended FAILED \(NonZeroExitCode\)\. .drover why runs/demo
-    null -> COMPLETED -> failed -> job 16 ended COMPLETED
-    null -> CANCELLED -> failed -> job 16 ended CANCELLED
     running -> null -> running -> ^Slurm does not answer
     preempted -> null -> stopped -> ^Slurm does not answer
     failed -> null -> failed -> ^Slurm does not answer
@@ -50,13 +78,10 @@ def test_its_word_and_the_queue(run, message, answer, state, remark):
     assert seen.outcome == ("failed" if state == "failed" else None)
 
 
-@pytest.mark.parametrize("nodes, offered", [(4, True), (1, False)])
-def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
-    """As much of the reason as the column of squeue holds."""
-    write_text(run.folder / "config.yaml", f"launch: {{train: {{nodes: {nodes}}}}}")
+def test_a_reason_of_which_squeue_shows_a_part(run):
     run.submitted(run.job("16", "train"))
     remark, = run.status({"16": f"PENDING {DOWN[:dict(COLUMNS)['Reason']]}"}).remarks
-    assert remark.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in remark) == offered
+    assert remark.startswith("train (job 16) waits for nodes that are down") and "fewer --nodes" in remark
 
 
 def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
@@ -80,9 +105,9 @@ def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):
     run.training("failed", seconds=5000)
     assert run.states({"16": "PENDING Dependency"})[3] == "waiting" and run.states({"16": "RUNNING"})[3] == "running"
     run.done("train", until=1000)  # it is forced
-    assert "16" in wanted_ids(read_run(run.folder)) and run.states({"16": "PENDING Dependency"})[3] == "waiting"
+    assert "16" in read_run(run.folder).wanted_ids and run.states({"16": "PENDING Dependency"})[3] == "waiting"
     run.done("train", until=50)
-    assert "16" not in wanted_ids(read_run(run.folder)) and run.states({"16": "COMPLETING"})[3] == "done"
+    assert "16" not in read_run(run.folder).wanted_ids and run.states({"16": "COMPLETING"})[3] == "done"
 
 
 def test_local_run(run):
@@ -100,7 +125,7 @@ def test_local_run(run):
     for seconds, then, state in (30, "restart", "running"), (20, "stop", "failed"):
         run.attempt("ended", "train", "local", seconds=seconds, status="crashed", reason="rank 1: killed", next=then)
         assert run.states({})[3] == state
-    assert wanted_ids(read_run(run.folder)) == []
+    assert read_run(run.folder).wanted_ids == []
     write_text(run.folder / ".locks/train", "process 1 on another-machine, since then\n")
     assert run.status({}).rows[3].remarks[0].endswith("its last record is 10 m 00 s old")
 
@@ -135,13 +160,84 @@ def test_files_that_are_torn_or_foreign(run, path, content, remark):
     assert seen.rows[3].state == ("failed" if remark else "running") and remark in " ".join(seen.remarks)
 
 
-def test_failed_nodes_and_a_request_to_stop(run):
-    run.submitted(*run.whole_chain())
-    run.state("train", "running", job="16")
+def test_a_request_to_stop(run):
+    run.training("running")
     write_text(run.folder / "launch/stop", "maintenance\n")
-    for number in range(2):
-        record_failure(run.folder, "n3", f"16.{number}", "was late")
-    run.done("shard", "tokenizer", "encode", until=1)
     assert run.status({"16": "RUNNING", **DEPENDENTS}).remarks == [
-        "a request to stop training is pending (maintenance): it saves and ends",
-        "excluded from the next submission, since they failed twice within a day: n3"]
+        "a request to stop training is pending (maintenance): it saves and ends"]
+
+
+RUNNING = """\
+run       runs/demo, submitted 2026-11-21T11:45 UTC from commit 61ec0478c8 with
+          changes
+
+stage      state    job          elapsed  progress                      left
+shard      done     12          1 m 05 s
+tokenizer  done     13          1 m 05 s
+encode     done     15          1 m 05 s
+train      running  16         10 m 00 s  320/500 steps 64%         5 m 38 s
+convert    waiting  17
+evaluate   waiting  18
+report     waiting  19
+train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
+
+! train crashed before and was started again: rank 2 on n3 was killed by signal
+  9"""
+
+
+def test_a_chain_that_runs(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run.training(attempt=1)
+    run.attempt("attempt", "train", "16", ranks=4, nodes=["n3"])
+    run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")
+    seen = run.status({"16": JobInfo("16", "RUNNING", "", "n[1-4]", 600), **DEPENDENTS})
+    assert "\n".join(show(seen)) == RUNNING
+    run.state("train", "running", seconds=-1)
+    assert run.status({}).rows[3].left == "", "an earlier start wrote that"
+
+
+def test_overview(run, programs, monkeypatch, capsys):
+    run.training()
+    Seen(Path("runs/new"))
+    Seen(Path("runs/old")).done("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
+    programs.queue("16 RUNNING None n[1-4] 10:00", *(f"{id} PENDING Dependency" for id in DEPENDENTS))
+    monkeypatch.setenv("PATH", str(programs.folder))
+    assert main([]) == 0
+    assert [" ".join(line.split()[:4]) for line in capsys.readouterr().out.splitlines()] == [
+        "run done stage state", "demo 3/7 train running", "new 0/7 shard to", "old 7/7 report done"]
+    assert len(programs.calls()) == 1, "Slurm is asked once for all runs"
+    assert main(["--runs-dir", "nothing"]) == 0 and capsys.readouterr().out == "no runs in nothing\n"
+
+
+def test_watch_ends_when_nothing_goes_on_at_two_looks(run, monkeypatch, capsys):
+    running, failed = run.training().status({"16": "RUNNING"}), run.status({"16": "FAILED"})
+    run.done("train", "convert", "evaluate", "report", until=1)
+    monkeypatch.setattr(program, "WATCH_S", 0)
+    for end, status in ((run.status({}), 0), (failed, 1)):
+        seen = [running, end, running, end, end]
+        monkeypatch.setattr(program, "query", lambda *_, seen=seen: [seen.pop(0)])
+        assert main(["--run", "demo", "--watch"]) == status and seen == []
+        assert capsys.readouterr().out.count("every 0 s, Ctrl-C ends this") == 5
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys):
+    """Also where foreign files say what a terminal would obey; without Slurm."""
+    run.training("failed", reason="why\x1b]0;title\x07 \x9b31m \u202eback")
+    run.state("convert", "running", job="14\x1b[2J", host="n\x07")
+    write_text(run.folder / "launch/nodes.jsonl", '{"node": "n3\\u001b[2J", "reason": "\\u0007"}\n')
+    before = times(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    for arguments in (["--run", "demo"], []):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(one.isprintable() or one == "\n" for one in shown) and "Slurm does not answer" in shown
+    assert main(["demo", "--json"]) == 0
+    [status] = json.loads(capsys.readouterr().out)
+    assert status["run"] == "runs/demo" and "failed" in [row["state"] for row in status["stages"]]
+    assert times(tmp_path) == before
+    assert main(["--run", "\x1b[2J"]) == main(["--watch"]) == 2
+    assert "There is no run \\x1b[2J. The runs in runs are: demo." in capsys.readouterr().err

@@ -1,1 +1,0 @@
-"""The status of runs, local ones and those on Slurm."""
