@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import traceback
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drover.model.attention.module import PLAIN
 from drover.model.llama import Llama
@@ -48,20 +43,19 @@ def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequen
     """
     if train.activation_checkpointing == "none":
         return
-    context_fn: Any = noop_context_fn
+    extra: dict[str, Any] = {}
     chosen = train.kept_activations if train.activation_checkpointing == "selective" else []
     if chosen or always_kept:
         policy = _Policy(frozenset([*chosen, *always_kept]), model.backend.operators | PLAIN.operators,
                          SUMMED if tensor > 1 else set())
-        context_fn = partial(create_selective_checkpoint_contexts, policy)
+        extra["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     blocks: list[Any] = list(model.layers)  # Any: forward is replaced on the instances
     for layer, block in zip(model.part.layers, blocks, strict=True):
         if layer % train.recomputed_blocks == 0:
-            if context_fn is not noop_context_fn:
+            if extra:
                 _name_products(block)
             # Replacing forward on the instance, not wrapping the module, keeps the parameters' published names.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False,
-                                    context_fn=context_fn)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **extra)
 
 
 def _name_products(block: nn.Module) -> None:
