@@ -62,15 +62,12 @@ def test_a_plan_is_told_to_programs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "offered"), table("""
-    dr -> nothing
     tr -> trace
     audit --j -> --json
-    audit '' -> demo trial
     completion '' -> bash zsh
     status de -> demo
     chat '' -> demo trial
-    init '' -> nothing
-    rehearse de -> nothing""", shlex.split))
+    init '' -> nothing""", shlex.split))
 def test_bash_completes_commands_options_and_runs(words, offered, tmp_path):
     for name in ("demo", "trial"):
         (tmp_path / "runs" / name).mkdir(parents=True)

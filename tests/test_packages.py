@@ -46,14 +46,9 @@ def test_requirements_have_bounds_and_a_version_that_the_tests_were_run_with(ext
 
 @pytest.mark.parametrize(("stage", "setting", "module", "extra"), table("""
     shard -> shard.sources=[{kind: hf, name: a, dataset: b}] -> datasets -> hub
-    shard -> shard.filters=[encoding_repair] -> ftfy -> clean
     shard -> shard.filters=[{kind: language, path: x, languages: [en]}] -> fasttext -> clean
-    shard -> shard.near_duplicates={} -> rensa -> clean
-    train -> train.log_to=[tensorboard] -> tensorboard -> tensorboard
     train -> train.log_to=[wandb] -> wandb -> wandb
-    train -> train.log_to=[mlflow] -> mlflow -> mlflow
     train -> parallel.engine=deepspeed -> deepspeed -> deepspeed
-    train -> train.precision=fp8 -> torchao -> fp8
     evaluate -> evaluate.tasks=[x] -> lm_eval -> eval"""))
 def test_a_stage_says_which_extra_it_lacks(monkeypatch, stage, setting, module, extra):
     config = load_config(REPOSITORY / "configs/demo.yaml", ["train.log_to=[]", setting], check=False)

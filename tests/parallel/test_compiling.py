@@ -18,10 +18,10 @@ from tests.parallel.train_steps import compiled_calls
 from tests.refusal import refused
 from tests.stages.training import curve, difference, lines, run_train
 
-LAYERS = 12
+LAYERS = 6
 """More than the graphs that `compiled_calls` allows: were one not shared, the run would stop."""
 KINDS = {"sliding_window": 7, "full_attention_interval": 3, "no_rope_layer_interval": 2}
-"""Of 12 layers, those with a window or not, rotated or not: four kinds."""
+"""Of 6 layers, those with a window or not, rotated or not: four kinds."""
 
 
 OPTIONS = {
