@@ -27,7 +27,7 @@ from torch import Tensor
 
 from drover.model.devices import exact
 from drover.model.loss import IGNORED
-from drover.pipeline.data.sampling.best_fit import Pieces, best_fit
+from drover.pipeline.data.sampling.packing import Pieces, best_fit
 from drover.pipeline.evaluation.scores import Measurement
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -71,7 +71,7 @@ def open_training_data(work: Work, table: ShardTable, folder: Path, planner: Pla
     sources = work.config.shard.source_names
     counts = work.input("encode")[1].counts
     packing = None if train.packing == "concatenate" else (
-        work.folder / "packing", planner or (lambda planning: read(planning, partial(print, file=sys.stderr))))
+        work.folder / "packing", planner or (lambda packing: read(packing, partial(print, file=sys.stderr))))
     return TrainingData(open_shards(table, "train", sources, folder), PhasePlan.of(train),
                         work.config.seed, table.content("train"), counts.get("vocab_size"), packing)
 
@@ -151,7 +151,7 @@ class StepBatches:
         download_once_per_node(work, self.table, range(len(self.table)), grid.ranks)
         if work.config.train.tokens_from is None:
             refuse_cut_shards(self.folder, self.table, grid.ranks)
-        self.data = open_training_data(work, self.table, self.folder, lambda planning: make(planning, grid.ranks, say))
+        self.data = open_training_data(work, self.table, self.folder, lambda packing: make(packing, grid.ranks, say))
 
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
         """Read the steps after `progress`, without the excluded samples: at the start, and after a rollback."""

@@ -31,7 +31,7 @@ class Recorded:
         run = Run(config)
         work = Work(run, "train", {})
         table = read_shard_table(work)
-        data = open_training_data(work, table, work.input("encode")[0], lambda planning: make(planning, Alone(), print))
+        data = open_training_data(work, table, work.input("encode")[0], lambda packing: make(packing, Alone(), print))
         self.plan = data.order.plan_sha256
         self.lines, self.events, self.checkpoints, self.place = [], ["start"], {0: (0, 0)}, {"ranks": 1}
         self.unsound, self.spikes, self.kills = unsound, list(spikes), list(kills)

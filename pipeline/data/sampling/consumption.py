@@ -72,19 +72,20 @@ def says_consumption(train: TrainConfig) -> bool:
     return bool(train.phases) or train.mixture is not None or train.max_epochs is not None
 
 
+def _limits(train: TrainConfig, consumption: Consumption) -> list[tuple[str, str, float]]:
+    """What train.max_epochs limits: its name, the source whose epochs count, which are all where they are taken
+    together, and the limit."""
+    limits, sources = train.max_epochs, consumption.available
+    named = limits if isinstance(limits, dict) else dict.fromkeys(sources, limits)
+    return [(name, name if name in sources else TOGETHER, most) for name, most in named.items() if most is not None]
+
+
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:
     """Sources that would be gone through more often than train.max_epochs allows."""
-    limits = train.max_epochs
-    result = []
-    for source in consumption.available:
-        named = limits if isinstance(limits, dict) else {source: limits}
-        held = {name: most for name, most in named.items() if most is not None and source in (name, TOGETHER)}
-        epochs = consumption.epochs(source)
-        result += [f"train.max_epochs allows {most:g} of {name}, and the plan takes {epochs:.2f} "
-                  f"({tokens_text(consumption.tokens(source))} of {tokens_text(consumption.available[source])} "
-                  f"tokens{' of ' + source if name != source else ''}): give more text, a smaller share, or fewer "
-                  f"tokens." for name, most in held.items() if epochs > most]
-    return result
+    return [f"train.max_epochs allows {most:g} of {name}, and the plan takes {consumption.epochs(source):.2f} "
+            f"({tokens_text(consumption.tokens(source))} of {tokens_text(consumption.available[source])} tokens"
+            f"{' of ' + source if name != source else ''}): give more text, a smaller share, or fewer tokens."
+            for name, source, most in _limits(train, consumption) if consumption.epochs(source) > most]
 
 
 def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
@@ -112,9 +113,8 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
 
 def many_epochs(train: TrainConfig, consumption: Consumption) -> dict[str, float]:
     """Epochs of each source that is repeated more than `MANY` times without a limit. A limit of one source holds for
-    all that are taken together (`excesses`)."""
-    limits = train.max_epochs
-    limited = set() if not limits else {*limits, TOGETHER} if isinstance(limits, dict) else {*consumption.available}
+    all that are taken together."""
+    limited = {source for _, source, _ in _limits(train, consumption)}
     return {source: epochs for source in consumption.available
             if (epochs := consumption.epochs(source)) > MANY and source not in limited}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
@@ -21,8 +21,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch, assemble
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
-from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
-from drover.pipeline.data.sampling.sequences import Windows
+from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner, Windows
 from drover.pipeline.data.token_shards import Shards, joined
 
 Sequences = Windows | Bins
@@ -70,7 +69,7 @@ class TrainingData:
 
     def packing_facts(self) -> dict[str, Any]:
         """Figures of each plan of a packing; empty without one."""
-        return {packing.planning.folder.name: packing.figures() for packing in self.packings}
+        return {packing.folder.name: packing.figures() for packing in self.packings}
 
     def batch_of(self, samples: np.ndarray) -> Batch:
         """The samples with these numbers (int64, one dimension), in the order given.
@@ -79,14 +78,17 @@ class TrainingData:
             UserError: a shard cannot be read, or holds an id that is outside the vocabulary; on a GPU that would be an
                 assertion far from its cause.
         """
-        result = self.located(samples)
-        length = result[0][0].length
-        rows = np.empty((len(samples), length + 1), np.uint32)
-        starts, used = zip(*(stream.fill(sequence, row) for (stream, sequence), row in zip(result, rows, strict=True)),
-                           strict=True)
+        located = self.located(samples)
+        rows = np.empty((len(samples), located[0][0].length + 1), np.uint32)
+        starts, used = zip(*(sequences.fill(number, row) for (sequences, number), row in
+                             zip(located, rows, strict=True)), strict=True)
         if self.vocabulary is not None and rows.max() >= self.vocabulary:
-            for sequences, sequence in result:
-                self._refuse_foreign(sequences, sequence)
+            sequences, number = located[int(rows.max(1).argmax())]
+            shards = map(sequences.shards.opened.shard, sequences.rows(np.array([number])).tolist())
+            raise UserError(
+                f"{' or '.join(str(shard.path) for shard in shards)} holds the id {rows.max()}, but the vocabulary "
+                f"has {self.vocabulary} ids: its content was changed. Delete the file, run --stage encode again, which "
+                f"makes it again, and then repeat this command.")
         return assemble(rows, starts, used)
 
     def located(self, samples: np.ndarray) -> list[tuple[Sequences, int]]:
@@ -104,24 +106,10 @@ class TrainingData:
     def shard_rows(self, samples: np.ndarray) -> np.ndarray:
         """Rows, in the table, of the shards that hold these samples; ascending, each once. Nothing is read. Threads may
         call it for any samples while the loader runs."""
-        return np.unique(np.concatenate(list(self._rows(samples))))
-
-    def _rows(self, samples: np.ndarray) -> Iterator[np.ndarray]:
         pools, _, spaces, sequences = self.order.locate(samples)
-        for space, mask in groups(spaces):
-            for pool, own in groups(pools[mask]):
-                yield self.spaces[space][pool].rows(sequences[mask][own])
-
-    def _refuse_foreign(self, sequences: Sequences, number: int) -> None:
-        """UserError naming the shard of a sequence that holds an id outside the vocabulary."""
-        assert self.vocabulary is not None
-        for span in sequences.spans(number, label=1):
-            largest = span.shard.tokens(span.start, span.stop).max(initial=0)
-            if largest >= self.vocabulary:
-                raise UserError(
-                    f"{span.shard.path} holds the id {largest} in its tokens {span.start} to {span.stop}, but the "
-                    f"vocabulary has {self.vocabulary} ids: its content was changed. Delete the file, run --stage "
-                    f"encode again, which makes it again, and then repeat this command.")
+        rows = [self.spaces[space][pool].rows(sequences[mask][own]) for space, mask in groups(spaces)
+                for pool, own in groups(pools[mask])]
+        return np.unique(np.concatenate(rows))
 
     def leave_out(self, excluded: Excluded) -> None:
         """Leave samples out for good: the phases after them move. Call it on all ranks alike: what epochs have left may

@@ -149,7 +149,8 @@ class Mix:
         if not self.quotas[wanted].all():
             smallest = int(np.where(wanted, fractions, np.inf).argmin())
             if fractions[smallest] < SMALLEST_SHARE:
-                raise UserError(share_too_small(names[smallest], float(fractions[smallest])))
+                raise UserError(f"{share_too_small(names[smallest], float(fractions[smallest]))} Without a mixture, "
+                                f"sources have shares by their tokens: give each phase one.")
             self.period = max(2 * PERIOD, 1 << math.ceil(math.log2(LEAST / fractions[smallest])))
             self.quotas = _quotas(fractions, self.period)
         unshuffled = np.repeat(np.arange(len(shares)), self.quotas)
@@ -302,12 +303,11 @@ class Order:
             segments = self.space.segments(length)
             if short := [f"{pool.name} ({pool.tokens:,})" for pool, share, segment in
                          zip(self.pools, shares, segments, strict=True) if share > 0 and not segment.pieces]:
-                least = min(pool.tokens for pool, share in zip(self.pools, shares, strict=True) if share > 0)
                 raise UserError(f"{phase.name} takes sequences from {', '.join(short)}: so few training tokens do not "
-                                f"fill one of {segments[0].each * length:,} and a label. Give more text"
-                                f"{', leave the source out of the mixture (0)' * (phase.train.mixture is not None)}, "
-                                f"or {_shorter(plan, length, least)}.")
-            self._mixes.append(self._mix(phase, shares))
+                                f"fill one of {segments[0].each * length:,} and a label. Give more text, leave the "
+                                f"source out of the mixture (0), or lower train.sequence_length and, with phases, "
+                                f"train.grain_tokens.")
+            self._mixes.append(Mix([pool.name for pool in self.pools], shares, seed))
             steps = [phase.first_step, phase.sequences] if plan.declared else []
             link = sha256_json({"before": link, "steps": steps, "length": length, "shares": shares,
                                 "segments": [segment[1:4] for segment in segments]})
@@ -321,15 +321,6 @@ class Order:
         if mixture is None:
             return [1.0] if len(self.pools) == 1 else [float(pool.tokens) for pool in self.pools]
         return [float(mixture[pool.name]) for pool in self.pools]
-
-    def _mix(self, phase: Phase, shares: list[float]) -> Mix:
-        try:
-            return Mix([pool.name for pool in self.pools], shares, self.seed)
-        except UserError as error:
-            if phase.train.mixture is not None:
-                raise
-            raise UserError(f"{phase.name} has no mixture, so its sources have shares by their tokens. {error} Give it "
-                            f"a mixture.") from None
 
     def leave_out(self, excluded: Excluded) -> None:
         """Lay the phases out without these sample numbers; a rollback calls it with more of them. Call it on all ranks
@@ -467,12 +458,3 @@ def _round_keys(key: tuple[int, ...]) -> np.ndarray:
     for part in key:
         state = mixed(GOLDEN + (state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF)))
     return mixed(GOLDEN + (state + np.arange(1, ROUNDS + 1, dtype=np.uint64)))
-
-
-def _shorter(plan: PhasePlan, length: int, tokens: int) -> str:
-    """What to set so that a source of so many tokens fills a sequence. Without phases a divisor of the length, by which
-    a batch stays a whole number of sequences."""
-    fitting = [length // parts for parts in range(2, length + 1) if length % parts == 0 and length // parts < tokens]
-    if plan.declared or not fitting:
-        return "lower train.sequence_length and train.grain_tokens"
-    return f"set train.sequence_length to {fitting[0]}"

@@ -1,11 +1,17 @@
-"""Documents packed into sequences by best fit (best_fit.py): documents side by side, then padding.
+"""Documents into sequences: one after another and cut wherever a sequence is full (`Windows`), or packed by best fit,
+documents side by side and then padding (`Bins`).
+
+Best fit (Ding et al. 2024) cuts no document that is not longer than a sequence. Pieces go from the longest to the
+shortest, each into the sequence with the least room that suffices, or into a new one. Equal pieces are dealt out
+together: the sequences with one amount of room take as many as fit, all at once. So the work grows with the number of
+different lengths, not of documents, and what is done for each document is done in arrays.
 
 Each token shard is packed by itself, once for a length, into a file in the run's folder. To find the pieces of a
 sequence, a few bytes of it are read; nothing stays in memory. Each length of sequences has such a plan of all
 documents. Another is made of what an epoch has left of a source when the length changes (order.py). At every start each
 rank checks the files of some shards, and makes those again that are missing, damaged or of another shard.
 
-A file is the sha256 of what follows; the sha256 of what it was made from (`Planning.identity`); and numbers of 64 bits,
+A file is the sha256 of what follows; the sha256 of what it was made from (`Packing.identity`); and numbers of 64 bits,
 little endian: the counts (`PLANNED`); where each sequence begins among the pieces, and the end of the last; and two a
 piece, where it begins in the shard, and twice its length, plus 1 where its document continues.
 """
@@ -18,22 +24,22 @@ import shutil
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import atomic_file, opened, sha256_json
-from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
 from drover.pipeline.data.sampling.order import Cursor, Segment, permute
-from drover.pipeline.data.sampling.sequences import Parts, Span
 from drover.pipeline.data.token_shards import Descriptor, OpenShards, Shards, TokenShard, most_open, open_sized
 
+Integers = NDArray[np.int64]
 FORMAT = 2
 AT_ONCE = 1 << 16
 """Sequences that are permuted at once."""
@@ -42,6 +48,172 @@ PLANNED = ("bins", "pieces", "documents", "cut", "tokens")
 _HEADER = struct.Struct(f"<32s32s{len(PLANNED)}q")
 _NUMBER = np.dtype("<i8")
 _FIX = "Start training again: it checks the files of the packing, and makes damaged ones again."
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of a shard."""
+
+    shard: TokenShard
+    start: int
+    stop: int
+
+
+class Parts(NamedTuple):
+    """What the sequences have of a shard, in the shard's order: the sequence of each part, and the first token of the
+    shard in it and the one after its last; int64 of one length. A sequence comes as often as it has parts."""
+
+    sequences: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+class Windows:
+    """Sequences that are cut wherever `length` tokens end from the tokens of shards laid end to end: all are full.
+
+    Attributes:
+        shards: what they are made of, perhaps many more than are open at once. count: how many sequences there are.
+        tokens: of all shards.
+    """
+
+    def __init__(self, shards: Shards, length: int) -> None:
+        self.shards, self.length = shards, length
+        self._ends = np.cumsum(shards.token_counts, dtype=np.int64)
+        self.tokens = int(self._ends[-1]) if len(shards) else 0
+        self.count = max(0, self.tokens - 1) // length
+
+    def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
+        """Read a sequence into `row`, (length + 1,) ids of 32 bits, and behind it the token that is its last label.
+
+        Returns the places in the row at which documents begin, length included where there is no last label, and how
+        many tokens of the sequence mean something.
+        """
+        at, starts = 0, []
+        for shard, start, stop in self.spans(number, 1):
+            row[at:at + stop - start] = shard.tokens(start, stop)
+            starts.append(shard.document_starts(start, stop) + (at - start))
+            at += stop - start
+        return starts[0] if len(starts) == 1 else np.concatenate(starts), self.length
+
+    def spans(self, number: int, label: int = 0) -> list[Span]:
+        """The tokens of a sequence in their order, without padding, a span of each shard that has some; with label=1
+        that of the last label, too."""
+        start, stop = number * self.length, (number + 1) * self.length + label
+        index, result = int(self._ends.searchsorted(start, side="right")), []
+        while start < stop:
+            shard, end = self.shards[index], int(self._ends[index])
+            base, at = end - shard.token_count, min(stop, end)
+            if base < end:  # a shard without tokens has none of them
+                result.append(Span(shard, start - base, at - base))
+            start, index = at, index + 1
+        return result
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """The rows, in their table, of the shards from which `fill` reads these sequences; ascending, each once."""
+        begins = numbers * self.length
+        first = self._ends.searchsorted(begins, side="right")
+        last = self._ends.searchsorted(begins + self.length, side="right")
+        edges = np.bincount(first, minlength=len(self._ends) + 1) - np.bincount(last + 1, minlength=len(self._ends) + 1)
+        return self.shards.rows[np.cumsum(edges)[:-1] > 0]
+
+    def parts(self, index: int) -> Parts:
+        """The parts of shard number `index` (a place in `shards`) in all sequences. The last tokens of all, which fill
+        no sequence and its last label, are in none."""
+        end = int(self._ends[index])
+        base = end - int(self.shards.token_counts[index])
+        sequences = np.arange(base // self.length, min(-(-end // self.length), self.count), dtype=np.int64)
+        starts = sequences * self.length - base
+        return Parts(sequences, np.maximum(starts, 0), np.minimum(starts + self.length, end - base))
+
+
+class Pieces(NamedTuple):
+    """Tokens of a shard that stay together: documents, or parts of them; (pieces,) each.
+
+    starts, lengths: int64, in tokens. continues: whether the document does behind the piece's end.
+    """
+
+    starts: Integers
+    lengths: Integers
+    continues: NDArray[np.bool_]
+
+    def cut(self, length: int) -> Pieces:
+        """Each piece whole, or if it is longer than `length` one for each `length` tokens and one for the rest. What is
+        cut continues only where it fills a sequence: of any other the next token is no label of its last one."""
+        counts = -(-self.lengths // length)
+        ends, continues = (self.starts + self.lengths).repeat(counts), self.continues.repeat(counts)
+        within = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
+        starts = self.starts.repeat(counts) + within * length
+        lengths = np.minimum(length, ends - starts)
+        return Pieces(starts, lengths, (starts + length < ends) | (continues & (lengths == length)))
+
+    def joined(self) -> Pieces:
+        """The same in the order of the shard, neighbours in one document joined; none may come twice."""
+        order = np.argsort(self.starts)
+        starts, lengths, continues = (part[order] for part in self)
+        joins = continues[:-1] & (starts[:-1] + lengths[:-1] == starts[1:])
+        first, last = np.append(True, ~joins)[:len(starts)], np.append(~joins, True)[:len(starts)]
+        return Pieces(starts[first], (starts + lengths)[last] - starts[first], continues[last])
+
+
+def documents_at(offsets: Integers) -> Pieces:
+    """The documents that begin at `offsets`; the last of these is the end of the last document."""
+    return Pieces(offsets[:-1], np.diff(offsets), np.zeros(len(offsets) - 1, bool))
+
+
+def best_fit(lengths: Integers, room: int) -> tuple[Integers, Integers]:
+    """Pieces of `lengths`, each in 1 .. room, into bins of `room`, by best fit from the longest on; ties by position.
+
+    Returns the numbers of the pieces, bin after bin, the longest of a bin first, and where each bin begins among them,
+    with the end of the last: (pieces,) and (bins + 1,).
+    """
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order]
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(falling)) + 1, [len(order)]]).tolist()
+    bins = _Bins(room)
+    result = np.empty(len(order), np.int64)
+    for at, end in pairwise(edges):
+        while at < end:
+            taken = bins.take(int(falling[at]), end - at)
+            result[at:at + len(taken)] = taken
+            at += len(taken)
+    filled = np.bincount(result, minlength=bins.count)
+    return order[np.argsort(result, kind="stable")], np.concatenate([[0], np.cumsum(filled)])
+
+
+class _Bins:
+    """Bins by the room that they have left, those with equal room in the order in which they came to it."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.count = room, 0
+        self._free: dict[int, list[Integers]] = {}
+        self._some = np.zeros(room + 1, bool)
+
+    def take(self, size: int, pieces: int) -> Integers:
+        """The bins of the next pieces of one size, at least one and at most so many: those that fit best.
+
+        Where one bin has the least room, it still has once a piece is in it, so it takes as many as fit.
+        """
+        room = size + int(self._some[size:].argmax())
+        if not self._some[room]:
+            room = self.room
+            fresh = -(-pieces // (room // size))
+            self._put(room, np.arange(self.count, self.count + fresh))
+            self.count += fresh
+        each = room // size
+        bins = np.concatenate(self._free.pop(room))
+        self._some[room] = False
+        needed = -(-pieces // each)
+        self._put(room, bins[needed:])
+        bins = bins[:needed]
+        placed = bins.repeat(each)[:pieces]
+        full, rest = divmod(len(placed), each)
+        self._put(room - each * size, bins[:full])
+        self._put(room - rest * size, bins[full:])
+        return placed
+
+    def _put(self, room: int, bins: Integers) -> None:
+        if len(bins) and room:
+            self._free.setdefault(room, []).append(bins)
+            self._some[room] = True
 
 
 class Group(Protocol):
@@ -69,50 +241,35 @@ class Alone:
         return [value]
 
 
-@dataclass(frozen=True)
-class Planning:
-    """A plan that is wanted.
-
-    Attributes:
-        folder: of the plan. shards: those that are packed. length: tokens of a sequence.
-        documents: gives, for a row of the table, the documents of its shard that are to be packed.
-        left: identifies the sequences that are left out; None if all documents are packed.
-    """
-
-    folder: Path
-    shards: Shards
-    length: int
-    documents: Callable[[int], Pieces]
-    left: Any = None
-
-    def identity(self, row: int) -> bytes:
-        """The identity that the file of the shard in a row has."""
-        return bytes.fromhex(sha256_json([FORMAT, self.shards.opened.table.digest(row), self.length, self.left]))
-
-    def __str__(self) -> str:
-        return "the best-fit packing" if self.left is None else (
-            f"the best-fit packing in sequences of {self.length:,}, of what an epoch has left where the length "
-            f"changes,")
-
-
 class Packing:
     """A plan, read a sequence at a time; the files read last are kept open. Threads may share it.
 
+    Args:
+        documents: gives, for a row of the table, the documents of its shard that are to be packed.
+        left: identifies the sequences that are left out; None if all documents are packed.
+
     Attributes:
-        planning: what was planned. table: of its shards. length: tokens of a sequence.
+        folder: of the plan. shards: those that are packed. table: of all shards. length: tokens of a sequence.
         numbers: (shards, 5) int64, `PLANNED`, a row for each of the table; zeros for shards that it has nothing of.
         sha256: (shards, 32) uint8, of the files.
     """
 
-    def __init__(self, planning: Planning) -> None:
-        self.planning, self.table, self.length = planning, planning.shards.opened.table, planning.length
-        self.numbers: NDArray[np.int64] = np.zeros((len(self.table), len(PLANNED)), np.int64)
+    def __init__(self, folder: Path, shards: Shards, length: int, documents: Callable[[int], Pieces],
+                 left: Any = None) -> None:
+        self.folder, self.shards, self.length, self.left = folder, shards, length, left
+        self.table = shards.opened.table
+        self._documents = documents
+        self.numbers: Integers = np.zeros((len(self.table), len(PLANNED)), np.int64)
         self.sha256: NDArray[np.uint8] = np.zeros((len(self.table), 32), np.uint8)
         self._file = lru_cache(most_open())(self._opened)
 
+    def identity(self, row: int) -> bytes:
+        """What the file of the shard in a row is made from."""
+        return bytes.fromhex(sha256_json([FORMAT, self.table.digest(row), self.length, self.left]))
+
     def path(self, row: int) -> Path:
         """The file of a shard's plan."""
-        return self.planning.folder / Path(self.table.paths[row]).with_suffix(".bins")
+        return self.folder / Path(self.table.paths[row]).with_suffix(".bins")
 
     def figures(self) -> dict[str, Any]:
         """Sequences, the share of padding in them, documents, and the share of these that is cut."""
@@ -133,7 +290,7 @@ class Packing:
             with opened(self.path(row)) as file:
                 digest, of, *counts = _HEADER.unpack(file.read(_HEADER.size))
                 file.seek(len(digest))
-                if of != self.planning.identity(row) or (
+                if of != self.identity(row) or (
                         checked and hashlib.file_digest(file, "sha256").digest() != digest):
                     return False
         except (OSError, struct.error):
@@ -143,13 +300,13 @@ class Packing:
 
     def plan(self, row: int) -> None:
         """Pack a shard, and write its file. UserError where the shard cannot be read."""
-        documents = self.planning.documents(row)
+        documents = self._documents(row)
         pieces, sizes = documents.cut(self.length), documents.lengths
         order, ends = best_fit(pieces.lengths, self.length)
         counts = [len(ends) - 1, len(order), int((sizes > 0).sum()), int((sizes > self.length).sum()),
                   int(sizes.sum())]
         words = np.stack([pieces.starts, 2 * pieces.lengths + pieces.continues], axis=1)[order]
-        content = (_HEADER.pack(b"", self.planning.identity(row), *counts)[32:] + ends.astype(_NUMBER).tobytes()
+        content = (_HEADER.pack(b"", self.identity(row), *counts)[32:] + ends.astype(_NUMBER).tobytes()
                    + words.astype(_NUMBER).tobytes())
         digest = hashlib.sha256(content).digest()
         with atomic_file(self.path(row)) as file:
@@ -161,7 +318,7 @@ class Packing:
         first, stop = self._read(row, place, 2).tolist()
         return self._pieces(row, first, stop)
 
-    def contents(self, row: int) -> tuple[NDArray[np.int64], Pieces]:
+    def contents(self, row: int) -> tuple[Integers, Pieces]:
         """All pieces of the shard in that row of the table, and where each sequence begins among them, with the end of
         the last."""
         bins, pieces = self.numbers[row, :2].tolist()
@@ -176,7 +333,7 @@ class Packing:
         bins, pieces = self.numbers[row, :2].tolist()
         return open_sized(self.path(row), _HEADER.size + 8 * (bins + 1) + 16 * pieces, _FIX)
 
-    def _read(self, row: int, at: int, count: int) -> NDArray[np.int64]:
+    def _read(self, row: int, at: int, count: int) -> Integers:
         file = self._file(row)  # held: of two threads that open it at once, one has a file that nobody keeps
         read = os.pread(file.number, 8 * count, _HEADER.size + 8 * at) if count > 0 else b""
         if count < 1 or len(read) != 8 * count:
@@ -184,8 +341,8 @@ class Packing:
         return np.frombuffer(read, _NUMBER)
 
 
-def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packing:
-    """A plan, with what is missing or damaged of it made. Called on all ranks alike.
+def make(packing: Packing, group: Group, say: Callable[[str], None]) -> Packing:
+    """The plan, with what is missing or damaged of it made. Called on all ranks alike.
 
     Args:
         say: logs, on rank 0, what was made.
@@ -193,7 +350,7 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
     Raises:
         UserError: a shard cannot be read; the same on every rank.
     """
-    rows, packing = planning.shards.rows, Packing(planning)
+    rows = packing.shards.rows
     mine, problems = rows[group.rank::group.world], list[str]()
     missing = [row for row in mine.tolist() if not packing.has(row, checked=True)]
     for row in missing:
@@ -208,32 +365,34 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
         packing.numbers[own], packing.sha256[own] = numbers, digests
     made = sum(part[3] for part in parts)
     if group.rank == 0 and made:
-        say(f"planned {planning} of {made:,} of {len(rows):,} token shards, of which there was no valid plan")
+        of = "" if packing.left is None else (
+            f" in sequences of {packing.length:,}, of what an epoch has left where the length changes,")
+        say(f"planned the best-fit packing{of} of {made:,} of {len(rows):,} token shards, of which there was no valid "
+            f"plan")
     return packing
 
 
-def read(planning: Planning, say: Callable[[str], None]) -> Packing:
-    """Read a plan without checking the hashes of its files. For tools, which write nothing into a run: if a file is
+def read(packing: Packing, say: Callable[[str], None]) -> Packing:
+    """The plan, without checking the hashes of its files. For tools, which write nothing into a run: if a file is
     missing, the same plan is made in a temporary folder, which lives as long as the plan; this is logged.
 
     Raises:
         UserError: a shard cannot be read.
     """
-    packing = Packing(planning)
-    if all(packing.has(row, checked=False) for row in planning.shards.rows.tolist()):
+    if all(packing.has(row, checked=False) for row in packing.shards.rows.tolist()):
         return packing
-    say(f"the plan of {planning} is not in {planning.folder}. It is made in a temporary folder, for this command only, "
-        f"and its shards are read for that. Training makes it when it starts, and keeps it.")
+    say(f"the plan of the best-fit packing is not in {packing.folder}. It is made in a temporary folder, for this "
+        f"command only, and its shards are read for that. Training makes it when it starts, and keeps it.")
     aside = TemporaryDirectory(prefix="packing-")
-    made = make(replace(planning, folder=Path(aside.name) / planning.folder.name), Alone(), lambda text: None)
-    weakref.finalize(made, aside.cleanup)
-    return made
+    weakref.finalize(packing, aside.cleanup)
+    packing.folder = Path(aside.name) / packing.folder.name
+    return make(packing, Alone(), lambda text: None)
 
 
 def forget(packing: Packing) -> None:
     """Delete a plan, so that the next start makes it again: a shard turned out to be damaged, and its plan may be
     wrong."""
-    shutil.rmtree(packing.planning.folder, ignore_errors=True)
+    shutil.rmtree(packing.folder, ignore_errors=True)
 
 
 def is_intact(path: Path) -> bool:
@@ -243,7 +402,7 @@ def is_intact(path: Path) -> bool:
 
 
 class Bins:
-    """The sequences that a packing makes of some shards, shard after shard: what `sequences.Windows` has for
+    """The sequences that a packing makes of some shards, shard after shard: what `Windows` has for
     running text. Threads may share it."""
 
     def __init__(self, shards: Shards, packing: Packing) -> None:
@@ -272,11 +431,11 @@ class Bins:
         row[used:] = 0
         return places, used
 
-    def spans(self, number: int, label: int = 0) -> list[Span]:
+    def spans(self, number: int) -> list[Span]:
         """See Windows."""
         shard, pieces = self._pieces(number)
-        return [Span(shard, start, start + length + (label and continues)) for start, length, continues in
-                zip(*(part.tolist() for part in pieces), strict=True)]
+        return [Span(shard, start, start + length) for start, length in
+                zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)]
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """See Windows."""
@@ -313,7 +472,7 @@ def _drawn(count: int, drawn: int, key: tuple[int, ...]) -> NDArray[np.bool_]:
     return result
 
 
-Planner = Callable[[Planning], Packing]
+Planner = Callable[[Packing], Packing]
 """Makes or reads a plan: on all ranks alike."""
 
 
@@ -338,7 +497,7 @@ class PhasePackings:
         self._opened: OpenShards = self.shards[0].opened
         every = Shards(self._opened, self._opened.table.rows("train"))
         for length in lengths:
-            self._add(Planning(folder / str(length), every, length, lambda row: documents_at(
+            self._add(Packing(folder / str(length), every, length, lambda row: documents_at(
                 self._opened.shard(row).read_offsets())))
 
     def segments(self, length: int) -> list[Segment]:
@@ -364,11 +523,11 @@ class PhasePackings:
         if named not in self._rests:
             bins = self.spaces[segment.space][pool]
             of_drawn = cache(lambda: _drawn(bins.count, drawn, key))  # needed only where the plan has to be made
-            self._add(Planning(self.folder / f"{length}-left-{named[:12]}", self.shards[pool], length,
-                               lambda row: bins.left(row, of_drawn()), left))
+            self._add(Packing(self.folder / f"{length}-left-{named[:12]}", self.shards[pool], length,
+                              lambda row: bins.left(row, of_drawn()), left))
             self._rests[named] = self.spaces[-1][pool].segment(len(self.spaces) - 1)
         return self._rests[named]
 
-    def _add(self, planning: Planning) -> None:
-        self.packings.append(self._planner(planning))
-        self.spaces.append([Bins(shards, self.packings[-1]) for shards in self.shards])
+    def _add(self, packing: Packing) -> None:
+        self.packings.append(self._planner(packing))
+        self.spaces.append([Bins(shards, packing) for shards in self.shards])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.sampling.best_fit import best_fit
+from drover.pipeline.data.sampling.packing import best_fit
 
 
 def plainly_packed(lengths, room):

@@ -125,7 +125,7 @@ def test_batches_are_the_same_after_rollbacks_and_restarts(tmp_path_factory, pac
             continue
         if data.draw(st.booleans()):  # killed, and started again
             fresh = training_data(folder, table, packed=packed, plan=plan,
-                                  planner=lambda planning: read(planning, pytest.fail))
+                                  planner=lambda packing: read(packing, pytest.fail))
             fresh.leave_out(excluded)
             coming = np.arange(cursor, took.end)
             assert fresh.order.plan_at(took.end) == result.order.plan_at(took.end)

@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from drover.pipeline.config.phases import BatchPlan
 from drover.pipeline.config.training import TrainConfig, tokens_text
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.consumption import excesses, many_epochs, plan_lines, planned, train_tokens
-from drover.pipeline.data.sampling.order import PART, TOGETHER, Order, Pool
+from drover.pipeline.data.sampling.order import PART, Order, Pool
 from tests.data.planning.staged_corpora import settings
 from tests.refusal import refused, table
 from tests.token_shards import plan_of
@@ -67,18 +66,8 @@ def test_faults_name_the_thing():
             [{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
     refused(UserError, r"train\.mixture gives the source code 1e-07", order_of,
             [{"until": 640, "mixture": {"web": 1e7, "code": 1}}], 1000, 1000)
-    refused(UserError, r"train.phases\[0\] has no mixture, so its sources have shares", order_of,
+    refused(UserError, r"code 1e-09 of .* Without a mixture, sources have shares by their tokens", order_of,
             [{"until": 640}], 10**12, 1000)
-
-
-@pytest.mark.parametrize(("length", "tokens", "fits"), [(1024, 426, 256), (96, 50, 48), (4096, 4096, 2048),
-                                                        (1000, 999, 500), (640, 129, 128), (640, 128, 80)])
-def test_a_text_shorter_than_a_sequence_gets_a_length_that_works(length, tokens, fits):
-    """It divides the batch as the length did, so nothing else is refused then."""
-    config = config_of(sequence_length=length, batch_tokens=4 * length)
-    refused(UserError, rf"Give more text, or set train.sequence_length to {fits}\.$", planned, config, {"web": tokens})
-    shorter = config_of(sequence_length=fits, batch_tokens=4 * length)
-    assert BatchPlan.of(shorter.train, shorter.parallel, 2) and planned(shorter, {"web": tokens}).tokens(TOGETHER)
 
 
 def test_used_samples_keep_their_places_while_phases_are_laid_out_again(monkeypatch):
