@@ -36,8 +36,7 @@ def problems(config: Config) -> list[str]:
     The installed transformers decides, which takes seconds to import. Every version has a plain Llama.
     """
     from drover.model.huggingface import is_plain
-    from drover.pipeline.tokenization.export import names_qwen2
-    from drover.pipeline.tokenization.files import SETTINGS, ready_file
+    from drover.pipeline.tokenization.files import SETTINGS, names_qwen2, ready_file
 
     if is_plain(config.model):
         return []
@@ -77,8 +76,7 @@ def _convert(work: Work) -> None:
     from drover.pipeline.formats.weights import MeanWeights, reader
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.weight_files import FILE, read_settings
-    from drover.pipeline.tokenization.export import names_qwen2, settings_text
-    from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS
+    from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS, names_qwen2, settings_text
     from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
     train_folder, trained = work.input("train")

@@ -11,20 +11,29 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError, installed_version, listed
-from drover.pipeline.core.files import output_record, read_json
+from drover.pipeline.core.files import Record, output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
-from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, admitted, one_thread
+from drover.pipeline.tokenization.checking import admitted
 from drover.pipeline.tokenization.files import place, placed, vocabulary_record
-from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
-from drover.pipeline.tokenization.tokenizer import Tokenizer, load_tokenizer, reads_back
+from drover.pipeline.tokenization.reporting import RARE, outliers, rare_counts, warnings
+from drover.pipeline.tokenization.tokenizer import (
+    NAME,
+    EncoderError,
+    FastEncoder,
+    Tokenizer,
+    load_tokenizer,
+    one_thread,
+    reads_back,
+)
+from drover.pipeline.tokenization.training import text_bytes
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import EncodeConfig
@@ -46,32 +55,43 @@ Proved = dict[int, tuple[str, NDArray[np.uint32]]]
 """The documents of a shard to verify, by number: text, and ids without BOS and EOS."""
 
 
+class ShardToEncode(TypedDict):
+    """A text shard to encode: the places of the folders of shards and tokenizer, its record, the vocabulary's hash."""
+
+    shards: str
+    tokenizer: str
+    record: Record
+    sha256: str
+    dtype: str
+
+
 def encode(work: Work) -> None:
-    """Do one unit per text shard, each of which compares its counts with those of the text, and commit."""
+    """Do one task per text shard, each of which compares its counts with those of the text, and commit."""
     shards, manifest = work.input("shard")
     tokenizer, made = work.input("tokenizer")
     work.check(work.committed("tokenizer"))
     vocabulary = vocabulary_record(tokenizer)
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
     records = [record for split in ("train", "validation") for record in shard_records(manifest, split)]
-    work.say(f"{sum(record['text_bytes'] for record in records) / 1e6:.1f} MB in {len(records)} shards, "
+    work.say(f"{text_bytes(records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
     fast = admitted(work, tokenizer, made, shards, shard_records(manifest, "validation"))
-    places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
-    units = [Task(shard_name(record).replace("/", "-"), {
-        **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
-    # The encoder is not part of a unit's identity: all encoders make the same shards.
-    done = work.run_pass("encode", units, partial(encode_shard, fast=fast), "shards")
+    tasks = [Task(shard_name(record).replace("/", "-"), ShardToEncode(
+        shards=place(shards, work.folder), tokenizer=place(tokenizer, work.folder), record=record,
+        sha256=vocabulary["sha256"], dtype=dtype)) for record in records]
+    # The encoder is not part of a task's identity: all encoders make the same shards.
+    done = work.run_pass("encode", tasks, partial(encode_shard, fast=fast), "shards")
     outputs = [record["outputs"][0] for record in done]
     counts = counted(outputs)
     total = counts["total"]
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
-    rare = rare_ids(outputs, read_json(tokenizer / "report.json"))
-    for text in warnings(rare["outliers"]):
+    strange = outliers(outputs, read_json(tokenizer / "report.json"))
+    for text in warnings(strange):
         work.say(text)
-    counts |= {"rare_ids": rare, "dtype": dtype, "vocab_size": vocabulary["size"],
-               "tokenizer_sha256": vocabulary["sha256"], "encoders": _encoders(work, fast, done)}
+    counts |= {"rare_ids": {**{name: sum(output[name] for output in outputs) for name in RARE}, "outliers": strange},
+               "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
+               "encoders": _encoders(work, fast, done)}
     if (url := work.config.encode.copy_to) is not None:
         from drover.pipeline.data.remote_tokens import upload_shards
 
@@ -79,7 +99,7 @@ def encode(work: Work) -> None:
     work.commit(outputs, counts, verified=True)
 
 
-def _encoders(work: Work, fast: bool, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _encoders(work: Work, fast: bool, done: Sequence[Record]) -> Record:
     """The manifest's record of the encoder, and of how many shards each encoder has made. Prints a warning about shards
     in which the reference replaced the fast encoder."""
     fallbacks = [record for record in done if record["fallback"]]
@@ -106,7 +126,7 @@ def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
     return settings.dtype
 
 
-def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> dict[str, Any]:
+def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Record:
     """Task: encode one text shard, read the result back and verify it.
 
     With `fast`, the fast encoder does it. If it gives other ids than the reference for the verified documents, the
@@ -116,20 +136,14 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
     path = folder / f"{shard_name(source)}.arrow"
     shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
     reference = _tokenizer(vocabulary, payload["sha256"])
-    result = None
     problem = ""
     if fast:
         try:
-            encoder = _fast(vocabulary, payload["sha256"])
-            result = _encoded(shards, source, encoder, reference, payload["dtype"])
-            problem = other_ids(result, encoder, reference)
+            result = encoded(shards, source, _fast(vocabulary, payload["sha256"]), reference, payload["dtype"])
         except EncoderError as error:
             problem = str(error)
-    if result is None or problem:
-        result = _encoded(shards, source, reference, reference, payload["dtype"])
-        if by_itself := other_ids(result, reference, reference):
-            raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {by_itself}. Please report "
-                            f"it; it does not depend on encode.encoder.")
+    if problem or not fast:
+        result = encoded(shards, source, reference, reference, payload["dtype"])
     content = write_shard(path, result.tokens, result.offsets, result.text_bytes, result.keys, metadata={
         "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
         "eos_id": str(reference.eos_id)})
@@ -144,7 +158,8 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
 class Encoded:
     """A shard's documents as ids.
 
-    tokens: with BOS and EOS. offsets: where each document begins, and where the last one ends.
+    tokens: with BOS and EOS. offsets: where each document begins, and where the last one ends. proved: the documents to
+    verify, by number.
     """
 
     tokens: NDArray[Any]
@@ -154,74 +169,19 @@ class Encoded:
     proved: Proved
 
 
-def other_ids(result: Encoded, encoder: Tokenizer | FastEncoder, reference: Tokenizer) -> str:
-    """A message about the first verified document whose ids differ from the reference's; "" if there is none.
+def encoded(shards: Path, source: Record, encoder: Tokenizer | FastEncoder, reference: Tokenizer,
+            dtype: str) -> Encoded:
+    """The documents of a text shard. EncoderError if the encoder fails, or gives other ids than the reference for one
+    of those to verify.
 
-    Of a very long document the encoder and the reference encode the beginning, since the reference takes more than a
-    hundred bytes of memory for each character.
+    Of a very long document the beginning is compared, since the reference takes more than a hundred bytes of memory for
+    each character.
     """
-    for number, (text, ids) in result.proved.items():
-        beginning = text[:COMPARED]
-        own = ids if len(text) <= COMPARED else encoder.encode_flat([beginning])[0]
-        if not np.array_equal(own, reference.encode_flat([beginning])[0]):
-            return f"other ids for the document {number} ({result.keys[number]})"
-    return ""
-
-
-def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer, proved: Proved) -> None:
-    """Read a written shard as training will, and with Arrow; UserError if it is not the right encoding of the text.
-
-    Args:
-        record: its output record.
-        source: the text shard's record.
-        proved: documents whose tokens are decoded and compared with their text.
-    """
-    shard = TokenShard(path, record)
-    batch = read_batch(path)
-    tokens = shard.tokens(0, shard.token_count)
-    offsets = shard.read_offsets()
-    problems = list[str]()
-    starts, ends = offsets[:-1], offsets[1:] - 1
-    if (shard.documents, record["text_bytes"]) != (source["docs"], source["text_bytes"]):
-        problems.append(f"{shard.documents} documents of {record['text_bytes']} bytes of text, but the text shard has "
-                        f"{source['docs']} of {source['text_bytes']}")
-    if not np.array_equal(np.from_dlpack(batch.column("tokens").values), tokens):  # `to_numpy` would import pandas
-        problems.append("Arrow reads other tokens than are at the recorded place in the file")
-    if len(tokens) and tokens.max() >= tokenizer.size:
-        problems.append(f"the id {tokens.max()} is outside the vocabulary of {tokenizer.size}")
-    if not ((tokens[starts] == tokenizer.bos_id).all() and (tokens[ends] == tokenizer.eos_id).all()):
-        problems.append("a document does not begin with BOS or does not end with EOS")
-    edges = int(np.count_nonzero((tokens == tokenizer.bos_id) | (tokens == tokenizer.eos_id)))  # may be one token
-    if edges != 2 * shard.documents:
-        problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some are inside of documents")
-    problems += [] if problems else [
-        f"document {number} ({shard.document_key(number)}) does not decode to its text"
-        for number, (text, _) in proved.items()
-        if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1]))]
-    if problems:
-        raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"
-                        f"{listed(problems)}\nRun the stage again. If it happens again, please report it, unless the "
-                        f"disk or memory is failing.")
-
-
-def counted(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Documents, text bytes and tokens of token shards: for each split and source, and in total."""
-    counts: dict[str, Any] = {"total": {}, "splits": {}}
-    for record in records:
-        own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], {})
-        for name in COUNTED:
-            for sums in (own, counts["total"]):
-                sums[name] = sums.get(name, 0) + record[name]
-    return counts
-
-
-def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEncoder, reference: Tokenizer,
-             dtype: str) -> Encoded:
     chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
     edges = np.array([reference.bos_id, reference.eos_id], dtype)
     tokens = list[NDArray[Any]]()
     lengths = [np.zeros(1, np.int64)]
-    text_bytes = list[int]()
+    sizes = list[int]()
     keys = list[str]()
     proved = Proved()
     for batch in read_texts(shards, source, BATCH_BYTES):
@@ -232,22 +192,72 @@ def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEnco
         ends = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
         tokens.append(np.insert(ids.astype(dtype), ends, np.tile(edges, len(batch.texts))))
         lengths.append(np.diff(offsets) + 2)
-        text_bytes += batch.lengths
+        sizes += batch.lengths
         keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
     left = max(PROVED_BYTES, source["text_bytes"] // PROVED_SHARE)
-    for number in sorted(proved, key=lambda number: (text_bytes[number], number))[1:]:
-        left -= text_bytes[number]
+    for number in sorted(proved, key=lambda number: (sizes[number], number))[1:]:
+        left -= sizes[number]
         if left < 0:
             del proved[number]
-    return Encoded(np.concatenate(tokens), np.cumsum(np.concatenate(lengths)), text_bytes, keys, proved)
+    for number, (text, own) in proved.items():
+        beginning = text[:COMPARED]
+        if len(text) > COMPARED:
+            own, _ = encoder.encode_flat([beginning])
+        if not np.array_equal(own, reference.encode_flat([beginning])[0]):
+            raise EncoderError(f"other ids for the document {number} ({keys[number]})")
+    return Encoded(np.concatenate(tokens), np.cumsum(np.concatenate(lengths)), sizes, keys, proved)
+
+
+def prove(path: Path, record: Record, source: Record, tokenizer: Tokenizer, proved: Proved) -> None:
+    """Read a written shard as training will, and with Arrow; UserError if it is not the right encoding of the text.
+
+    Args:
+        record: its output record.
+        source: the text shard's record.
+        proved: documents whose tokens are decoded and compared with their text.
+    """
+    shard = TokenShard(path, record)
+    tokens = shard.tokens(0, shard.token_count)
+    batch = read_batch(path)
+    offsets = shard.read_offsets()
+    problems = list[str]()
+    if (shard.documents, record["text_bytes"]) != (source["docs"], source["text_bytes"]):
+        problems.append(f"{shard.documents} documents of {record['text_bytes']} bytes of text, but the text shard has "
+                        f"{source['docs']} of {source['text_bytes']}")
+    if not np.array_equal(np.from_dlpack(batch.column("tokens").values), tokens):  # `to_numpy` would import pandas
+        problems.append("Arrow reads other tokens than are at the recorded place in the file")
+    if len(tokens) and tokens.max() >= tokenizer.size:
+        problems.append(f"the id {tokens.max()} is outside the vocabulary of {tokenizer.size}")
+    edges = (tokens == tokenizer.bos_id) | (tokens == tokenizer.eos_id)  # may be one token
+    if not ((tokens[offsets[:-1]] == tokenizer.bos_id).all() and (tokens[offsets[1:] - 1] == tokenizer.eos_id).all()
+            and np.count_nonzero(edges) == 2 * shard.documents):
+        problems.append("BOS and EOS are not around each document, or are inside of one")
+    problems = problems or [
+        f"document {number} ({shard.document_key(number)}) does not decode to its text"
+        for number, (text, _) in proved.items()
+        if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1]))]
+    if problems:
+        raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"
+                        f"{listed(problems)}\nRun the stage again. If it happens again, please report it, unless the "
+                        f"disk or memory is failing.")
+
+
+def counted(records: Iterable[Record]) -> Record:
+    """Documents, text bytes and tokens of token shards: for each split and source, and in total."""
+    counts: Record = {"total": {}, "splits": {}}
+    for record in records:
+        own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], {})
+        for name in COUNTED:
+            for sums in (own, counts["total"]):
+                sums[name] = sums.get(name, 0) + record[name]
+    return counts
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
     one_thread()
     tokenizer = load_tokenizer(folder)
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"The vocabulary in {folder} was replaced while encode was running. Run encode again.")
+    assert tokenizer.sha256 == sha256, "the vocabulary was replaced while encode was running"
     return tokenizer
 
 

@@ -34,9 +34,8 @@ from drover.pipeline.records.goodput import first_start, goodput
 from drover.pipeline.records.hangs import judge_hang, write_places
 from drover.pipeline.records.metrics import Rollback, RunFacts, add_rollback, read_metrics
 from drover.pipeline.records.weight_files import read_settings
-from drover.pipeline.tokenization.export import names_code, settings_text, write_hugging_face
-from drover.pipeline.tokenization.files import vocabulary_record, write_record
-from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
+from drover.pipeline.tokenization.files import names_code, settings_text, vocabulary_record, write_record
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.tools.audit import main as audit
 from drover.tools.trace.__main__ import main as trace

@@ -6,8 +6,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.files import write_json
-from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.conversion import byte_tokenizer, write_hugging_face
 from drover.pipeline.tokenization.files import write_record
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model

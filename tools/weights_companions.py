@@ -15,10 +15,17 @@ from drover.pipeline.formats.huggingface import OutputFile, text_file
 from drover.pipeline.formats.record import weights_record
 from drover.pipeline.formats.weights import Weights
 from drover.pipeline.records.weight_files import IDS, read_settings, settings_file
-from drover.pipeline.tokenization.conversion import refuse_inexact
-from drover.pipeline.tokenization.export import CODE, names_code, names_qwen2, settings_text, write_hugging_face
-from drover.pipeline.tokenization.files import MODEL_FILE, SETTINGS, kind_of_model, vocabulary_record
-from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.conversion import open_tokenizer, refuse_inexact, write_hugging_face
+from drover.pipeline.tokenization.files import (
+    CODE,
+    MODEL_FILE,
+    SETTINGS,
+    kind_of_model,
+    names_code,
+    names_qwen2,
+    settings_text,
+    vocabulary_record,
+)
 from drover.pipeline.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

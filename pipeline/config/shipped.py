@@ -43,7 +43,7 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
               "task_files": "drover.pipeline.data.sources:input_files",
               "external_code": "drover.pipeline.data.filters.base:external_code"},
     "tokenizer": {"files": "drover.pipeline.tokenization.files:input_files",
-                  "problems": "drover.pipeline.tokenization.ready:ready_problems"},
+                  "problems": "drover.pipeline.tokenization.conversion:ready_problems"},
     "train": {"files": "drover.pipeline.records.weight_files:input_files",
               "renews": "drover.pipeline.config.phases:only_phases_differ",
               "external_code": "drover.pipeline.config.checks:training_code"},

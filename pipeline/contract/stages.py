@@ -153,7 +153,7 @@ STAGES = {stage.name: stage for stage in (
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
           functions=STAGE_FUNCTIONS["convert"],
           code=("model", "pipeline/formats", "pipeline/records/checkpoints.py",
-                "pipeline/records/weight_files.py", "pipeline/tokenization/export.py")),
+                "pipeline/records/weight_files.py", "pipeline/tokenization/files.py")),
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
           functions=STAGE_FUNCTIONS["evaluate"],
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",

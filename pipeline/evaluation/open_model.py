@@ -111,7 +111,7 @@ def run_of(path: Path) -> Run | None:
 
 
 def _tokenizer(path: Path, weights: Weights) -> Tokenizer:
-    from drover.pipeline.tokenization.ready import open_tokenizer
+    from drover.pipeline.tokenization.conversion import open_tokenizer
     from drover.pipeline.tokenization.tokenizer import load_tokenizer
 
     if weights.form == "hf":

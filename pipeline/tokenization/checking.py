@@ -1,27 +1,40 @@
-"""Checks of a tokenizer on validation text, document by document, and the numbers of the report."""
+"""Checks of a tokenizer on validation text, document by document, and of the fast encoder."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from drover.pipeline.core.errors import UnusableInputError, installed_version
+from drover.pipeline.core.errors import UnusableInputError, UserError, installed_version
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters.rewriting import Normalization
 from drover.pipeline.data.text_shards import refuse_changed_shard
-from drover.pipeline.tokenization.choosing import documents_of
 from drover.pipeline.tokenization.conversion import agreement
 from drover.pipeline.tokenization.files import FILES, placed
-from drover.pipeline.tokenization.tokenizer import WORD_MARK, Tokenizer, load_tokenizer, reads_back
+from drover.pipeline.tokenization.reporting import Tally, summed
+from drover.pipeline.tokenization.tokenizer import (
+    NAME,
+    EncoderError,
+    FastEncoder,
+    Tokenizer,
+    load_tokenizer,
+    odd_strings,
+    reads_back,
+)
+from drover.pipeline.tokenization.training import beginnings, documents_of
+
+if TYPE_CHECKING:
+    from drover.pipeline.contract.manifest import Manifest
+    from drover.pipeline.contract.stage_work import Work
 
 PIECE = 4_000_000
 """Characters of a document that are checked: each takes up to 250 bytes of memory."""
@@ -30,21 +43,10 @@ BEGINNING = 1000
 EXAMPLES = 5
 """Failures that are listed; the others are only counted."""
 CORRECT = "Correct tokenizer_config.json (or special_tokens_map.json) next to the ready tokenizer.json."
-FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_tokens", "unknown_tokens",
-          "round_trip_failures", "hugging_face_failures", "literal_marks", "cut_documents")
-"""The counts. `hugging_face_failures`: documents with other ids in the export or by the tokenizer's own library.
-`literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`: documents so long
-that only their beginning is checked, or that are encoded in parts."""
-CURES: list[dict[str, Any]] = [{"form": "NFC"}, {"form": "NFKC"}, {"line_ends": True}]
-"""Settings of the filter `normalization` after which a tokenizer that normalizes may lose nothing."""
-OFTEN_LOST = " One caf\xe9 cafe\u0301 \ufb01ne \u201cit\u2019s\u201d \u2013\u2026\t\u3000\u6f22\r\n "
-"""What tokenizers change that normalize: blanks, case, accents, ligatures, quotes, wide characters and line ends."""
-
-
-def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Tallies added up."""
-    total = sum(map(Counter, tallies), Counter[str]())
-    return {name: total[name] for name in FIELDS}
+VALIDATION_BYTES = 4_000_000
+"""Bytes of validation text on which the fast encoder is compared."""
+COUNT = "fast_encoder"
+"""The key of the result in the counts of the tokenizer stage."""
 
 
 @dataclass
@@ -74,32 +76,39 @@ class Check:
             unknown_tokens=ids.count(-1 if tokenizer.unk_id is None else tokenizer.unk_id),
             literal_marks=decoded != text and reads_back(text, decoded),
             cut_documents=len(document.text) > PIECE or len(parts) > 1)
-        joined, accepted = tokenizer.joined_bytes(ids), [text.encode(), text.replace(WORD_MARK, " ").encode()]
-        if not reads_back(text, decoded) or not {joined, joined.removeprefix(b" ")} & {*accepted}:
-            at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071 - texts, not paths
-            self._fail("round_trip_failures", document, f"is decoded to other text: {text[at:at + 12]!r} at character "
-                                                        f"{at} became {decoded[at:at + 12]!r}")
         # Names of special tokens in a text are text here; the settings of a ready tokenizer may match them.
         plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         theirs = [token for part in parts for token in self.exported(part, **plain)["input_ids"]]
         begins = tokenizer.kind == "huggingface" or \
             self.exported(text[:BEGINNING], verbose=False)["input_ids"][0] == tokenizer.bos_id
         back = self.exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if ids != theirs or not begins or back != decoded:
-            self._fail("hugging_face_failures", document, "has other ids in the export")
+        count, problem = "hugging_face_failures", ""
+        if not reads_back(text, decoded):
+            at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071 - texts, not paths
+            count = "round_trip_failures"
+            problem = (f"is decoded to other text: {text[at:at + 12]!r} at character {at} became "
+                       f"{decoded[at:at + 12]!r}")
+        elif ids != theirs or not begins or back != decoded:
+            problem = "has other ids in the export"
         elif self.agrees and not self.agrees(text, ids):
-            self._fail("hugging_face_failures", document, f"has other ids by {tokenizer.kind} itself")
+            problem = f"has other ids by {tokenizer.kind} itself"
+        if problem:
+            self.tally[count] += 1
+            self.failures = [*self.failures, f"the document {document.id} of {document.source} {problem}"][:EXAMPLES]
 
-    def _fail(self, count: str, document: Document, what: str) -> None:
-        self.tally[count] += 1
-        self.failures = [*self.failures, f"the document {document.id} of {document.source} {what}"][:EXAMPLES]
+
+class ShardCheck(TypedDict):
+    """A text shard to check with the tokenizer of a hash, by the place of its folder and its record. limit: bytes of
+    text in which the documents begin that are checked; None for all."""
+
+    shards: str
+    record: Record
+    sha256: str
+    limit: int | None
 
 
-def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Task: check documents of a text shard with the finished tokenizer in `folder` and its export.
-
-    All documents, or with `limit` in the payload those that begin in the shard's first `limit` bytes of text.
-    """
+def check_shard(folder: Path, payload: ShardCheck) -> Record:
+    """Task: check documents of a text shard with the finished tokenizer in `folder` and its export."""
     check, shards = Check(*_loaded(folder, payload["sha256"])), placed(folder, payload["shards"])
     if payload["limit"] is None:  # otherwise only texts are read, each of which is compared with its own hash
         refuse_changed_shard(shards, payload["record"])
@@ -139,37 +148,29 @@ def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
     adds an id that the model will not have. The files next to a ready tokenizer.json decide that."""
     (bos, eos), ids = tokenizer.bounds, exported("a", verbose=False)["input_ids"]
     plain = exported("a", add_special_tokens=False, verbose=False)["input_ids"]
-    result = [f"its {role} is {exported_id} ({exported.convert_ids_to_tokens(exported_id)}), not {ours} ({name})"
-             for role, exported_id, ours, name in (("BOS", exported.bos_token_id, tokenizer.bos_id, bos),
-                                             ("EOS", exported.eos_token_id, tokenizer.eos_id, eos))
-             if exported_id not in (None, ours)]
-    if ids not in [[*first, *plain, *last] for first in ([], [tokenizer.bos_id]) for last in ([], [tokenizer.eos_id])]:
-        result.append(f"it encodes 'a' as {ids}, not as {plain} between BOS {tokenizer.bos_id} and EOS "
-                     f"{tokenizer.eos_id}")
     unused = {exported.unk_token, exported.mask_token}  # some classes of transformers always add one
-    if beyond := [name for name, token in exported.get_added_vocab().items()
-                  if token >= tokenizer.size and name not in unused]:
-        result.append(f"it adds {len(beyond):,} tokens ({', '.join(beyond[:EXAMPLES])}) beyond the {tokenizer.size:,} "
-                     f"ids of the model")
-    if result:
+    beyond = [name for name, token in exported.get_added_vocab().items()
+              if token >= tokenizer.size and name not in unused]
+    if beyond or ids not in tokenizer.surrounded(plain) or exported.bos_token_id not in (None, tokenizer.bos_id) or \
+            exported.eos_token_id not in (None, tokenizer.eos_id):
         raise UnusableInputError(
-            f"transformers does not read the exported tokenizer as training does: {'; '.join(result)}. {CORRECT}")
+            f"transformers does not read the exported tokenizer as training does, with BOS {tokenizer.bos_id} ({bos}), "
+            f"EOS {tokenizer.eos_id} ({eos}) and {tokenizer.size:,} ids: its BOS is {exported.bos_token_id} "
+            f"({exported.bos_token}), its EOS {exported.eos_token_id} ({exported.eos_token}), 'a' becomes {ids}, "
+            f"without special tokens {plain}, and it adds {len(beyond)} tokens ({', '.join(beyond[:EXAMPLES])}). "
+            f"{CORRECT}")
 
 
-def refuse_failures(tally: Mapping[str, int], failures: list[str], tokenizer: Tokenizer) -> None:
+def refuse_failures(tally: Tally, failures: list[str]) -> None:
     """UnusableInputError if a document was decoded to another text, or the exported tokenizer gave other ids."""
     named = "; ".join(failures[:EXAMPLES])
     if failed := tally["round_trip_failures"]:
-        cure = next((cure for cure in CURES if _is_corrected(tokenizer, cure)), None)
-        advice = (f"The tokenizer normalizes text. Normalize the corpus first, and its documents are read back: add "
-                  f"{json.dumps({'kind': 'normalization', **cure})} to shard.filters and run the stages shard and "
-                  f"tokenizer again with --force. Or" if cure else
-                  "No setting of the filter normalization prevents this: it is lost case, accents, white space or "
-                  "characters that the vocabulary lacks. So")
         raise UnusableInputError(
             f"The tokenizer loses text: {failed} of {tally['documents']} documents are decoded to other text "
-            f"({named}). A model could never write the lost text. {advice} take a tokenizer without normalization "
-            f"and with byte fallback, or let Drover train one (tokenizer.kind=sentencepiece without tokenizer.path).")
+            f"({named}). A model could never write the lost text. If only Unicode's form (NFC, NFKC) or line ends "
+            f"change, add the filter `normalization` with `form` or `line_ends` to shard.filters and run the stages "
+            f"shard and tokenizer again with --force. Otherwise take a tokenizer without normalization and with byte "
+            f"fallback, or let Drover train one (tokenizer.kind=sentencepiece without tokenizer.path).")
     if failed := tally["hugging_face_failures"]:
         raise UnusableInputError(
             f"The Hugging Face export does not give the same tokens: {failed} of "
@@ -178,8 +179,52 @@ def refuse_failures(tally: Mapping[str, int], failures: list[str], tokenizer: To
             f"tokenizer.kind=huggingface; with a trained one, please report it.")
 
 
-def _is_corrected(tokenizer: Tokenizer, cure: dict[str, Any]) -> bool:
-    """Whether what is `OFTEN_LOST` is read back once the filter `normalization` has changed it."""
-    normalized = Normalization(kind="normalization", **cure)(Document(OFTEN_LOST, "", "", {}))
-    assert isinstance(normalized, Document)
-    return reads_back(normalized.text, tokenizer.decode(tokenizer.encode(normalized.text)))
+class Comparison(TypedDict):
+    """Texts of which the fast encoder gave the ids of the tokenizer, and the problem if there was one."""
+
+    texts: int
+    problem: str
+
+
+def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, validation: Sequence[Record]) -> bool:
+    """Whether the fast encoder is used, or the reference. The choice is printed.
+
+    Args:
+        tokenizer: folder of the tokenizer stage, `made` its manifest.
+        validation: records of validation text shards in `shards`, for a test if that stage did none with these
+            packages.
+
+    Raises:
+        UserError: encode.encoder asks for the fast one, and it is missing or gives other ids.
+    """
+    from drover.pipeline.contract.stage_work import software_versions
+    wanted, problem = work.config.encode.encoder, ""
+    if wanted != "reference":
+        tested = made.software == software_versions() and made.counts.get(COUNT)
+        result = tested or compared(load_tokenizer(tokenizer), tokenizer, shards, validation)
+        problem = result["problem"]
+        if not problem:
+            work.say(f"the fast encoder encodes: equal ids on {result['texts']:,} validation documents and odd "
+                     f"strings, and compared again in every shard")
+            return True
+        if wanted == NAME:
+            raise UserError(f"encode.encoder is {NAME}, but {problem}. Set encode.encoder to auto or reference.")
+    work.say(f"the exported tokenizer encodes{problem and f'; {problem}'}")
+    return False
+
+
+def compared(reference: Tokenizer, folder: Path, shards: Path, validation: Sequence[Record]) -> Comparison:
+    """Compare the fast encoder with the finished tokenizer in a folder."""
+    texts, problem = 0, ""
+    documents = (document.text for record, limit in beginnings(validation, VALIDATION_BYTES)
+                 for document in documents_of(shards, record, limit))
+    try:
+        encoder = FastEncoder(reference, folder)
+        for text in chain(odd_strings(reference), documents):
+            ids, own = encoder.encode_flat([text])[0], reference.encode_flat([text])[0]
+            if not np.array_equal(ids, own):
+                raise EncoderError(f"other ids for {text!r:.80}: {ids!s:.80} instead of {own!s:.80}")
+            texts += 1
+    except EncoderError as error:
+        problem = f"{NAME} cannot be used: {error}"
+    return {"texts": texts, "problem": problem}

@@ -1,14 +1,17 @@
-"""The files of a tokenizer: those of a finished tokenizer stage, and the ready ones that `tokenizer.path` names."""
+"""The files of a tokenizer: those of a finished tokenizer stage, the ready ones that `tokenizer.path` names, and the
+settings of transformers beside a tokenizer.json."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Count, Inside, read_record, sha256_file, write_json
+from drover.pipeline.core.files import Count, Inside, copy_file, read_record, sha256_file, write_json, write_text
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -28,9 +31,19 @@ SETTINGS = "tokenizer_config.json"
 COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+CODE = "auto_map"
+"""The key of a transformers config that names Python files to download and run."""
+SPLIT = "split_special_tokens"
+"""Whether names of special tokens inside a text are text. It would break every chat template."""
 
 
-class Vocabulary(TypedDict):
+class Exported(TypedDict, total=False):
+    """What runs do not have from before one tokenizer ran everywhere."""
+
+    export_sha256: str
+
+
+class Vocabulary(Exported):
     """The content of `vocabulary.json`: a tokenizer's size and ids, known without its library."""
 
     format: int
@@ -56,12 +69,12 @@ def write_record(folder: Path, tokenizer: Tokenizer) -> Path:
     return path
 
 
-def vocabulary_record(folder: Path) -> dict[str, Any]:
+def vocabulary_record(folder: Path) -> Vocabulary:
     """The `vocabulary.json` of a finished tokenizer stage. UserError if it cannot be read."""
     record = read_record(folder / RECORD, Vocabulary, "Run --stage tokenizer with --force.", FORMAT)
     if record is None:
         raise UserError(f"{folder / RECORD} is missing. Run --stage tokenizer to make it again.")
-    return dict(record)
+    return record
 
 
 def place(folder: Path, seen_from: Path) -> str:
@@ -131,8 +144,52 @@ def fetched(name: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
-        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"tokenizer.path: there is no {name} here, and the download from the Hugging Face Hub failed "
-                        f"({reason}). Without a network, download it elsewhere (hf download {name} "
+                        f"({error!s:.200}). Without a network, download it elsewhere (hf download {name} "
                         f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder. If the repository asks for "
                         f"consent, log in first (hf auth login).") from None
+
+
+def settings_beside(path: Path) -> Mapping[str, Any]:
+    """The tokenizer_config.json next to a file; nothing if there is none."""
+    return read_record(path.with_name(SETTINGS), dict[str, Any], "Take it from the tokenizer's source again.") or {}
+
+
+def copy_hugging_face(path: Path, beside: Sequence[Path], folder: Path) -> list[Path]:
+    """Export a ready Hugging Face tokenizer unchanged, byte for byte. So `AutoTokenizer`, chat templates, special
+    tokens and the BOS rule work as in the original. Only names of code (CODE) are left out."""
+    copies = {folder / "tokenizer.json": path, **{folder / file.name: file for file in beside}}
+    for target, source in copies.items():
+        if names_code(source):
+            write_text(target, settings_text(source))
+        else:
+            copy_file(source, target)
+    return list(copies)
+
+
+def names_code(path: Path) -> bool:
+    """Whether a file is a tokenizer_config.json that names Python files for transformers to run."""
+    return path.name == SETTINGS and CODE in settings_beside(path)
+
+
+def names_qwen2(path: Path) -> bool:
+    """Whether a tokenizer_config.json names Qwen2's class, which transformers takes next to any Qwen2."""
+    return settings_beside(path).get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+
+
+def settings_text(path: Path, context_length: int | None = None) -> str:
+    """The text of a tokenizer_config.json without CODE, and with SPLIT switched off if it is on.
+
+    Args:
+        context_length: replaces `model_max_length` if that is set, in tokens. A ready tokenizer has the value of the
+            model that it came with, and callers truncate texts there.
+    """
+    original = settings_beside(path)
+    settings = {name: value for name, value in original.items() if name != CODE}
+    if context_length is not None and settings.get("model_max_length") is not None:
+        settings["model_max_length"] = context_length
+    if settings.get(SPLIT):
+        settings[SPLIT] = False
+    if settings == original:
+        return path.read_bytes().decode()
+    return json.dumps(settings, indent=1, ensure_ascii=False) + "\n"

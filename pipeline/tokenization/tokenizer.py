@@ -1,19 +1,27 @@
-"""The tokenizer that every stage runs: the exported tokenizer.json, by the library `tokenizers`."""
+"""The tokenizer that every stage runs: the exported tokenizer.json, by the library `tokenizers`; a faster encoder of
+the same ids; and strings with which encoders are compared.
+
+The faster encoder never decides what the ids are. Decoding to the same text proves little, since other ids can do that,
+too. So the ids themselves are compared with the tokenizer's: on validation documents and odd strings once the tokenizer
+is made (`checking.compared`), and on some documents of every shard (`drover.pipeline.encode`).
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import parsed_json, read_bytes, sha256_file
+from drover.pipeline.core.errors import UserError, install, installed_version
+from drover.pipeline.core.files import read_json, sha256_file
 from drover.pipeline.tokenization.files import EXPORT, RECORD, vocabulary_record
 
 SIZE_MULTIPLE = 128
@@ -33,6 +41,10 @@ MAX_RUN = 25_000
 AT_ONCE = 8
 """Parts whose tokens are in memory as objects of the library, which take 150 times the bytes of the text."""
 _RUNS = re.compile(r"\s+|\S+")
+NAME = "fastokens"
+NOT_TAKEN = ("post_processor", "truncation", "padding")
+"""Parts of a tokenizer.json that add or remove ids. Drover puts BOS and EOS around documents itself, and truncates
+nothing."""
 
 Flat = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """Ids of several texts one after another, and their texts + 1 offsets: text i has ids[offsets[i]:offsets[i + 1]]."""
@@ -79,10 +91,8 @@ class Tokenizer:
         sha256: hash of the file that defines the vocabulary.
     """
 
-    def __init__(self, content: bytes, kind: str, bounds: tuple[str, str], sha256: str) -> None:
-        from tokenizers import Tokenizer as Backend
-        description = parsed_json(content)
-        self.backend = library = Backend.from_str(content.decode())
+    def __init__(self, library: Any, kind: str, bounds: tuple[str, str], sha256: str) -> None:
+        self.backend = library
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # their names in a document stay text
@@ -97,10 +107,11 @@ class Tokenizer:
         self.special_tokens = {token.content: index for index, token in added if token.special}
         self.special_tokens |= zip(bounds, (self.bos_id, self.eos_id), strict=True)
         self.special_ids = frozenset(self.special_tokens.values())
+        description = json.loads(library.to_str())
         model = description["model"]
         self.model = model["type"]
         unknown = model.get("unk_token")
-        self.unk_id = ids.get(unknown) if isinstance(unknown, str) else model.get("unk_id")
+        self.unk_id = model.get("unk_id") if unknown is None else ids.get(unknown)
         pieces = map(byte_piece, range(256)) if model.get("byte_fallback") else ()
         self.byte_fallback_ids = frozenset(ids[name] for name in pieces if name in ids)
         self._decoder = json.dumps(description["decoder"], ensure_ascii=False)
@@ -142,27 +153,21 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD."""
         known = np.asarray(ids, np.int64)
-        for token in (known.min(), known.max()) if len(known) else ():
-            self.checked(int(token))
         kept = (known < self.used) & ~np.isin(known, [*self.special_ids])
         text: str = self.backend.decode(known[kept].tolist())
         return text
 
-    def joined_bytes(self, ids: Iterable[int]) -> bytes:
-        """The `token_bytes` of the ids, joined; they must be of this vocabulary."""
-        return b"".join(map(self._bytes_of_ids.__getitem__, ids))
-
-    @cached_property
-    def _bytes_of_ids(self) -> list[bytes]:
-        return [self.token_bytes(token) for token in range(self.size)]
+    def surrounded(self, ids: list[int]) -> list[list[int]]:
+        """The ids of a text with BOS before them or not, and with EOS after them or not."""
+        return [[*first, *ids, *last] for first in ([], [self.bos_id]) for last in ([], [self.eos_id])]
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes of an id; b"" for special and padding ids.
 
         Joined over a document's ids they are the document's bytes, except for sentencepiece's mark (`reads_back`)
-        and a space that the tokenizer may add in front (`checking.py`).
+        and a space that the tokenizer may add in front.
         """
-        if self.checked(token) not in self._names or token in self.special_ids or token == self.unk_id:
+        if token not in self._names or token in self.special_ids or token == self.unk_id:
             return b""
         name = self._names[token]
         if token in self.added:
@@ -172,12 +177,6 @@ class Tokenizer:
         if self._byte_of:
             return bytes(self._byte_of[character] for character in name if character in self._byte_of)
         return (name.replace(WORD_MARK, " ") if WORD_MARK in self._decoder else name).encode()
-
-    def checked(self, token: int) -> int:
-        """`token` if it is an id of this vocabulary; ValueError otherwise."""
-        if not 0 <= token < self.size:
-            raise ValueError(f"{token} is not an id of this {self.kind} vocabulary of {self.size}")
-        return token
 
 
 def _cut_runs(text: str) -> list[str]:
@@ -204,12 +203,103 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         UserError: its file is missing or is not the one that the stage made.
     """
     record, path = vocabulary_record(folder), folder / EXPORT
-    # Runs from before one tokenizer ran everywhere do not have its hash.
-    if not path.is_file() or record.get("export_sha256") not in (None, sha256_file(path)):
-        raise UserError(f"{path} is {'not the file' if path.is_file() else 'missing, not the one'} that "
-                        f"{folder / RECORD} was written for. Run --stage tokenizer --force to make it again.")
     names = {token: name for name, token in record["special_tokens"].items()}
-    if not {record["bos_id"], record["eos_id"]} <= names.keys():
-        raise UserError(f"{folder / RECORD} is damaged: it names no BOS or EOS. Run --stage tokenizer --force.")
+    # Runs from before one tokenizer ran everywhere do not have its hash.
+    if not path.is_file() or not {record["bos_id"], record["eos_id"]} <= names.keys() or \
+            record.get("export_sha256") not in (None, sha256_file(path)):
+        raise UserError(f"{path} is missing or not the file that {folder / RECORD} was written for. Run --stage "
+                        f"tokenizer --force to make it again.")
+    from tokenizers import Tokenizer as Backend
     bounds = names[record["bos_id"]], names[record["eos_id"]]
-    return Tokenizer(read_bytes(path), record["kind"], bounds, record["sha256"])
+    return Tokenizer(Backend.from_file(str(path)), record["kind"], bounds, record["sha256"])
+
+
+class EncoderError(Exception):
+    """The fast encoder cannot open the vocabulary, or failed on a text; the message says why."""
+
+
+def one_thread() -> None:
+    """Limit the libraries written in Rust to one thread in this process: there is a process per core. Call it before
+    their first use."""
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class FastEncoder:
+    """Texts to ids by fastokens, as `reference` gives them. Very long texts are cut where the reference cuts them."""
+
+    def __init__(self, reference: Tokenizer, folder: Path) -> None:
+        """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it or is absent."""
+        if installed_version(NAME) is None:
+            raise EncoderError(f"it is several times faster, but not installed ({install(NAME)} installs it)")
+        one_thread()
+        self.reference = reference
+        self._native = _guarded(lambda: _opened(folder / EXPORT))
+
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        """As `Tokenizer.encode_flat`; EncoderError if the library fails, or gives an id outside the vocabulary, BOS or
+        EOS."""
+        reference = self.reference
+        ids, offsets = reference.encoded_in_parts(texts, lambda parts: _guarded(lambda: self._encode(parts)))
+        if ((ids >= reference.size) | (ids == reference.bos_id) | (ids == reference.eos_id)).any():
+            raise EncoderError("it made BOS, EOS or an id outside the vocabulary of text")
+        return ids, offsets
+
+    def _encode(self, parts: list[str]) -> Flat:
+        ids, offsets = self._native.encode_batch_flat(parts, False, True)
+        return np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64)
+
+
+def _opened(path: Path) -> Any:
+    """The library's tokenizer without special tokens: their names in a text are text. Other added tokens are still
+    matched in texts, as by the reference."""
+    import fastokens
+    description = read_json(path)
+    added = [token for token in description.get("added_tokens") or [] if not token.get("special")]
+    return fastokens.Tokenizer.from_json_str(
+        json.dumps({**description, "added_tokens": added, **dict.fromkeys(NOT_TAKEN)}))
+
+
+def _guarded(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust arrives as a class that is not even an Exception
+        raise EncoderError(f"{type(error).__name__}: {str(error).strip()[:300]}") from None
+
+
+ODD = (
+    "", *" a\n\t=#-1\u6f22\u0301\U0001f600", "\r\n", "\t ", " \n",
+    "  two  spaces  ", "tabs\tand\r\nline ends\r\rhere\n\n\n    indented, trailing \n \n",
+    "nul \0 inside\0the\u2028line\u2029ends\x0bof\x0cothers\x85", "\xa0\u3000\u2003\u200b", "\ufeffbom",
+    "\u2581 the mark\u2581itself \u2581 \u2581\u2581",
+    " !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_`abcdefghijklmnopqrstuvwxyz{|}~",
+    "emoji \U0001f600\U0001f469\u200d\U0001f469\u200d\U0001f467 flags \U0001f1e9\U0001f1ea \u200d\ufe0f",
+    "\u6f22\u5b57\u304b\u306a\u4ea4\u3058\u308a\u6587 \u4e2d\u6587\uff0c\u6807\u70b9\u3002 "
+    "\ud55c\uad6d\uc5b4 \u1100\u1161\u11a8 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 "
+    "\u05e2\u05d1\u05e8\u05d9\u05ea \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22",
+    "combining e\u0301 n\u0303 a\u0300\u0301 \u0301alone \ufb01 \u2460 \xc5 \u212b K \u212a \u017fhe's",
+    "<unk> <s> </s> <0x41> <0x0A> <|endoftext|> <|end_of_text| [INST] <mask> QUJD+/9 "
+    "#################---------------------------------",
+    "1234567 3.14159 0xFF 1_000 \u0661\u0662\u0663\u0664 \u00bd\u00b2 \u2167 don't I'LL we've it\u2019s 's 'S'T")
+
+
+def odd_strings(tokenizer: Tokenizer) -> Iterator[str]:
+    """Strings that encoders get wrong: odd characters, long runs, the names of special and added tokens; and random
+    strings of the characters of ODD, blanks, and one block of Unicode, whose code points are spread evenly over the
+    powers of two. Always the same ones."""
+    yield from ODD
+    for piece in ODD:
+        for length in (17, 65, 257, *([30_000] if tokenizer.kind == "tiktoken" else [])):  # which cuts the longest
+            run = (piece * length)[:length]
+            yield f"{run}x\n{run}"
+    for name in chain(tokenizer.special_tokens, tokenizer.added.values()):  # of which there may be thousands
+        yield f"{name} a{name}b {name[:-1]} {name}{name}\n"
+    # More than a quarter of the characters are blanks, and more than a third are of the block.
+    common = "".join(ODD) + 40 * " \n\t\r\u2581'0"
+    draw = random.Random(0)
+    for _ in range(6000):
+        block = int(2 ** draw.uniform(0, 20))
+        characters = common + "".join(map(chr, range(block, block + 500)))
+        yield "".join(draw.choices(characters, k=draw.randint(1, 24))).encode("utf-8", "ignore").decode()

@@ -1,4 +1,5 @@
-"""Training a vocabulary on a sample of the training text: a sentencepiece model, or byte-level BPE."""
+"""Which text the tokenizer stage reads: a sufficient number of shards, chosen by hash, never all of a large corpus. And
+training a vocabulary on a sample of them: a sentencepiece model, or byte-level BPE."""
 
 from __future__ import annotations
 
@@ -6,25 +7,98 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drover.pipeline.config.data import LEAST_COVERAGE
+import numpy as np
+
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import atomic_file
+from drover.pipeline.core.files import Record, atomic_file
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.text_shards import read_shard
 from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer, write_ranks
 from drover.pipeline.tokenization.tokenizer import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS, byte_of_character, padded
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
 
+COVER = 4
+"""Training text is sampled from shards with this many times as much text, so that the sample spreads over documents."""
+MOST_LOOKED_AT = 256
+"""Most shards of a source of which the beginnings are read, if not all are read."""
 CHUNK_CHARACTERS = 4096
 MAX_SENTENCE_BYTES = 65536
 THREADS = 16
 """A constant: the model file records it, and unigram's sums depend on it. It need not be the number of cores."""
+
+
+def by_hash(records: Iterable[Record]) -> list[Record]:
+    """The shards in an order that depends only on their contents."""
+    return sorted(records, key=lambda record: (
+        hashlib.sha256(f"0/{record['sha256']}".encode()).digest(), record["path"]))
+
+
+def training_shards(records: Sequence[Record], train_bytes: float) -> tuple[list[Record], dict[str, float]]:
+    """The shards from which `train_bytes` of training text are sampled, in the order of `records`, and by source the
+    share of their text to take.
+
+    All shards if the corpus is at most COVER times as large. Otherwise each source gets at least one shard, and as many
+    as hold COVER times its proportion of the sample. So the amount that is read does not grow with the corpus.
+    """
+    total = max(1, text_bytes(records))
+    chosen, shares = set[str](), {}
+    for source, own in by_source(records).items():
+        share, some = train_bytes / total, own
+        if total > COVER * train_bytes:
+            order, wanted = by_hash(own), train_bytes * text_bytes(own) / total
+            covered = np.cumsum([record["text_bytes"] for record in order])
+            some = order[:int(np.searchsorted(covered, COVER * wanted)) + 1]
+            share = wanted / max(1, text_bytes(some))
+        chosen.update(record["path"] for record in some)
+        shares[source] = share
+    return [record for record in records if record["path"] in chosen], shares
+
+
+def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
+    """Shards to check, each with the bytes of text to read from its beginning; None for all.
+
+    All shards if they have at most `most_bytes` of text; otherwise that much, from shards chosen by hash.
+    """
+    if text_bytes(records) <= most_bytes:
+        return [(record, None) for record in records]
+    chosen = by_hash(records)[:MOST_LOOKED_AT]
+    return [(record, int(most_bytes) // len(chosen)) for record in chosen]
+
+
+def beginnings_by_source(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
+    """The `beginnings` of each source, with `most_bytes` for each."""
+    return [result for own in by_source(records).values() for result in beginnings(own, most_bytes)]
+
+
+def documents_of(folder: Path, record: Record, limit: int | None) -> Iterator[Document]:
+    """The documents of a text shard; with `limit` those that begin in its first `limit` bytes of text."""
+    size = 0
+    for document in read_shard(folder, record):
+        yield document
+        size += len(document.text.encode())
+        if limit is not None and size >= limit:
+            break
+
+
+def text_bytes(records: Sequence[Record]) -> int:
+    """The bytes of text in shards."""
+    return sum(record["text_bytes"] for record in records)
+
+
+def by_source(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The shards of each source."""
+    result: dict[str, list[Record]] = {}
+    for record in records:
+        result.setdefault(record["source"], []).append(record)
+    return result
 
 
 @dataclass
@@ -75,26 +149,8 @@ def sampled(documents: Iterable[tuple[str, str]], share: float, counts: Sample,
             yield chunk
 
 
-@contextmanager
-def raised_behind(chunks: Iterable[str]) -> Iterator[Iterator[str]]:
-    """The chunks for a trainer in another language, which would make another error of one that is raised in it: an
-    error of the chunks is raised at the end of the context."""
-    problems: list[Exception] = []
-
-    def given() -> Iterator[str]:
-        try:
-            yield from chunks
-        except Exception as error:  # noqa: BLE001 - raised below
-            problems.append(error)
-    try:
-        yield given()
-    finally:
-        if problems:
-            raise problems.pop()
-
-
-def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: Path, log: Path) -> None:
-    """Train a model on `chunks` and write it to `path`; the trainer's own messages are written to `log`.
+def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> None:
+    """Train a model on `chunks` and write it to `path`; the trainer's own messages go into train.log next to it.
 
     The same chunks give the same bytes, whatever the number of cores.
 
@@ -102,11 +158,19 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
         UserError: the text does not support so large (or so small) a vocabulary.
     """
     from sentencepiece import SentencePieceTrainer
-    model = io.BytesIO()
-    with raised_behind(chunks) as given, _standard_error_in(log):
+    model, problems = io.BytesIO(), list[Exception]()
+    log = path.with_name("train.log")
+
+    def given() -> Iterator[str]:
+        try:
+            yield from chunks
+        except Exception as error:
+            problems.append(error)  # of which the trainer would make another one
+            raise
+    with _standard_error_in(log):
         try:
             SentencePieceTrainer.train(
-                sentence_iterator=given, model_writer=model,
+                sentence_iterator=given(), model_writer=model,
                 model_type=settings.algorithm, vocab_size=settings.vocab_size,
                 character_coverage=settings.character_coverage, split_digits=True,
                 max_sentencepiece_length=16, byte_fallback=True,
@@ -117,7 +181,7 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
                 control_symbols=list(SPECIAL_TOKENS[2:]),
                 minloglevel=0)  # it holds for the whole process, and another call may have silenced the log
         except RuntimeError as error:
-            raise explained(error, settings, log) from None
+            raise (problems or [explained(error, settings, log)])[0] from None
     with atomic_file(path) as file:
         file.write(model.getvalue())
 
@@ -150,16 +214,11 @@ def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> N
     alphabet = byte_of_character()
     tokenizer = byte_level_tokenizer(models.BPE(), LLAMA3_PATTERN)
     wanted = settings.vocab_size - len(SPECIAL_TOKENS)
-    with raised_behind(chunks) as given:
-        tokenizer.train_from_iterator(given, trainers.BpeTrainer(
-            vocab_size=wanted, initial_alphabet=sorted(alphabet), show_progress=False))
+    tokenizer.train_from_iterator(chunks, trainers.BpeTrainer(
+        vocab_size=wanted, initial_alphabet=sorted(alphabet), show_progress=False))
     result = sorted((token, bytes(alphabet[character] for character in name))
                    for name, token in tokenizer.get_vocab().items())
     if len(result) < wanted:
-        if len(result) == len(alphabet):
-            raise UserError(f"There is nothing to merge in the text to train the vocabulary on: tokenizer.train_mb is "
-                            f"{settings.train_mb}. Raise it, look at the shard stage's sources, or take "
-                            f"tokenizer.kind=byte.")
         raise too_large(settings, len(result) + len(SPECIAL_TOKENS))
     write_ranks(path, (token for _, token in result))
 
@@ -174,15 +233,14 @@ def too_large(settings: TokenizerConfig, ids: int) -> UserError:
 
 def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:
     """The trainer's error as a UserError; the error itself if the user cannot fix it."""
-    message, covered = str(error), settings.character_coverage
+    message = str(error)
     if match := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
         return too_large(settings, int(match[1]))
     if match := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message):
-        lower = f" or lower the second ({LEAST_COVERAGE} is the least)" if covered > LEAST_COVERAGE else ""
         return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too small: {match[2]} ids are needed for the "
                          f"special ids, the bytes and every character of the text up to tokenizer.character_coverage "
-                         f"{covered}. Raise the first to {padded(int(match[2]))} or more{lower}, or take "
-                         f"tokenizer.kind=bpe, which spells rare characters in bytes.")
+                         f"{settings.character_coverage}. Raise the first to {padded(int(match[2]))} or more or lower "
+                         f"the second, or take tokenizer.kind=bpe, which spells rare characters in bytes.")
     if "!sentences_.empty()" in message:
         return UserError(f"There is no text to train the vocabulary on: tokenizer.train_mb is {settings.train_mb}, "
                          f"and the sample that it allows is empty. Raise it, or look at the shard stage's sources.")

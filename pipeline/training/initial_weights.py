@@ -23,8 +23,8 @@ from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.fsdp import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.tokenization.conversion import open_tokenizer
 from drover.pipeline.tokenization.files import MODEL_FILE, RECORD, kind_of_model, vocabulary_record
-from drover.pipeline.tokenization.ready import open_tokenizer
 
 FREE = (*POSITIONS, "vocab_size")
 """The parts of a shape that may differ from the weights' own model. All others must be equal."""

@@ -18,8 +18,7 @@ from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import OpenedModel, open_model
 from drover.pipeline.evaluation.placing import Placed
-from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.conversion import byte_tokenizer, write_hugging_face
 from tests.evaluation.task_pack import write_pack
 from tests.tiny_models import for_tokenizer, write_huggingface
 

@@ -15,7 +15,7 @@ from drover.model.llama import Llama, initialise
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats import huggingface
 from drover.pipeline.formats.huggingface import config_to_json, refuse_unexportable
-from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.conversion import write_hugging_face
 from tests.formats.exporting import state_in, write_model
 from tests.refusal import refused
 from tests.tiny_models import TOKENIZER_OF_BYTES

@@ -11,10 +11,16 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.encode import chosen_dtype, prove
-from drover.pipeline.tokenization import fast
+from drover.pipeline.tokenization import tokenizer as tokenizers
 from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer
-from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
-from drover.pipeline.tokenization.tokenizer import byte_of_character, joined, load_tokenizer, reads_back
+from drover.pipeline.tokenization.tokenizer import (
+    EncoderError,
+    FastEncoder,
+    byte_of_character,
+    joined,
+    load_tokenizer,
+    reads_back,
+)
 from drover.tools.verify import verify
 from tests.conftest import run_stage
 from tests.refusal import refused, table
@@ -73,9 +79,8 @@ def test_too_narrow_a_type_is_refused_with_the_numbers():
 
 
 @pytest.mark.parametrize(("position", "value", "problem"), table("""
-    0 -> 7 -> does not begin with BOS
-    -1 -> 7 -> does not end with EOS
-    5 -> 1 -> some are inside of documents
+    0 -> 7 -> BOS and EOS are not around each document
+    5 -> 1 -> or are inside of one
     3 -> 60000 -> the id 60000 is outside the vocabulary of 768
     4 -> 600 -> does not decode to its text""", int, int))
 def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value, problem):
@@ -153,7 +158,7 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
     monkeypatch.setattr(stage_work, "software_versions", lambda: {"fastokens": "9.9"})  # the tokenizer stage had others
     for name, value, message in (("_opened", lambda path: None, "cannot be used: AttributeError"),
                               ("installed_version", lambda package: None, "not installed (`pip install")):
-        monkeypatch.setattr(fast, name, value)
+        monkeypatch.setattr(tokenizers, name, value)
         logged = run("encode", copy, "--force").out
         assert "the exported tokenizer encodes; fastokens" in logged and message in logged and arrows(copy) == right
         assert encoders(copy) == {"encoder": "reference", "version": None, "fast_shards": 0,
@@ -164,18 +169,11 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
 def test_of_long_documents_fewer_are_proved_and_only_their_beginning_is_compared(copy, monkeypatch):
     shards, tokenizer = run_folder(copy) / "shard", load_tokenizer(run_folder(copy) / "tokenizer")
     record = max(shard_records(manifest_of(copy, "shard"), "train"), key=lambda record: record["docs"])
-
-    def encoded():
-        return encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
-    full = encoded()
-    assert {0, record["docs"] - 1} <= set(full.proved) and len(full.proved) == min(16, record["docs"])
-    monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
-    result = encoded()
-    assert set(result.proved) == {min(full.proved, key=lambda number: (full.text_bytes[number], number))}
-    monkeypatch.setattr(encode_stage, "COMPARED", 50)
     lengths = []
 
     class Reference:
+        bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
+
         def encode_flat(self, texts):
             lengths.extend(map(len, texts))
             return tokenizer.encode_flat(texts)
@@ -183,8 +181,17 @@ def test_of_long_documents_fewer_are_proved_and_only_their_beginning_is_compared
     class Wrong:
         def encode_flat(self, texts):
             return tokenizer.encode_flat([text[1:] for text in texts])
-    assert not encode_stage.other_ids(result, tokenizer, Reference()) and lengths == [50]
-    assert "other ids for the document" in encode_stage.other_ids(result, Wrong(), Reference())
+
+    def encoded(encoder=tokenizer):
+        return encode_stage.encoded(shards, record, encoder, Reference(), "uint16")
+    full = encoded()
+    assert {0, record["docs"] - 1} <= set(full.proved) and len(full.proved) == len(lengths) == min(16, record["docs"])
+    monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
+    monkeypatch.setattr(encode_stage, "COMPARED", 50)
+    del lengths[:]
+    assert set(encoded().proved) == {min(full.proved, key=lambda number: (full.text_bytes[number], number))}
+    assert lengths == [50]
+    refused(EncoderError, "other ids for the document", encoded, Wrong())
 
 
 def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):

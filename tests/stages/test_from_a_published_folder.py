@@ -18,7 +18,7 @@ from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
 from tests.token_shards import shards_in
 from tests.tokenization.conftest import byte_level, texts, with_special  # noqa: F401
-from tests.tokenization.test_ready_folders import TEMPLATE
+from tests.tokenization.test_ready import TEMPLATE
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 import drover.pipeline.tokenizer as stage
+from drover.pipeline.core.errors import installed_version
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.text_shards import shard_records
-from drover.pipeline.tokenization import fast
-from drover.pipeline.tokenization.tokenizer import load_tokenizer
+from drover.pipeline.tokenization.tokenizer import NAME, load_tokenizer
 from tests.conftest import run_stage, write_config
 from tests.data.source_files import write_jsonl
 from tests.stages.conftest import halves
@@ -50,7 +50,7 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]
     marks, kept = shard["documents_with_u2581"], shard["train"] + shard["validation"]
     assert counts["documents_with_u2581_as_space"] == report["marks_as_spaces"] == marks > result["literal_marks"]
-    assert fast.installed_version(fast.NAME) is None or not counts["fast_encoder"]["problem"]
+    assert installed_version(NAME) is None or not counts["fast_encoder"]["problem"]
     assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in message
 
 

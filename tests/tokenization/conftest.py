@@ -6,27 +6,20 @@ import shutil
 import pytest
 
 from drover.pipeline.config.data import TokenizerConfig
-from drover.pipeline.core.errors import UserError
-from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer, write_characters
-from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.conversion import (
+    LLAMA3_PATTERN,
+    byte_level_tokenizer,
+    open_tokenizer,
+    write_characters,
+    write_hugging_face,
+)
 from drover.pipeline.tokenization.files import write_record
-from drover.pipeline.tokenization.odd_strings import ODD
-from drover.pipeline.tokenization.ready import open_tokenizer
-from drover.pipeline.tokenization.tokenizer import byte_of_character
+from drover.pipeline.tokenization.tokenizer import ODD, byte_of_character
 from drover.pipeline.tokenization.training import chunked, train_sentencepiece
-from tests.refusal import refused
 
 KINDS = ("bpe", "unigram", "tiktoken", "huggingface", "byte", "char")
 
 ODD_TEXTS = [*ODD, "<|end_of_text|> and <|begin_of_text|><|eot_id|> in a text"]
-
-
-def largest_that_fits(message, train):
-    """The size that training names where 32,768 is too large, with which it then succeeds."""
-    size = int(refused(UserError, rf"{message}.*Set it to \d+ or less", train, 32768).split("Set it to ")[1].split()[0])
-    assert size % 128 == 0
-    train(size)
-    return size
 
 
 def rank_lines(tokens):
@@ -74,8 +67,7 @@ def files(tmp_path_factory, texts, chunks, byte_level):
     for path in made.values():
         path.parent.mkdir()
     for algorithm, size in (("bpe", 1024), ("unigram", 768)):
-        train_sentencepiece(chunks, TokenizerConfig(vocab_size=size, algorithm=algorithm), made[algorithm],
-                            made[algorithm].with_name("train.log"))
+        train_sentencepiece(chunks, TokenizerConfig(vocab_size=size, algorithm=algorithm), made[algorithm])
     write_characters(made["char"], texts)
     of_character, ranks = byte_of_character(), byte_level.get_vocab()
     made["tiktoken"].write_bytes(rank_lines(bytes(map(of_character.__getitem__, token))

@@ -19,8 +19,7 @@ from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.formats import huggingface
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
-from drover.pipeline.tokenization.export import write_hugging_face
-from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
 from drover.tools.draft import Draft
 from drover.tools.weights import main
 from tests.conftest import run_python

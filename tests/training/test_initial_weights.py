@@ -17,8 +17,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.comparison import compare_folder
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.parallel.fsdp import drawn
-from drover.pipeline.tokenization.export import write_hugging_face
-from drover.pipeline.tokenization.ready import open_tokenizer
+from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
 from drover.pipeline.training.initial_weights import (
     FREE,
     changes,

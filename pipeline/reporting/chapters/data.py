@@ -10,7 +10,7 @@ from drover.pipeline.data.counts import BECAME, MOST_NAMED, TOGETHER
 from drover.pipeline.data.filters.decontamination import OUTPUT
 from drover.pipeline.reporting.document import ALL, Block, Table, Text, filled, flat
 from drover.pipeline.reporting.facts import Facts
-from drover.pipeline.tokenization.rare_ids import warnings
+from drover.pipeline.tokenization.reporting import warnings
 
 SPLITS = {"train": "training", "validation": "validation"}
 RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}

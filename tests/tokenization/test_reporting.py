@@ -1,0 +1,57 @@
+"""The tokenizer's report, and shards with many more unknown and byte-fallback ids than it has."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.reporting.chapters.data import data
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.tokenization.reporting import described, outliers, rare_counts, summed, warnings
+from tests.tokenization.test_checking import checked, exported  # noqa: F401
+
+REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
+          "sources": {"a": {"unknown_share": 0.0, "fallback_share": 0.02},
+                      "b": {"unknown_share": None, "fallback_share": None}}}
+
+
+def test_the_report_says_what_the_tokens_are_like(vocabularies, exported, texts):  # noqa: F811
+    vocabulary = vocabularies["bpe"]
+    check = checked(vocabulary, exported(vocabulary), *texts[:3])
+    report = described(vocabulary, {"web": (total := summed([check.tally]))}, summed([]), check.seen, 0, 3)
+    assert report["sources"]["web"]["bytes_per_token"] == round(total["text_bytes"] / total["tokens"], 6) > 1.5
+    assert report["pieces"] == 1024 - 1 - 256 - 256 and 0 < report["unused_pieces"] < report["pieces"]
+    assert report["training_sample"]["bytes_per_token"] is None and "validation_documents" not in report
+
+
+@pytest.mark.parametrize(("changes", "unknown"), [({}, 2), ({"eos_id": 0}, 0), ({"unk_id": None}, 0)],
+                         ids=["as it is", "around documents", "none"])
+def test_rare_ids_are_counted(changes, unknown):
+    vocabulary = SimpleNamespace(**{"size": 128, "unk_id": 0, "byte_fallback_ids": {3, 4}, "bos_id": 1, "eos_id": 2,
+                                    **changes})
+    assert rare_counts(np.array([0, 1, 3, 9, 4, 4, 0, 127], np.uint16), vocabulary) == {
+        "unknown_tokens": unknown, "fallback_tokens": 3}
+
+
+def record(path, unknown, fallback, source="a"):
+    return {"path": path, "source": source, "docs": 1, "tokens": 1002, "unknown_tokens": unknown,
+            "fallback_tokens": fallback}
+
+
+@pytest.mark.parametrize(("unknown", "fallback", "kinds"), [(10, 60, []), (11, 61, ["unknown", "fallback"])])
+def test_an_outlier_has_more_than_three_times_the_share_and_one_percent_more(unknown, fallback, kinds):
+    for source in ("a", "b", "not in the report"):  # without a figure of its own, that of all
+        result = outliers([record("x", unknown, fallback, source), record("y", 0, 20)], REPORT)
+        assert [one["kind"] for one in result] == kinds
+
+
+def test_outliers_are_printed_and_reported():
+    result = outliers([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
+    lines = warnings(result)
+    assert len(lines) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in lines[0] and "25 more" in lines[-1]
+    encode = Manifest("encode", {}, [], {"rare_ids": {"outliers": result}}, "")
+    assert [block for block in data(Facts(Config(), {"shard": Manifest("shard", {}, [], {}, ""), "encode": encode}))
+            if block] == lines
+    assert warnings([]) == []
