@@ -32,7 +32,7 @@ CASES = [
     Case("1b, documents", {"model": PRESETS["llama3.2_1b"]}),
     Case("8b, documents"),
     Case("8b, documents, eager", EAGER),
-    Case("8b, documents, sdpa", {"train.attention": "sdpa"}),
+    *(Case(f"8b, documents, {name}", {"train.attention": name}) for name in ("flex", "sdpa")),
     Case("8b, documents, Muon", {"train.optimizer": "muon"}),
     *(Case(f"8b, documents, ZeRO {stage}", {"parallel.engine": "deepspeed", "parallel.zero_stage": stage,
                                             "train.compile": stage < 3}) for stage in (1, 2, 3)),

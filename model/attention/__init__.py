@@ -6,7 +6,7 @@ to every block. Blocks pass it on to `Attention`, which calls the `attend` of it
     module.py        Layout; Attention, with its weights; KeyValueCache
     backend.py       Backend, the interface; Documents, its input; Where, the device and types it must support;
                      choose(): the configured backend, or the best one for a device, with the reason for a fallback
-    sdpa.py varlen.py    the backends
+    sdpa.py varlen.py flex.py    the backends
 
 Only documents need a backend. A pass without them (`train.across_documents`, generation) is plain causal attention, for
 which torch chooses the kernel. That has no sliding window. So with one, training across documents gives the backend
@@ -28,8 +28,9 @@ BACKENDS = {
     "sdpa": "drover.model.attention.sdpa:Sdpa",
     "by_document": "drover.model.attention.sdpa:ByDocument",
     "varlen": "drover.model.attention.varlen:Varlen",
+    "flex": "drover.model.attention.flex:Flex",
 }
 """The names for `train.attention` other than `auto`, and their classes ("module:class")."""
 
-AUTOMATIC = ("varlen", "by_document", "sdpa")
+AUTOMATIC = ("varlen", "by_document", "flex", "sdpa")
 """The order of `auto`, which takes the first backend that can run. sdpa, a dense mask, is last."""

@@ -273,9 +273,9 @@ class TrainConfig(Section):
     trained to predict the next document's start."""
     attention: str = execution("auto")
     """Implementation of attention within documents; results agree within rounding. `varlen`: flash kernels that know
-    where documents begin, for bf16 on GPUs. `by_document`: each document alone, not with compile. `sdpa`: the
-    dense mask, on any device, slow for long sequences. `auto`: the first of these that runs here. Write module:class
-    for a backend of your own."""
+    where documents begin, for bf16 on GPUs. `by_document`: each document alone, not with compile. `flex`: a kernel
+    generated for the mask, for GPUs. `sdpa`: the dense mask, on any device, slow for long sequences. `auto`: the first
+    of these that runs here. Write module:class for a backend of your own."""
     flash: Literal["auto", "fa2", "fa3", "fa4"] = execution("auto")
     """FlashAttention kernels of `varlen` and plain causal attention on GPUs. `fa2`: torch's own. `fa3`: for Hopper, if
     flash-attn 3 is installed (module flash_attn_interface). `fa4`: for Hopper and Blackwell (module flash_attn.cute;

@@ -78,7 +78,9 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
     chosen, note = choice.backend.name, choice.fallback
     if missing:
         note = f"attention {name} {missing} here: it is rehearsed as {chosen}"
-    return FLASH_KERNEL if chosen == "varlen" else chosen, note
+    elif chosen == "flex":
+        note = "flex is rehearsed as varlen: both keep the output and its log-sum-exp"
+    return FLASH_KERNEL if chosen in ("varlen", "flex") else chosen, note
 
 
 def _unsupported_there(name: str, where: Where) -> str:

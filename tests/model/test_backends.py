@@ -5,9 +5,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
 from drover.model.attention import AUTOMATIC, BACKENDS
 from drover.model.attention.backend import Backend, Documents, Where, choose, load
+from drover.model.attention.flex import Flex, first_tokens, rule
 from drover.model.attention.module import Layout
 from drover.model.attention.sdpa import ByDocument, Sdpa
 from drover.model.config import ModelConfig
@@ -118,6 +120,24 @@ def test_varlen_is_given_padded_edges_and_unrepeated_heads():
     assert VarlenOnCpu().prepare(Documents(numbered([[9, 2], [11]])), torch.bfloat16).longest == 11, "no row is longer"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_flex_is_given_the_dense_masks_rule(rows, window):
+    documents, length = Documents(numbered(rows), window=window), sum(rows[0])
+    seen = create_mask(rule(first_tokens(documents)), len(rows), 1, length, length, device="cpu")
+    assert torch.equal(seen, Sdpa().prepare(documents, torch.float32) == 0)
+    three = [whole.detach() for whole in inputs(rows)]
+    result, expected = (attended(way, three, rows, window=window) for way in (Flex(), WAYS[0]))
+    assert torch.allclose(result, expected, rtol=0, atol=1e-13)
+
+
+def test_flex_skips_blocks_between_documents():
+    """Two documents of 256 tokens: of 4 x 4 blocks of 128, three below the diagonal of each, and none between."""
+    mask = Flex().prepare(Documents(numbered([[256, 256]])), torch.float32)
+    assert mask.to_dense()[0, 0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
 CPU = Where(torch.device("cpu"), torch.float32, compiled=False, head_dim=64)
 
 
@@ -137,9 +157,11 @@ def test_on_a_cpu_auto_goes_document_by_document_and_says_why_it_does_not():
 
 @pytest.mark.parametrize("changes, capability, name, why", [
     ({}, (9, 0), "varlen", ""),
-    ({"dtype": torch.float32}, (9, 0), "sdpa", "varlen needs bfloat16, not float32, so sdpa"),
+    ({"dtype": torch.float32}, (9, 0), "flex", "varlen needs bfloat16, not float32, so flex"),
     ({"dtype": torch.float32, "compiled": False}, (9, 0), "by_document", "varlen needs bfloat16, not float32"),
-    ({"head_dim": 20}, (9, 0), "sdpa", "varlen needs heads of a multiple of 8 up to 256, not 20"),
+    ({"dtype": torch.float64}, (9, 0), "sdpa", "varlen needs bfloat16, not float64, so sdpa"),
+    ({}, (7, 5), "flex", "varlen needs compute capability 8.0, not 7.5"),
+    ({"head_dim": 20}, (9, 0), "flex", "varlen needs heads of a multiple of 8 up to 256, not 20"),
 ])
 def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkeypatch, changes, capability, name, why):
     choice = choose("auto", on_gpu(monkeypatch, capability, **changes))
@@ -147,18 +169,18 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
 
 
 class Ignorant(Sdpa):
-    """A backend that knows neither windows nor segments."""
+    """A backend that does not know windows."""
 
     windows: ClassVar[bool] = False
-    segments: ClassVar[bool] = False
 
 
 @pytest.mark.parametrize("name, needed, says", table("""
     varlen -> none -> 'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here
+    flex -> none -> 'flex' has no backward pass on a cpu device
     by_document -> compiled -> 'by_document' cannot be compiled
-    tests.model.test_backends:Ignorant -> segmented -> knows no context parallelism. Take auto, which is by_document
+    flex -> segmented -> 'flex' knows no context parallelism. Take auto, which is by_document here
     tests.model.test_backends:Ignorant -> windowed -> knows no sliding window. Take auto, which is by_document here
-    flash -> none -> 'flash' is not known. Take auto, sdpa, by_document, varlen, or another class
+    flash -> none -> 'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class
     nowhere.to_be:Found -> none -> cannot be loaded: No module named 'nowhere'
     drover.model.attention.sdpa:Sdpb -> none -> has no attribute 'Sdpb'
     drover.model.attention.backend:Documents -> none -> is no class derived from"""))

@@ -8,7 +8,7 @@ for name in ("tests.parallel.train_steps", "torch.distributed.tensor.experimenta
              *(f"torch._dynamo.backends.{name}" for name in ("cudagraphs", "distributed", "inductor", "onnxrt",
                                                              "tensorrt", "torchxla", "tvm")),
              "torch._dynamo.repro.after_dynamo", "torch.fx.experimental.validator", "sympy.combinatorics",
-             "sympy.tensor.tensor", "drover.model.attention.sdpa",
+             "sympy.tensor.tensor", "drover.model.attention.sdpa", "drover.model.attention.flex",
              "drover.pipeline.training.engine",
              "drover.pipeline.training.optimizers", "drover.pipeline.training.sinks",
              "drover.pipeline.contract.stage_work"):

@@ -242,7 +242,7 @@ class OnGpusOnly(Varlen):
 
 @pytest.mark.parametrize("name, where, expected", [
     ("auto", Where(CPU, BF16, True, 128), FLASH_KERNEL),
-    ("auto", Where(CPU, FP32, True, 128), "sdpa"),
+    ("auto", Where(CPU, FP32, True, 128), FLASH_KERNEL),  # in the place of flex
     ("mine:Own", Where(CPU, BF16, True, 128), "mine:Own"),  # the engine says that there is none
     (f"{__name__}:OnGpusOnly", Where(CPU, BF16, True, 128), FLASH_KERNEL),
     (f"{__name__}:OnGpusOnly", Where(CPU, FP32, False, 128), "by_document"),
