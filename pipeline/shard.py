@@ -49,6 +49,7 @@ from drover.pipeline.data.text_shards import SPLITS
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import ShardConfig, Source
+    from drover.pipeline.contract.manifest import ListedFile
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.data.planning.passes import Decided
 
@@ -247,7 +248,7 @@ def _first(folder: Path, source: str | None = None) -> str:
     return f" ({'; '.join(f'{rejection.source}/{rejection}' for rejection in shown)})" if shown else ""
 
 
-def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: list[dict[str, Any]]) -> None:
+def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: list[ListedFile]) -> None:
     """AssertionError unless the documents in the shards (as read back) and the dropped ones are all that were read, and
     the files that units read are all that were listed, to their bytes."""
     for source, own in counts["sources"].items():

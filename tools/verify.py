@@ -20,7 +20,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -267,12 +267,12 @@ class Inventory:
             if stage == "report" and copy.exists():
                 self.recorded.add(copy)
                 self._check(check_record, copy, "Delete it and run --stage report --force", record)
-        for record in manifest.files:
-            if "://" in record["path"]:
-                self.report.note(FAR, record["path"])
+        for source in manifest.files:
+            if "://" in source["path"]:
+                self.report.note(FAR, source["path"])
             else:
-                self._check(check_source, Path(record["path"]), f"Put the old file back, or run --stage {stage} "
-                            f"--force with the new one", record, stage, self._chosen(record), passing=False)
+                self._check(check_source, Path(source["path"]), f"Put the old file back, or run --stage {stage} "
+                            f"--force with the new one", source, stage, self._chosen(source), passing=False)
 
     def _checkpoint(self, folder: Path) -> None:
         """The marker of a checkpoint that no manifest lists, and its files."""
@@ -323,7 +323,7 @@ class Inventory:
                 self._check(check_documents, path, _repair("encode"), record, texts, text_records[record["input"]],
                             tokenizer, passing=False)
 
-    def _chosen(self, record: Record) -> bool:
+    def _chosen(self, record: Mapping[str, Any]) -> bool:
         """Whether the sample has a file, by a hash of its name; a text shard and its token shard have one name."""
         name = str(Path(str(record.get("name", record["path"]))).with_suffix(""))
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()

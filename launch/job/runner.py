@@ -43,6 +43,7 @@ from drover.pipeline.contract.state import (
     RANK_VARIABLES,
     STATE,
     STOP,
+    Attempt,
     StageJob,
     StageState,
     log_attempt,
@@ -402,7 +403,7 @@ class Runner:
 
     # ---- records
 
-    def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
+    def _events(self, *, own: bool = False) -> list[Attempt]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
         alike = {"stage": self.spec.stage, "chain": self.spec.chain}

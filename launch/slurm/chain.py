@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.contract.manifest import GitState
 from drover.pipeline.core.files import read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
@@ -38,7 +39,7 @@ class JobChain:
     id: str
     submitted: str
     command: tuple[str, ...]
-    git: dict[str, str | bool]
+    git: GitState
     config: str
     code: str
     jobs: tuple[ChainJob, ...] = ()

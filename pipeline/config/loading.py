@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -234,7 +234,7 @@ POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """The parts of a shape that may be changed by name for existing weights: these extend a context."""
 
 
-def shape_from(values: Record) -> ModelConfig:
+def shape_from(values: Mapping[str, Any]) -> ModelConfig:
     """The shape in one of our records; ValueError, in one line, if it is none."""
     try:
         return ModelConfig(**values)

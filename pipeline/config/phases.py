@@ -7,13 +7,13 @@ Phases end by steps, so a step's number determines its phase, whatever a rollbac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from drover.pipeline.config.training import ParallelConfig, PhaseConfig, TrainConfig, tokens_text
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import counted
-from drover.pipeline.core.files import Record
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ def plan_problems(train: TrainConfig) -> Iterator[str]:
                f"write null if a base sets it): it follows from the phases.")
 
 
-def only_phases_differ(old: Record, new: Record) -> bool:
+def only_phases_differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether two identities of the train stage both have phases and differ in nothing else. Training then continues,
     and refuses by itself any change to phases that have started (pipeline/training/checkpoints.py)."""
-    def without(identity: Record) -> Record:
+    def without(identity: Mapping[str, Any]) -> Mapping[str, Any]:
         config = identity.get("config", {})
         train = {key: value for key, value in config.get("train", {}).items()
                  if key not in ("phases", "steps", "grain_tokens")}

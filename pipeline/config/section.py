@@ -173,10 +173,10 @@ def identity(value: Any) -> Any:
     return value
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, object]:
     """Nested dictionaries and lists as one level: `{"train.lr": 0.003, "shard.sources.0.name": "stdlib"}`."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    flat: dict[str, Any] = {}
+    flat = dict[str, object]()
     for key, item in items:
         flat |= flatten(item, f"{prefix}.{key}".removeprefix("."))
     return flat or {prefix: value}

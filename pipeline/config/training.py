@@ -187,7 +187,7 @@ class PhaseConfig(Section):
     """Steps of linear warmup from 0 at the start of the curve; null: none (in the first phase, train's)."""
 
     @property
-    def overlaid(self) -> dict[str, Any]:
+    def overlaid(self) -> dict[str, object]:
         """The settings that override train's."""
         return {name: value for name in ("mixture", "sequence_length", "batch_tokens", "micro_batch")
                 if (value := getattr(self, name)) is not None}

@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.manifest import ExternalFiles, Manifest
+from drover.pipeline.contract.manifest import ExternalFile, Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
@@ -30,7 +30,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import RANK_VARIABLES, this_job
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record
+from drover.pipeline.core.files import Outputs, Record
 
 CONNECT = timedelta(minutes=30)
 """How long a rank tries to reach rank 0's store: ranks of one start may begin minutes apart."""
@@ -87,7 +87,7 @@ class Channel:
 
     def broadcast(self, work: Work) -> None:
         """Send this work to the other ranks. Only rank 0 calls this."""
-        inputs = {}
+        inputs = dict[str, SentInput]()
         for need in STAGES[work.name].needs:
             folder, manifest = work.input(need)
             inputs[need] = {"folder": str(folder), "counts": manifest.counts, "digest": manifest.digest,
@@ -137,7 +137,7 @@ class Channel:
                             f"{str(error).splitlines()[0]}. Start all ranks from one folder, in one "
                             f"environment.") from error
 
-    def _send(self, what: Record) -> None:
+    def _send(self, what: Mapping[str, object]) -> None:
         self._sent = True
         self.connected().set(_KEY, sign(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass"))))
 
@@ -216,16 +216,25 @@ def _bound(address: str, port: int) -> int:
         return listening.detach()
 
 
+class SentInput(TypedDict):
+    """What rank 0 sends of an earlier stage: fields of its manifest, and where its outputs are."""
+
+    folder: str
+    counts: Record
+    digest: str
+    outputs: Outputs
+
+
 class ReceivedRun(Run):
     """A run as rank 0 has sent it: folders, counts and (for some stages) outputs of the stages before, and the stage's
     own external files."""
 
-    def __init__(self, config: Config, inputs: Mapping[str, Record], files: ExternalFiles) -> None:
+    def __init__(self, config: Config, inputs: Mapping[str, SentInput], files: list[ExternalFile]) -> None:
         super().__init__(config)
         self._inputs = inputs
         self._files = files
 
-    def files(self, stage: str) -> ExternalFiles:
+    def files(self, stage: str) -> list[ExternalFile]:
         """The stage's external files as rank 0 found them."""
         return self._files
 

@@ -225,7 +225,7 @@ class StageAttempt:
             raise
 
     def _note_end(self, error: BaseException) -> None:
-        """Record why the stage ended; not of an element, because others may be at work. After Ctrl-C, only if the stage
+        """Write why the stage ended; not of an element, because others may be at work. After Ctrl-C, only if the stage
         itself has not recorded it."""
         if self.options.element:
             return

@@ -17,11 +17,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
+from drover.pipeline.contract.manifest import ExternalFile, ListedFile
 from drover.pipeline.core.background import BackgroundWorker, ordered_map
 from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
@@ -37,94 +37,95 @@ HASHING = 4
 """Files hashed at one time."""
 
 
+class ReadFile(ListedFile):
+    """What a task recorded of a file that it read. Of a file that is read in ranges only the first has a hash, that of
+    the whole file."""
+
+    sha256: str | None
+
+
 @dataclass(frozen=True)
 class PresentFiles:
     """A stage's external files as they are now.
 
-    records: those that exist, with name, path, bytes, mtime_ns and sha256.
-    incomplete: sources of which a configured file or glob is missing.
+    records: those that exist. incomplete: sources of which a configured file or glob is missing.
     """
 
-    records: list[Record]
-    incomplete: frozenset[str] = field(default_factory=frozenset)
+    records: list[ExternalFile]
+    incomplete: frozenset[str]
 
     def __add__(self, other: PresentFiles) -> PresentFiles:
         """The files of both."""
-        return PresentFiles(sorted([*self.records, *other.records], key=lambda record: str(record["name"])),
-                       self.incomplete | other.incomplete)
+        return PresentFiles(sorted([*self.records, *other.records], key=itemgetter("name")),
+                            self.incomplete | other.incomplete)
 
-    def compared(self, recorded: Iterable[Record], old: Mapping[str, str]) -> dict[str, str]:
+    def compared(self, recorded: Iterable[ExternalFile], old: Mapping[str, str]) -> dict[str, str]:
         """sha256 by name, for a comparison with `old`, which was made together with `recorded`. Files of an incomplete
         source that are missing have their old hash.
 
         If all configured globs and files of a source exist, a missing file is left out, and so counts as a change.
         """
         # Names are relative to the folder that holds all files of a source, which may differ if some are missing.
-        names = {str(record["path"]): str(record["name"]) for record in recorded}
-        files = {name: digest for name, digest in old.items() if name.partition("/")[0] in self.incomplete}
+        names = {record["path"]: record["name"] for record in recorded}
+        files = {name: digest for name, digest in old.items() if _source(name) in self.incomplete}
         for record in self.records:
-            recorded_name = names.get(record["path"]) if _source(record) in self.incomplete else None
+            recorded_name = names.get(record["path"]) if _source(record["name"]) in self.incomplete else None
             files[recorded_name or record["name"]] = record["sha256"]
         return files
 
-    def absent(self, recorded: Iterable[Record]) -> list[str]:
+    def absent(self, recorded: Iterable[ExternalFile]) -> list[str]:
         """Names of the recorded files that are missing without counting as a change."""
         there = {record["path"] for record in self.records} | {record["name"] for record in self.records}
-        return [record["name"] for record in recorded if _source(record) in self.incomplete
+        return [record["name"] for record in recorded if _source(record["name"]) in self.incomplete
                 and record["path"] not in there and record["name"] not in there]
 
 
-def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Sequence[Record], *, run_folder: Path,
-         remember: bool, strict: bool) -> PresentFiles:
+def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Sequence[ExternalFile], *,
+         run_folder: Path, remember: bool, strict: bool) -> PresentFiles:
     """The external files of a stage now.
 
     Args:
         find: returns them as (name, path).
-        known: records. If size and time are equal, their hashes are taken.
+        known: records. If path, size and time are equal, their hashes are taken.
         remember: store hashes in the run's folder, and take them from there.
         strict: all files have to exist.
 
     Raises:
         UserError: a file cannot be read; with `strict`, a configured file is missing.
     """
-    incomplete: set[str] = set()
+    incomplete = set[str]()
     try:
-        result = find()
+        files = find()
     except UserError as error:
         if strict:
             raise
-        result, incomplete = (sorted(error.existing, key=itemgetter(0)), error.sources) \
-            if isinstance(error, AbsentInputError) else ([], set(map(_source, known)))
-    there = list(_looked_at(result, strict))
-    incomplete |= {name.partition("/")[0] for (name, _), record in zip(result, there, strict=True) if record is None}
-    records = [record for record in there if record is not None]
-    by_path, by_name = ({str(record[key]): record for record in known} for key in ("path", "name"))
-    todo = dict[str, list[Record]]()
-    for record in records:
-        old = by_name.get(record["name"], {})
-        if old.get("path") != record["path"]:
-            old = by_path.get(record["path"], old)
-        if all(old.get(key) == record[key] for key in ("path", "bytes", "mtime_ns")):
-            record["sha256"] = old["sha256"]
-        else:
-            todo.setdefault(record["path"], []).append(record)
-    for path, digest in _digests(stage, {path: same[0] for path, same in todo.items()}, run_folder, remember).items():
-        for record in todo[path]:
-            record["sha256"] = digest
-    return PresentFiles(records, frozenset(incomplete))
+        files = []
+        incomplete = {_source(record["name"]) for record in known}
+        if isinstance(error, AbsentInputError):
+            files = sorted(error.existing, key=itemgetter(0))
+            incomplete = error.sources
+    listed = list(_looked_at(files, strict))
+    incomplete |= {_source(name) for (name, _), record in zip(files, listed, strict=True) if record is None}
+    there = [record for record in listed if record is not None]
+    hashes = {_state(record): record["sha256"] for record in known}
+    new = {record["path"]: record for record in there if _state(record) not in hashes}
+    digests = _digests(stage, new, run_folder, remember)
+    hashes |= {_state(record): digests[path] for path, record in new.items()}
+    return PresentFiles([{**record, "sha256": hashes[_state(record)]} for record in there], frozenset(incomplete))
 
 
-def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
-    """Name, absolute path, bytes and mtime_ns of files, and the ETag of objects, in their order; UserError if one is
-    missing."""
-    return [{**record, **({"etag": path.etag} if isinstance(path, ObjectFile) else {})}
-            for (_, path), record in zip(files, _looked_at(files, strict=True), strict=True) if record is not None]
+def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[ListedFile]:
+    """Records of files, with the ETag of objects, in their order; UserError if one is missing."""
+    listed = [record for record in _looked_at(files, strict=True) if record is not None]
+    for (_, path), record in zip(files, listed, strict=True):
+        if isinstance(path, ObjectFile):
+            record["etag"] = path.etag
+    return listed
 
 
-def _looked_at(files: Sequence[tuple[str, InputFile]], strict: bool) -> Iterator[Record | None]:
-    """Name, absolute path, bytes and mtime_ns of each file, several at a time; None for a missing one, or with `strict`
-    UserError."""
-    def look_at(file: tuple[str, InputFile]) -> Record | None:
+def _looked_at(files: Sequence[tuple[str, InputFile]], strict: bool) -> Iterator[ListedFile | None]:
+    """A record of each file, several at a time; None for a missing one, or with `strict` UserError."""
+    def look_at(file: tuple[str, InputFile]) -> ListedFile | None:
         name, path = file
         try:
             stat = path.stat()
@@ -136,53 +137,51 @@ def _looked_at(files: Sequence[tuple[str, InputFile]], strict: bool) -> Iterator
     return ordered_map(look_at, files, batch=512)
 
 
-def hashed_now(listing: Sequence[Record]) -> list[Record]:
+def hashed_now(listing: Sequence[ListedFile]) -> list[ExternalFile]:
     """The records with the sha256 of each file, for a stage whose tasks did not hash the files."""
     return [{**record, "sha256": content_hash(record["path"])} for record in listing]
 
 
-def listing_digest(listing: Sequence[Record]) -> str:
+def listing_digest(listing: Sequence[ListedFile]) -> str:
     """A digest of names, sizes and times: it represents the files in the identity of a started stage."""
     return sha256_json([_seen(record) for record in listing])
 
 
-def refuse_unread(listing: Sequence[Record], read: Sequence[Record], stage: str) -> None:
+def refuse_unread(listing: Sequence[ListedFile], read: Sequence[ExternalFile], stage: str) -> None:
     """UserError if the files that the tasks read differ from the listing at their start."""
-    known = {str(record["name"]): _seen(record) for record in read}
-    other = [str(record["name"]) for record in listing if known.pop(record["name"], None) != _seen(record)]
+    known = {record["name"]: _seen(record) for record in read}
+    other = [record["name"] for record in listing if known.pop(record["name"], None) != _seen(record)]
     if other := [*other, *known]:
         raise UserError(f"{len(other):,} input files were changed while {stage} was reading them "
                         f"({first_names(other)}), so it is not committed. Run it again: it reads the current files.")
 
 
-def _seen(record: Record) -> list[Any]:
-    return [record["name"], record["bytes"], record["mtime_ns"]]
+def _seen(record: ListedFile) -> tuple[str, int, int]:
+    return record["name"], record["bytes"], record["mtime_ns"]
 
 
-def gathered(inputs: Sequence[Record]) -> list[Record]:
-    """Records for `Work.commit(files=...)`, from what each task recorded of the files that it read.
+def _state(record: ListedFile) -> tuple[str, int, int]:
+    return record["path"], record["bytes"], record["mtime_ns"]
 
-    Args:
-        inputs: name, path, bytes, mtime_ns and sha256; of a file that is read in ranges only the first has a hash,
-            that of the whole file.
 
-    Returns:
-        name, path, bytes, mtime_ns and sha256 of each file, sorted by name.
+def gathered(inputs: Sequence[ReadFile]) -> list[ExternalFile]:
+    """Records for `Work.commit(files=...)`, sorted by name, from what each task recorded of the files that it read.
 
     Raises:
         UserError: tasks read different sizes, times or contents of one file.
     """
-    of_file: dict[str, list[Record]] = {}
+    of_file = dict[str, list[ReadFile]]()
     for entry in inputs:
         of_file.setdefault(entry["name"], []).append(entry)
-    records = []
+    records = list[ExternalFile]()
     changed = []
     for name, entries in sorted(of_file.items()):
-        first = {key: entries[0][key] for key in ("name", "path", "bytes", "mtime_ns")}
-        hashes = {entry["sha256"] for entry in entries if entry["sha256"] is not None}
-        if len(hashes) != 1 or any(entry[key] != first[key] for entry in entries for key in ("bytes", "mtime_ns")):
+        hashes = {entry["sha256"] for entry in entries} - {None}
+        if len(hashes) != 1 or len(set(map(_seen, entries))) != 1:
             changed.append(name)
-        records.append({**first, "sha256": min(hashes)})
+        first = entries[0]
+        records.append({"name": name, "path": first["path"], "bytes": first["bytes"], "mtime_ns": first["mtime_ns"],
+                        "sha256": str(hashes.pop())})
     if changed:
         raise UserError(f"{len(changed):,} input files changed between two tasks that read them "
                         f"({first_names(changed)}). Make sure that no program writes to them, and run the stage again: "
@@ -190,7 +189,7 @@ def gathered(inputs: Sequence[Record]) -> list[Record]:
     return records
 
 
-def _digests(stage: str, files: Mapping[str, Record], run_folder: Path, remember: bool) -> dict[str, str]:
+def _digests(stage: str, files: Mapping[str, ListedFile], run_folder: Path, remember: bool) -> dict[str, str]:
     """The hash of each file, by its path. With `remember`, hashes of files with equal size and time are taken from the
     run's ledger, and new ones are added to it immediately."""
     keys = {path: f"{record['bytes']} {record['mtime_ns']}" for path, record in files.items()}
@@ -211,8 +210,9 @@ def _digests(stage: str, files: Mapping[str, Record], run_folder: Path, remember
     return known
 
 
-def _source(record: Record) -> str:
-    return str(record["name"]).partition("/")[0]
+def _source(name: str) -> str:
+    """The source of a file, by the file's name."""
+    return name.partition("/")[0]
 
 
 def _hashed(path: str) -> str:
@@ -254,7 +254,7 @@ def output(folder: Path, record: Record, stage: str) -> Expected:
                     record.get("bytes"))
 
 
-def external(record: Record, stage: str) -> Expected:
+def external(record: ExternalFile, stage: str) -> Expected:
     """A file from outside of the run, by the record that was made of it when `stage` started."""
     return Expected(Path(record["path"]), record["sha256"], f"has changed since the stage {stage} started",
                     f"Restore the old file, or run --stage {stage} --force to use the new one")

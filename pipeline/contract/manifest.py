@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
@@ -18,7 +18,6 @@ from drover.pipeline.core.files import (
     Inside,
     Outputs,
     Record,
-    like,
     problems_of,
     read_record,
     sha256_json,
@@ -30,28 +29,57 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-class ExternalFile(TypedDict):
-    """The required fields of the record of a file from outside of the run."""
-
+class _File(TypedDict):
     name: str
     path: str
     bytes: Count
     mtime_ns: int
+
+
+class ListedFile(_File, total=False):
+    """A file from outside of the run: its absolute path, size, time, and the ETag of an object."""
+
+    etag: str
+
+
+class ExternalFile(ListedFile):
+    """The same with its hash."""
+
     sha256: str
 
 
 class Fingerprint(TypedDict, total=False):
-    """Identity of a stage."""
+    """Fingerprint of a stage."""
 
-    config: Record
+    config: dict[str, object]
     inputs: dict[str, str | None]
     files: dict[str, str]
-    places: Record
+    places: dict[str, object]
     listing: str
 
 
-ExternalFiles = Annotated[list[Record], like(list[ExternalFile])]
-Identity = Annotated[Record, like(Fingerprint)]
+class GitState(TypedDict, total=False):
+    """The commit of the code, and whether files differed from it."""
+
+    commit: str
+    changed: bool
+
+
+class ThisStart(TypedDict, total=False):
+    """A start of a stage: Slurm's job and restart, the number of the start within the job, the node."""
+
+    job: str
+    restart: int
+    attempt: int
+    host: str
+
+
+class Execution(ThisStart, total=False):
+    """How many processes made a stage."""
+
+    processes: int
+    cores: int | None
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -96,22 +124,22 @@ class Manifest:
     """
 
     stage: str
-    fingerprint: Identity
+    fingerprint: Fingerprint
     outputs: Outputs
     counts: Record
     config_sha256: str
-    files: ExternalFiles = field(default_factory=list)
-    places: Record = field(default_factory=dict)
+    files: list[ExternalFile] = field(default_factory=list)
+    places: dict[str, object] = field(default_factory=dict)
     accepted: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     started: str = ""
     finished: str = ""
     software: dict[str, str] = field(default_factory=dict)
-    git: Record = field(default_factory=dict)
+    git: GitState = field(default_factory=GitState)
     scratch: list[Inside] = field(default_factory=list)
-    start: Record = field(default_factory=dict)
+    start: dict[str, object] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
-    execution: Record = field(default_factory=dict)
+    execution: Execution = field(default_factory=Execution)
     format: int = FORMAT
 
     @cached_property
@@ -165,21 +193,22 @@ def read_manifest(folder: Path) -> Manifest | None:
     return read_record(folder / MANIFEST, Manifest, "Use another run name, or --force to rebuild it.", FORMAT)
 
 
-def differences(old: Identity, new: Identity) -> list[Difference]:
+def differences(old: Fingerprint, new: Fingerprint) -> list[Difference]:
     """The fields in which two fingerprints differ."""
     before, after = _fields(old), _fields(new)
     return [Difference(key, before.get(key), after.get(key))
             for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
 
 
-def _fields(fingerprint: Identity) -> Record:
+def _fields(fingerprint: Fingerprint) -> dict[str, object]:
     """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`, `places.shard.sources.0.paths.0`."""
     from drover.pipeline.config.section import flatten
 
-    fields = flatten(fingerprint.get("config", {}), "config")
-    for group in ("inputs", "files", "places"):
-        fields.update({f"{group}.{name}": value for name, value in fingerprint.get(group, {}).items()})
-    return fields
+    groups: dict[str, Mapping[str, object]] = {
+        "inputs": fingerprint.get("inputs", {}), "files": fingerprint.get("files", {}),
+        "places": fingerprint.get("places", {})}
+    return flatten(fingerprint.get("config", {}), "config") | {
+        f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
 
 
 def _short(digest: Any) -> str:
@@ -206,10 +235,10 @@ class StartRecord:
         unusable: whether it refused its input, so that its finished tasks are of no use with another one.
     """
 
-    fingerprint: Identity
+    fingerprint: Fingerprint
     at: str = ""
     accepted: list[str] = field(default_factory=list)
-    files: ExternalFiles = field(default_factory=list)
+    files: list[ExternalFile] = field(default_factory=list)
     force_id: str | None = None
     chain: str | None = None
     unusable: bool = False
@@ -273,7 +302,7 @@ class State:
         return self.kind + (f" ({self.reasons[0]})" if self.reasons else "")
 
 
-def stage_state(record: Manifest | StartRecord | None, present: Identity, *, missing: Sequence[str] = (),
+def stage_state(record: Manifest | StartRecord | None, present: Fingerprint, *, missing: Sequence[str] = (),
                 keeps: bool = False, useful: bool = True) -> State:
     """The state of a stage.
 
@@ -311,7 +340,9 @@ def stage_state(record: Manifest | StartRecord | None, present: Identity, *, mis
     return State("resumable", reasons=["will continue" + f"; {OTHER_FILES}" * files])
 
 
-def record_differences(record: Manifest | StartRecord, present: Identity) -> list[Difference]:
+def record_differences(record: Manifest | StartRecord, present: Fingerprint) -> list[Difference]:
     """What has changed since the record was written."""
-    places = {"places": record.places} if isinstance(record, Manifest) else {}
-    return differences({**record.fingerprint, **places}, present)
+    recorded = record.fingerprint.copy()
+    if isinstance(record, Manifest):
+        recorded["places"] = record.places
+    return differences(recorded, present)

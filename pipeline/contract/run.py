@@ -17,7 +17,9 @@ from drover.pipeline.contract.manifest import (
     MANIFEST,
     STARTED,
     Difference,
-    Identity,
+    ExternalFile,
+    Fingerprint,
+    ListedFile,
     Manifest,
     StartRecord,
     State,
@@ -31,7 +33,7 @@ from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.workers import finished_tasks
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_results, listed
-from drover.pipeline.core.files import Record, opened, sha256_file
+from drover.pipeline.core.files import opened, sha256_file
 
 
 class Run:
@@ -41,7 +43,7 @@ class Run:
         self.config = config
         self.folder = config.folder
         self._known_files: dict[tuple[str, str, bool], PresentFiles] = {}
-        self._listings: dict[str, list[Record]] = {}
+        self._listings: dict[str, list[ListedFile]] = {}
         self._manifests: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
     @cached_property
@@ -109,26 +111,29 @@ class Run:
                             f"--stage all){other}.")
         return manifest
 
-    def fingerprint(self, stage: str) -> Identity:
+    def fingerprint(self, stage: str) -> Fingerprint:
         """The identity that the stage would have if it started now; UserError if a stage before it is not done.
 
         It contains the hashes of external files, but for files that tasks read only a digest of their list. The tasks
         add the hashes.
         """
         by_units, files = all_results(lambda: self.listing(stage), lambda: self.files(stage))
-        listing = {"listing": listing_digest(by_units)} if "task_files" in STAGES[stage].functions else {}
-        return {"config": self._settings(stage),
-                "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},
-                "files": {record["name"]: record["sha256"] for record in files}, **listing}
+        result: Fingerprint = {
+            "config": self._settings(stage),
+            "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},
+            "files": {record["name"]: record["sha256"] for record in files}}
+        if "task_files" in STAGES[stage].functions:
+            result["listing"] = listing_digest(by_units)
+        return result
 
-    def listing(self, stage: str) -> list[Record]:
+    def listing(self, stage: str) -> list[ListedFile]:
         """Name, path, bytes and mtime_ns of the external files that the stage's tasks read, as this process first found
         them; UserError if one is missing."""
         if stage not in self._listings:
             self._listings[stage] = listed_files(STAGES[stage].input_files(self.config, "task_files"))
         return self._listings[stage]
 
-    def files(self, stage: str) -> list[Record]:
+    def files(self, stage: str) -> list[ExternalFile]:
         """The stage's external files that are hashed before it starts, with name, path, bytes, mtime_ns and sha256;
         UserError if one is missing.
 
@@ -209,7 +214,7 @@ class Run:
         present, places = self._present(stage, manifest)
         return record_differences(manifest, {**present, "places": places})
 
-    def _present(self, stage: str, manifest: Manifest) -> tuple[Identity, Record]:
+    def _present(self, stage: str, manifest: Manifest) -> tuple[Fingerprint, dict[str, object]]:
         """The identity that a finished stage would have now, and the places of its external files. Missing files and
         stages have their recorded hashes, and a place counts as changed only if files are missing or differ."""
         external = self._external(stage)
@@ -223,7 +228,7 @@ class Run:
                    for key in now | manifest.places}
         return {"config": self._settings(stage), "inputs": inputs, "files": files}, now
 
-    def _settings(self, stage: str) -> Record:
+    def _settings(self, stage: str) -> dict[str, object]:
         return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
 
     def refuse_changed_ancestors(self, stage: str, *, files: bool = True) -> None:
@@ -291,7 +296,7 @@ def reused_folder(run_folder: Path, reuse: str) -> Path:
     return beside if moved and beside.resolve() != run_folder.resolve() else written
 
 
-def places(stage: Stage, config: Config) -> Record:
+def places(stage: Stage, config: Config) -> dict[str, object]:
     """The settings that name the places of the stage's external files, by their full names."""
     if not {"files", "task_files"} & stage.functions.keys():
         return {}

@@ -22,8 +22,10 @@ from drover.pipeline.contract.manifest import (
     MANIFEST,
     OTHER_FILES,
     STARTED,
-    ExternalFiles,
-    Identity,
+    ExternalFile,
+    Fingerprint,
+    GitState,
+    ListedFile,
     Manifest,
     StartRecord,
     start_or_empty,
@@ -97,7 +99,7 @@ class Work:
 
     run: Run
     name: str
-    fingerprint: Identity
+    fingerprint: Fingerprint
     accepted: list[str] = field(default_factory=list)
     element: str = ""
     began: float = field(default_factory=time.monotonic)
@@ -124,8 +126,10 @@ class Work:
         return self.run.own_folder(self.name)
 
     @property
-    def _without_listing(self) -> Identity:
-        return {key: value for key, value in self.fingerprint.items() if key != "listing"}
+    def _without_listing(self) -> Fingerprint:
+        result = self.fingerprint.copy()
+        result.pop("listing", None)
+        return result
 
     def say(self, text: str) -> None:
         """Print a line about this stage."""
@@ -145,7 +149,7 @@ class Work:
         """The stage's external files, as they were at its start."""
         return [external(record, self.name) for record in self.run.files(self.name)]
 
-    def listing(self) -> list[Record]:
+    def listing(self) -> list[ListedFile]:
         """Name, path, bytes and mtime_ns of the external files that its tasks read, as they were at its start."""
         return self.run.listing(self.name)
 
@@ -244,13 +248,13 @@ class Work:
                        idle=starts)
 
     def note_stopped(self, stopped: Stopped) -> None:
-        """Record that the work was interrupted, for the launcher and for people."""
+        """Note that the work was interrupted, for the launcher and for people."""
         with suppress(OSError):
             write_state(self.folder, "failed" if stopped.hopeless else "preempted", self.state_file,
                         reason=stopped.reason, **stopped.facts)
 
     def commit(self, outputs: Outputs, counts: Record, *, verified: bool = False,
-               files: ExternalFiles | None = None, scratch: Sequence[Path] = ()) -> Manifest:
+               files: list[ExternalFile] | None = None, scratch: Sequence[Path] = ()) -> Manifest:
         """Verify the outputs and write the manifest, which makes the stage done.
 
         Args:
@@ -272,7 +276,7 @@ class Work:
                 raise DoneElsewhere
             return self._commit(outputs, counts, verified, files, scratch)
 
-    def _commit(self, outputs: Outputs, counts: Record, verified: bool, files: ExternalFiles | None,
+    def _commit(self, outputs: Outputs, counts: Record, verified: bool, files: list[ExternalFile] | None,
                 scratch: Sequence[Path]) -> Manifest:
         files = hashed_now(self.listing()) if files is None else files
         refuse_unread(self.listing(), files, self.name)
@@ -306,7 +310,7 @@ class Work:
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
 
-    def _fingerprint(self, files: ExternalFiles) -> Identity:
+    def _fingerprint(self, files: list[ExternalFile]) -> Fingerprint:
         """The identity of the finished stage: hashes of files take the place of the listing."""
         known = self._without_listing
         return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
@@ -319,7 +323,7 @@ def processes(config: Config) -> int:
     return config.launch.processes or min(usable_cores(), allotted or sys.maxsize)
 
 
-def begin(run: Run, name: str, fingerprint: Identity, accepted: list[str], element: str = "",
+def begin(run: Run, name: str, fingerprint: Fingerprint, accepted: list[str], element: str = "",
           forced_by: str | None = None) -> Work:
     """Prepare the stage's folder: remove files of killed writers, record the start and the configuration.
 
@@ -380,7 +384,7 @@ def software_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions}
 
 
-def git_state() -> Record:
+def git_state() -> GitState:
     """Commit of the checkout (or of the one that this is a copy of), and whether it has changes; empty without git."""
     if (IMPORTED_FROM / SNAPSHOT).is_file():  # a copy in runs/ may be inside of a checkout that has changed since
         snapshot = read_json(IMPORTED_FROM / SNAPSHOT)

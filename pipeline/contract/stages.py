@@ -16,9 +16,9 @@ import drover
 from drover.pipeline.config.kinds import imported
 from drover.pipeline.config.shipped import STAGE_FUNCTIONS
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Fingerprint
 from drover.pipeline.core.errors import REPOSITORY as REPOSITORY
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record
 from drover.pipeline.storage.object_files import InputFile
 
 IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
@@ -101,11 +101,11 @@ class Stage:
         return sorted((result for kind in kinds or ("files", "task_files")
                        for result in self.call(kind, config, otherwise=())), key=itemgetter(0))
 
-    def may_renew(self, old: Record, new: Record) -> bool:
+    def may_renew(self, old: Fingerprint, new: Fingerprint) -> bool:
         """Whether a stage with the old fingerprint may be made with the new one without `--force`."""
         return bool(self.call("renews", old, new))
 
-    def goes_on(self, config: Config, counts: Record) -> bool:
+    def goes_on(self, config: Config, counts: Mapping[str, Any]) -> bool:
         """Whether the configuration asks for more than the finished stage with these `counts` has done."""
         if self.goal is None:
             return False

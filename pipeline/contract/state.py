@@ -21,11 +21,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.contract.manifest import Manifest, ThisStart, read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import (
     Count,
-    Record,
     append_line,
     read_lines,
     read_record,
@@ -126,10 +125,10 @@ def write_state(folder: Path, status: Status, file: str = STATE, **facts: Any) -
     """Write the status of the stage in `folder`, or of one of the processes that share it, in a `file` of its own. Only
     one process may write a file. facts: step, reason, again, units and idle of the `StageState`. OSError if it cannot
     be written."""
-    write_sealed(folder / file, asdict(StageState(status, **{**this_start(), **facts}, at=now())))
+    write_sealed(folder / file, asdict(StageState(status, **this_start(), **facts, at=now())))
 
 
-def this_start() -> Record:
+def this_start() -> ThisStart:
     """What identifies the start that this process belongs to: `job`, `restart`, `attempt` and `host`."""
     return {"job": os.environ.get("SLURM_JOB_ID", ""), "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "attempt": this_job().start, "host": platform.node()}
@@ -142,8 +141,9 @@ def read_state(folder: Path, file: str = STATE) -> StageState | None:
         if (state := read_record(folder / file, StageState)) is not None:
             return state
         if file == STATE and (manifest := read_manifest(folder)) is not None:
-            return StageState("done", step=manifest.counts.get("steps"), at=manifest.finished,
-                              **{key: manifest.execution[key] for key in this_start() if key in manifest.execution})
+            made = manifest.execution
+            return StageState("done", step=manifest.counts.get("steps"), at=manifest.finished, job=made.get("job", ""),
+                              restart=made.get("restart", 0), attempt=made.get("attempt", 0), host=made.get("host", ""))
     return None
 
 
@@ -230,7 +230,7 @@ def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> No
     append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
 
 
-def read_attempts(run_folder: Path) -> list[Record]:
+def read_attempts(run_folder: Path) -> list[Attempt]:
     """All events of `log_attempt`, in order; [] for a run without any."""
     result = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
              for event in read_lines(path, Attempt, appended=True)]

@@ -40,6 +40,8 @@ TASKS = "units"
 CLAIMS = f"{TASKS}/claims"
 TaskFunction = Callable[[Path, Any], Record]
 """(the stage's folder, a task's payload) -> the task's record."""
+Done = tuple[str, Record]
+"""The name of a finished task, and its record."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class Workers:
             gc.unfreeze()
 
     def do(self, function: TaskFunction, folder: Path, tasks: Iterable[Task],
-           stop: StopRequest) -> Iterator[tuple[str, Record]]:
+           stop: StopRequest) -> Iterator[Done]:
         """Yield (name, record) as tasks finish. This process itself does a single task, or all tasks if `most` is 1, so
         that a debugger can step in. The next task is taken from `tasks` when a worker is idle.
 
@@ -224,7 +226,7 @@ class Workers:
             yield from _in_place(function, folder, waiting, stop)
             return
         running = dict[Connection, str]()
-        made = list[tuple[str, Record]]()
+        made = list[Done]()
         failure: BaseException | None = None
         try:
             with stop.waiting():  # also while a record is written: each turn of the loop checks for a request
@@ -279,7 +281,7 @@ class Workers:
 
 
 def _in_place(function: TaskFunction, folder: Path, tasks: Iterable[Task],
-              stop: StopRequest) -> Iterator[tuple[str, Record]]:
+              stop: StopRequest) -> Iterator[Done]:
     for task in tasks:
         if stop.heard:
             return

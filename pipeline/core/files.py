@@ -63,7 +63,7 @@ def _as(kind: Any) -> Make:
     """The function that converts a value to `kind`. Its error messages begin with a blank if the value itself is wrong,
     and with a point if something in it is."""
     origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind in (Any, object):
         return lambda value: value
     if kind in (str, bool, NoneType):
         return lambda value: value if type(value) is kind else _refuse(value)
@@ -561,7 +561,7 @@ class Ledger:
             sync(self.folder)
             sync(self.folder.parent)  # the folder may be new, too
 
-    def recorded(self, keys: Mapping[str, str]) -> dict[str, Any]:
+    def recorded(self, keys: Mapping[str, str]) -> Record:
         """The records of the tasks that are finished under these keys."""
         return {name: record for name, key, record in self.lines() if keys.get(name) == key}
 

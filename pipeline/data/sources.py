@@ -27,6 +27,7 @@ from drover.pipeline.storage.store import is_url
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
+    from drover.pipeline.contract.manifest import ListedFile
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -63,7 +64,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     return result
 
 
-def reading_units(config: ShardConfig, files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def reading_units(config: ShardConfig, files: Sequence[ListedFile]) -> list[dict[str, Any]]:
     """The corpus cut into pieces of work, in order: payloads for `drover.pipeline.data.reading.stage_unit`.
 
     A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
@@ -73,7 +74,7 @@ def reading_units(config: ShardConfig, files: Sequence[dict[str, Any]]) -> list[
     A payload has `name`, `source`, `max_document_mb` and `pieces`, each the fields of a `Piece`; those of a dataset are
     its own files, where they lie here. With filters it has `examples`, too, for the first EXAMPLE_UNITS of a source.
 
-    files: their records (`external_inputs.listed_files`), those of a source sorted by name.
+    files: their records (`inputs.listed_files`), those of a source sorted by name.
     """
     of_source: dict[str, list[Piece]] = defaultdict(list)
     for file in files:

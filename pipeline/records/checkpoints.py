@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
+from drover.pipeline.contract.manifest import GitState
 from drover.pipeline.core.errors import OtherVersionError, UserError
 from drover.pipeline.core.files import Outputs, Record, read_record
 
@@ -42,7 +43,7 @@ class TrainingProgress:
     precision: str = ""
     updates: int = 0
     guards: Record = field(default_factory=dict)
-    hooks: Record = field(default_factory=dict)
+    hooks: dict[str, Record] = field(default_factory=dict)
     record: Record | None = None
 
 
@@ -69,8 +70,8 @@ def complete_checkpoints(train: Path) -> list[Path]:
 class MarkedConfig(TypedDict, total=False):
     """Sections of the configuration that made a checkpoint."""
 
-    model: Record
-    train: Record
+    model: dict[str, object]
+    train: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Marker:
     files: Outputs
     config: MarkedConfig = field(default_factory=MarkedConfig)
     code: dict[str, str] = field(default_factory=dict)
-    software: Record = field(default_factory=dict)
-    git: Record = field(default_factory=dict)
+    software: dict[str, object] = field(default_factory=dict)
+    git: GitState = field(default_factory=GitState)
     world_size: int = 0
 
 

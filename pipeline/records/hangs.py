@@ -88,7 +88,7 @@ def hang_folder(train_folder: Path, key: str | None = None) -> Path:
 
 
 def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
-    """Record the node of each rank of this start: a completely hung rank cannot do so itself."""
+    """Write the node of each rank of this start: a completely hung rank cannot do so itself."""
     write_sealed(train_folder / PLACES, asdict(Places(attempt_key(), tuple(nodes))))
 
 

@@ -9,14 +9,14 @@ the same samples and makes the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from drover.pipeline.contract.state import Time, read_attempts
-from drover.pipeline.core.files import Count, Record, read_lines, read_record, write_sealed
+from drover.pipeline.contract.state import Attempt, Time, read_attempts
+from drover.pipeline.core.files import Count, read_lines, read_record, write_sealed
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress, named_after_steps, read_marker
 
@@ -64,7 +64,7 @@ class Line(_Line, total=False):
     stall_s: float
     skipped: str
     tokens: Count
-    validation_bpb: dict[str, Any]
+    validation_bpb: dict[str, object]
 
 
 class LoggedSample(TypedDict):
@@ -204,7 +204,7 @@ def read_rollbacks(folder: Path) -> list[Rollback]:
 
 
 def add_rollback(folder: Path, rollback: Rollback) -> None:
-    """Record a rollback durably. To be called by one rank, before anything is loaded."""
+    """Store a rollback durably. To be called by one rank, before anything is loaded."""
     write_sealed(folder / ROLLBACKS, asdict(Rollbacks((*read_rollbacks(folder), rollback))))
 
 
@@ -267,7 +267,7 @@ class RunFacts(TrainingRecords):
         self.folder = folder
 
     @cached_property
-    def attempts(self) -> list[Record]:
+    def attempts(self) -> list[Attempt]:
         """What the launcher did, in order."""
         return read_attempts(self.folder)
 
@@ -278,7 +278,7 @@ class RunFacts(TrainingRecords):
         starts = []
         for event in self.attempts:
             if event["event"] == "attempt" and event.get("nodes"):
-                end = ends.get(_start_of(event), {})
+                end: Mapping[str, Any] = ends.get(_start_of(event)) or {}
                 starts.append(Start(
                     event["stage"], event["job"], event.get("restart", 0), event["start"], event.get("chain", ""),
                     event["at"], tuple(event["nodes"]), event.get("ranks", 1), end.get("status", ""),
@@ -296,6 +296,6 @@ class RunFacts(TrainingRecords):
         return {path.name: read_marker(path).progress for path in named_after_steps(self.train / CHECKPOINTS)}
 
 
-def _start_of(event: Record) -> tuple[str, str, int, int]:
+def _start_of(event: Attempt) -> tuple[str, str, int, int]:
     """The start that an event belongs to."""
     return event["stage"], event["job"], event.get("restart", 0), event["start"]
