@@ -16,7 +16,7 @@ import os
 import platform
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -125,7 +125,7 @@ def write_state(folder: Path, status: Status, file: str = STATE, **facts: Any) -
     """Write the status of the stage in `folder`, or of one of the processes that share it, in a `file` of its own. Only
     one process may write a file. facts: step, reason, again, units and idle of the `StageState`. OSError if it cannot
     be written."""
-    write_sealed(folder / file, asdict(StageState(status, **this_start(), **facts, at=now())))
+    write_sealed(folder / file, asdict(replace(StageState(status, **this_start(), at=now()), **facts)))
 
 
 def this_start() -> ThisStart:

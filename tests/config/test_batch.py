@@ -100,7 +100,3 @@ def test_every_shipped_recipe_is_possible_and_takes_the_micro_batch_that_it_name
         assert BatchPlan.of(within.train, within.parallel, ranks).micro_batch == within.train.micro_batch
     assert rank_problems(settings, ranks) == []
     assert {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")} == {name for (name, *_), _ in RECIPES}
-
-
-def test_copies_can_be_as_many_as_the_ranks_make():
-    assert ParallelConfig(dp_replicate=-1, dp_shard=4, tp=2).sizes(24) == (1, 3, 4, 1, 2)

@@ -81,12 +81,6 @@ def test_a_name_may_look_like_a_number(written, tmp_path, name):
     save_config(config, tmp_path / "again.yaml")
 
 
-def test_overrides_reach_into_lists(written):
-    path = written("shard:\n  sources:\n  - {kind: files, name: a, paths: [x.txt]}\n")
-    config = load_config(path, ["shard.sources.0.name=b", "train.lr=2e-4", "launch.processes=null"])
-    assert config.shard.sources[0].name == "b" and config.train.lr == 2e-4
-
-
 def test_execution_fields_are_no_identity():
     config = load_config(REPOSITORY / "configs/demo.yaml")
     same = load_config(REPOSITORY / "configs/demo.yaml",

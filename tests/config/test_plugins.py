@@ -72,13 +72,6 @@ def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, 
     assert load_config(moved / "config.yaml", check=False).plugins == [str(moved / "moved_along.py")]
 
 
-def test_a_file_of_that_name_in_another_folder_is_not_taken(place, monkeypatch):
-    monkeypatch.chdir(place)
-    (place / "plugged_in.py").write_text("")
-    refused(UserError, rf"there is no plugin nothere/plugged_in.py \(looked in {place}\)\. Put it back", load_config,
-            place / "config.yaml", ["plugins=[nothere/plugged_in.py]"])
-
-
 @pytest.mark.parametrize("plugins, message", [
     ("[absent.py]", r"the command line \(plugins=\[absent.py\]\): there is no plugin absent.py \(looked in .*"),
     ("[no_such_module]", "plugin no_such_module cannot be imported: ModuleNotFoundError: No module named"),
@@ -115,11 +108,3 @@ def test_a_stage_follows_the_one_that_it_names(monkeypatch):
         register_stage(stage)
     assert parse_stages("all") == ["shard", "tokenizer", "encode", "train", "convert", "check", "evaluate", "report",
                                    "last"]
-
-
-def test_settings_of_an_own_filter_are_checked_when_its_module_is_imported(place):
-    """They may be called path and files, as those of built-in ones that name inputs."""
-    text = "plugins: []\nshard: {filters: [{kind: 'imported_by_nobody:F', path: [a, b], files: [x, 5]}]}\n"
-    (place / "config.yaml").write_text(text)
-    load_config(place / "config.yaml")
-    assert "imported_by_nobody" not in sys.modules

@@ -15,7 +15,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, output_record, read_json, write_text
 from tests.conftest import run_python
-from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never, run_of
+from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 
 def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_of(place, capsys):
@@ -190,15 +190,3 @@ def test_an_atomic_file_appears_whole_and_one_that_others_may_have_mapped_only_w
             file.write(content)
         assert path.read_bytes() == content and (path.stat().st_ino == before) is same
         assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_manifest_is_parsed_again_only_when_it_is_another_file(place):
-    call(place, "shard", copy_corpus)
-    run = run_of(place)
-    path = place / "runs/a/shard/manifest.json"
-    first = run.finished("shard")
-    assert run.finished("shard") is first
-    first.write(path.parent)
-    assert run.finished("shard") is not first
-    path.unlink()
-    assert run.manifest("shard") is None

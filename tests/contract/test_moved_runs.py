@@ -8,7 +8,6 @@ from drover.launch.run_status import read_run
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.core.command_line import find_run
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.metrics import TrainingRecords, read_metrics
 from tests.data.source_files import write_jsonl
@@ -42,22 +41,6 @@ def test_overrides_and_other_files_name_their_own_run(moved, place, tmp_path):
     shutil.copy(moved / "config.yaml", moved / "mine.yaml")
     for path in (tmp_path / "own/config.yaml", moved / "mine.yaml"):
         assert load_config(path).folder == place / "runs/a"
-
-
-def test_from_within_the_folder(moved, monkeypatch):
-    monkeypatch.chdir(moved)
-    assert load_config("config.yaml").folder.resolve() == moved
-    assert find_run(".").name == "b"
-    monkeypatch.chdir(moved / "shard")
-    assert load_config("../config.yaml").folder.resolve() == moved
-    assert run_in(moved / "shard/..").folder.resolve() == moved
-
-
-def test_a_run_in_its_place_keeps_its_config_as_written(place, monkeypatch):
-    """A relative runs_dir stays relative: where the folder is what was written, nothing is replaced."""
-    monkeypatch.chdir(place)
-    assert call(place, "shard", copy_corpus, "runs_dir=runs") == 0
-    assert load_config(place / "runs/a/config.yaml").runs_dir == "runs"
 
 
 def test_a_folder_name_that_is_none_is_refused_with_its_place(moved):

@@ -11,7 +11,6 @@ from drover.pipeline.contract import locks
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.locks import Claims
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.state import read_state
 from drover.pipeline.shard import shard
 from tests.contract.conftest import ended
 from tests.refusal import table
@@ -58,18 +57,6 @@ def test_a_killed_element_s_units_are_done_by_the_others(twelve):
     assert before.items() <= twelve.records().items() and len(read_manifest(twelve.folder).outputs) == 12
     assert {path.name for path in twelve.folder.iterdir()} == {
         "manifest.json", "units", *(f"{number}.txt" for number in range(12))}
-
-
-def test_an_element_that_is_stopped_leaves_its_units_to_the_others(twelve):
-    stopped, other = (twelve.start("--element", name, "launch.processes=1", held=4, GRACE="0.002") for name in "ab")
-    wait_for(lambda: len(twelve.tasks()) == 6, of=other)
-    stopped.send_signal(signal.SIGUSR2)
-    assert "tasks of read are done" in ended(stopped, 130)
-    state = read_state(twelve.folder, "units/claims/a.json")
-    assert (state.status, state.again) == ("preempted", True) and read_state(twelve.folder) is None
-    twelve.gate.touch()
-    ended(other)
-    assert twelve.tasks().total() == 13 and read_state(twelve.folder).status == "done"
 
 
 def test_an_element_that_only_waits_has_time_enough(twelve):

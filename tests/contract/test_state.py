@@ -3,7 +3,6 @@
 from drover.pipeline.contract import state as state_module
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.stage_work import set_aside
 from drover.pipeline.contract.state import PROGRESS, Progress, ProgressRecord, read_state, write_state
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json, write_text
@@ -61,12 +60,6 @@ def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
     assert "The stage shard of" in read_state(place / "runs/a/tokenizer").reason
     call(place, "shard", copy_corpus)
     assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
-
-
-def test_what_refused_training_left_is_not_kept_for_its_sake(place):
-    folder = place / "runs/a/train"
-    write_state(folder, "failed", reason="no tokens")
-    assert set_aside(folder, keep=True) is None and not folder.exists()
 
 
 def test_force_id_forces_once(place):

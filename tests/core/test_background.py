@@ -26,13 +26,3 @@ def test_a_thread_that_cannot_start_leaves_no_item_behind(no_thread):
     no_thread.undo()
     assert worker.put(2) and worker.wait(HANG_S) and worker.put(3)
     assert worker.close(HANG_S) and handled == [2, 3]
-
-
-def test_a_thread_that_stays_starts_at_once_so_that_no_later_put_fails(no_thread):
-    refused(RuntimeError, "can't start", BackgroundWorker, "lasting", print)
-    no_thread.undo()
-    handled = []
-    worker = BackgroundWorker("lasting", handled.append)
-    no_thread.setattr(threading.Thread, "start", None)
-    assert worker.put(1) and worker.wait(HANG_S) and worker.put(2)
-    assert worker.close(HANG_S) and handled == [1, 2]

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.records.weight_files import FILE, keep_settings, read_settings, settings_file
-from tests.refusal import refused, table
+from tests.refusal import table
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 
 
@@ -55,8 +54,3 @@ def test_a_training_from_random_weights_has_none_of_an_earlier_one(tmp_path):
     write_json(tmp_path / FILE, {"temperature": 0.6})
     keep_settings(None, tmp_path, 1, 2)
     assert read_settings(tmp_path / FILE) == {}
-
-
-def test_a_file_that_is_none_is_named(tmp_path):
-    (tmp_path / FILE).write_text("[")
-    refused(UserError, f"{tmp_path / FILE} is damaged", read_settings, tmp_path / FILE)

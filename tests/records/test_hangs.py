@@ -72,13 +72,6 @@ def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
     assert judge_hang(folder, 2).late == ((1, None),)
 
 
-def test_a_torn_record_counts_as_none(tmp_path):
-    write(tmp_path, "RRR")
-    (tmp_path / "node0.jsonl").write_text((tmp_path / "node0.jsonl").read_text()[:-9])
-    (tmp_path / "node2.jsonl").write_text('[]\n{}\n')
-    assert [record.rank for record in read_hang(tmp_path)] == [0, 2]
-
-
 @pytest.mark.slow
 def test_a_rank_waits_before_it_ends_so_that_others_are_recorded_too(tmp_path, monkeypatch):
     """Beyond the first ones there is the record only."""
@@ -101,18 +94,3 @@ def silent(folder, rank=0, ranks=1):
     with Watchdog(folder, rank, 0.3, ranks) as watchdog:
         watchdog.finished(7, 0.01)
         time.sleep(HANG_S)
-
-
-def test_a_watchdog_ends_what_is_silent(tmp_path):
-    """What it takes for silence, tests/training/test_watchdog.py shows."""
-    folder = tmp_path / "hangs" / attempt_key()
-    folder.mkdir(parents=True)
-    (folder / "node3.jsonl").write_text("an earlier start's")
-    process = multiprocessing.get_context("fork").Process(target=silent, args=(folder,))
-    process.start()
-    process.join(HANG_S)
-    assert process.exitcode == HUNG_STATUS
-    assert (tmp_path / f"hangs/{attempt_key()}.earlier/node3.jsonl").is_file() and not (folder / "node3.jsonl").exists()
-    record, = read_hang(folder)
-    assert record.step == 7 and record.stack[-1].endswith(" silent") and record.silent_s >= 0.3
-    assert "in silent" in (folder / "rank0.stacks").read_text()
