@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import DEVNULL, run
 
 from benchmarks.measuring import print_machine, print_table, seconds
-from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.console import Parser, Program
 from drover.pipeline.core.errors import require
 from drover.pipeline.core.files import read_json, write_text
 

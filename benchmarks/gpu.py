@@ -22,7 +22,7 @@ from benchmarks.measuring import Case, add_options, run_cases
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS
 from drover.pipeline.config.tree import Config, changed
-from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.console import Parser, Program
 from drover.pipeline.core.errors import UserError
 
 TINY = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=128, vocab_size=512, context_length=256)

@@ -20,8 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from drover.pipeline.config.phases import BatchPlan
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.command_line import Parser
-from drover.pipeline.core.console import markdown
+from drover.pipeline.core.console import Parser, markdown
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.data.sampling.batch import Batch, pack
 from drover.pipeline.formats.huggingface import config_to_json

@@ -20,7 +20,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config, changed
-from drover.pipeline.core.command_line import Program
+from drover.pipeline.core.console import Program
 
 CONFIG = Config(
     tokenizer=TokenizerConfig(vocab_size=8192),

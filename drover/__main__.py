@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from drover.pipeline.core.command_line import RUNS, Program, complain, find_model
+from drover.pipeline.core.console import RUNS, Program, complain, find_model
 from drover.pipeline.core.errors import UserError, meant
 
 COMMANDS = {

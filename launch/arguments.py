@@ -10,8 +10,7 @@ from drover.pipeline.config.loading import load_config, refusal
 from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.core.command_line import Parser
-from drover.pipeline.core.console import echo
+from drover.pipeline.core.console import Parser, echo
 from drover.pipeline.core.errors import UserError
 
 USUAL = Path("configs") / "demo.yaml"

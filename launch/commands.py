@@ -22,8 +22,17 @@ from drover.pipeline.config.explaining import explain as explanation
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, parse_stages
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.core.command_line import INTERRUPTED, NamedRun, Parser, Program, add_run, find_run
-from drover.pipeline.core.console import echo, printable, readable
+from drover.pipeline.core.console import (
+    INTERRUPTED,
+    NamedRun,
+    Parser,
+    Program,
+    add_run,
+    echo,
+    find_run,
+    printable,
+    readable,
+)
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import opened, read_bytes, write_text
 from drover.pipeline.records.metrics import RunFacts

@@ -17,8 +17,7 @@ from pathlib import Path
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.command_line import Parser, Program
-from drover.pipeline.core.console import counted, echo
+from drover.pipeline.core.console import Parser, Program, counted, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 

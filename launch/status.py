@@ -27,8 +27,7 @@ from dataclasses import asdict
 
 from drover.launch.run_status import FINISHED, SILENT, RunStatus, judge, read_run
 from drover.launch.slurm.scheduler import Scheduler
-from drover.pipeline.core.command_line import RUNS, Parser, Program, add_json, find_run, in_colour, runs_in
-from drover.pipeline.core.console import printable
+from drover.pipeline.core.console import RUNS, Parser, Program, add_json, find_run, in_colour, printable, runs_in
 from drover.pipeline.core.errors import UserError
 
 WIDTH = 100

@@ -48,8 +48,7 @@ from drover.pipeline.contract.entry import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.core.command_line import Parser, Program, add_json
-from drover.pipeline.core.console import echo
+from drover.pipeline.core.console import Parser, Program, add_json, echo
 from drover.pipeline.core.errors import UserError, absent, all_problems
 
 

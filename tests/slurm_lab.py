@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 
 from drover.launch.processes import answer_of
-from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.console import Parser, Program
 from drover.pipeline.core.errors import UserError
 
 PACKAGES = ["slurm-wlm", "slurmdbd", "munge", "mariadb-server"]

@@ -24,8 +24,7 @@ from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.manifest import not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.command_line import Parser, Program, add_json
-from drover.pipeline.core.console import echo
+from drover.pipeline.core.console import Parser, Program, add_json, echo
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problem_of
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from drover.model.generation.sampling import Sampling
 from drover.pipeline.config.kinds import add_plugin_option
-from drover.pipeline.core.command_line import Parser, Program, complain, find_model
+from drover.pipeline.core.console import Parser, Program, complain, find_model
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import (
     ending_ids,

@@ -24,8 +24,7 @@ from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.config.tree import EvaluateConfig
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.core.command_line import Parser, Program, add_json, find_model, find_run, refuse_low
-from drover.pipeline.core.console import aligned, echo
+from drover.pipeline.core.console import Parser, Program, add_json, aligned, echo, find_model, find_run, refuse_low
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of

@@ -12,8 +12,7 @@ import sys
 from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.core.command_line import Parser, Program
-from drover.pipeline.core.console import ProgressBar, say
+from drover.pipeline.core.console import Parser, Program, ProgressBar, say
 
 
 def add_options(parser: Parser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.console import Parser, Program
 
 
 def add_options(parser: Parser) -> None:

@@ -25,8 +25,7 @@ from drover.model.config import ModelConfig
 from drover.model.presets import ladder_step
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import read_tokens, tokens_text
-from drover.pipeline.core.command_line import Parser, Program, refuse_low
-from drover.pipeline.core.console import duration, echo
+from drover.pipeline.core.console import Parser, Program, duration, echo, refuse_low
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.pipeline.data.streams import UTF8

@@ -16,8 +16,7 @@ from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
-from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
-from drover.pipeline.core.console import aligned, echo
+from drover.pipeline.core.console import Parser, Program, add_json, aligned, echo, refuse_low
 from drover.pipeline.core.errors import UserError
 
 TRAINING_BYTES = 16

@@ -17,7 +17,7 @@ import json
 import sys
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
+from drover.pipeline.core.console import Parser, Program, add_json, refuse_low
 from drover.pipeline.core.errors import UserError
 
 

@@ -34,8 +34,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import PROGRESS
 from drover.pipeline.contract.workers import TASKS
 from drover.pipeline.core.background import ordered_map
-from drover.pipeline.core.command_line import Parser, Program, add_json
-from drover.pipeline.core.console import ProgressBar, echo, first
+from drover.pipeline.core.console import Parser, Program, ProgressBar, add_json, echo, first
 from drover.pipeline.core.files import (
     Record,
     bounded_lines,

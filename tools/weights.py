@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.kinds import add_plugin_option
-from drover.pipeline.core.command_line import Parser, Program, find_model, refuse_low
-from drover.pipeline.core.console import ProgressBar, say
+from drover.pipeline.core.console import Parser, Program, ProgressBar, find_model, refuse_low, say
 from drover.pipeline.formats.record import FORMAT, RECORD
 from drover.pipeline.records.weight_files import weights_folder
 from drover.tools.draft import Draft

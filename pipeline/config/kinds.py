@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, ValidationError
 
 from drover.pipeline.config.section import Section, advice, local_path, sentence, shortened
-from drover.pipeline.core.command_line import add_run
-from drover.pipeline.core.console import echo, printable
+from drover.pipeline.core.console import add_run, echo, printable
 from drover.pipeline.core.errors import UserError, all_results, listed, meant
 
 _EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

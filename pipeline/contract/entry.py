@@ -45,8 +45,7 @@ from drover.pipeline.contract.state import (
 )
 from drover.pipeline.contract.workers import Stopped, StopRequest, Workers, finished_tasks
 from drover.pipeline.core.background import end_with_parent
-from drover.pipeline.core.command_line import INTERRUPTED, Parser, complain
-from drover.pipeline.core.console import first, say
+from drover.pipeline.core.console import INTERRUPTED, Parser, complain, first, say
 from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_disk, listed
 from drover.pipeline.core.files import sha256_json
 

@@ -11,8 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from drover.pipeline.core.command_line import Parser, Program
-from drover.pipeline.core.console import echo
+from drover.pipeline.core.console import Parser, Program, echo
 from drover.pipeline.storage.export import fetch_copy
 
 

@@ -25,7 +25,7 @@ from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract.manifest import STARTED, Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
-from drover.pipeline.core.command_line import Program
+from drover.pipeline.core.console import Program
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, Programs
 

@@ -15,7 +15,7 @@ import argparse
 import sys
 
 from drover.pipeline.config.kinds import add_run_and_plugins
-from drover.pipeline.core.command_line import Parser, Program, add_json
+from drover.pipeline.core.console import Parser, Program, add_json
 
 
 def add_options(parser: Parser) -> None:
