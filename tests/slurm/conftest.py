@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from tests.slurm.clusters import Cluster, guard
-from tests.slurm.faults import Training, clear, undisturbed_curve
+from tests.slurm.faults import Cluster, Training, clear, guard, undisturbed_curve
 from tests.slurm_lab import missing_programs
 
 NODES = 5

@@ -1,4 +1,5 @@
-"""A small training as a job of a real Slurm: submitted as users do, disturbed at a known step, and proven afterwards.
+"""A real Slurm on this machine, and a small training as a job of it: submitted as users do, disturbed at a known step,
+and proven afterwards.
 
 Rank 0 is made to wait before some of its steps (`DROVER_FAULTS`), until a test lets it go on or has it asked to end:
 what a test does then lands there on any machine, however fast or busy.
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +28,9 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from tests.conftest import REPOSITORY, environment, merged, run_stage
 from tests.faulty import GO, PLUGIN
-from tests.slurm.clusters import Cluster
+from tests.slurm_lab import Lab, user_name
 from tests.stages.training import curve, difference, lines, proven, reusing
-from tests.waiting import wait_for
+from tests.waiting import HANG_S, wait_for
 
 T = TypeVar("T")
 STEPS, EVERY = 72, 4
@@ -38,6 +41,41 @@ SETTINGS = {
     "train": {"steps": STEPS, "precision": "fp64", "micro_batch": 4, "validation_every": 24, "sample_every": 100,
               "checkpoint": {"every_steps": EVERY}},
     "launch": {"processes": 1, "preflight": False, "time": 600}}
+
+
+class Cluster(Lab):
+    """A real Slurm on this machine. Its nodes are n1, n2 ... of four CPUs."""
+
+    def run(self, *command: str | Path, check: bool = True, cwd: Path | None = None,
+            variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a program against this cluster. A question that the controller is too busy to answer in time is asked
+        again, where an answer is wanted (`check`)."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        for _ in range(6):
+            result = subprocess.run([str(word) for word in command], cwd=cwd, text=True, capture_output=True,
+                                    env={**kept, **self.environment(), **(variables or {})},
+                                    stdin=subprocess.DEVNULL, timeout=HANG_S)
+            if not (check and (command[0] == "squeue" or "show" in command) and "Socket timed out" in result.stderr):
+                break
+        assert not check or result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}{result.stderr}"
+        return result
+
+    def is_idle(self) -> bool:
+        """Whether Slurm says that the queue is empty. It is asked twice a second at most: who waits leaves the
+        processors to the jobs."""
+        time.sleep(0.5)
+        answer = self.run("squeue", "--noheader", check=False)
+        return answer.returncode == 0 and not answer.stdout.strip()
+
+    def cancel_all(self) -> None:
+        """Cancel whatever is in the queue."""
+        self.run("scancel", "--user", user_name())
+
+    def state(self, job: str) -> str:
+        """The state of a job, also after its end, with the reason where it waits: "PENDING Dependency"."""
+        shown = dict(word.split("=", 1) for word in self.run("scontrol", "--oneliner", "show", "job", job
+                                                             ).stdout.split() if "=" in word)
+        return f"{shown['JobState']} {shown['Reason']}" if shown["JobState"] == "PENDING" else shown["JobState"]
 
 
 def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
@@ -134,10 +172,6 @@ class Training(OnCluster):
         return self.launcher("--config", str(self.config), "--stage", stages, "--nodes", str(nodes), "--cluster",
                              "lab", *overrides)
 
-    def ask(self, *command: str) -> str:
-        """Call one of Slurm's programs, which must succeed; its answer."""
-        return self.cluster.run(*command).stdout.strip()
-
     def next_wait(self) -> int:
         """Wait until rank 0 waits before a step where it has not waited yet; which one that is."""
         self._waited = self.next(lambda: next((step for step in WAITS if step > self._waited and
@@ -157,15 +191,11 @@ class Training(OnCluster):
         self._ended = len(self.next(lambda: self.ends[self._ended:], "the end of a start")) + self._ended
         return self.ends[-1]
 
-    def next_start(self) -> dict[str, Any]:
-        """Wait for the start after that in which rank 0 was last seen to wait; the record of it."""
-        return self.next(lambda: self.starts[self.starts.index(self.last) + 1:], "another start")[0]
-
-    def requeued(self) -> dict[str, Any]:
-        """Wait for that start, which is of the same job, queued again. Slurm may count starts that reached no runner:
-        on a node that was not ready, on a busy machine."""
-        start = self.next_start()
-        assert start["job"] == self.last["job"] and start["restart"] > self.last["restart"], self.story()
+    def next_start(self, *, requeued: bool = False) -> dict[str, Any]:
+        """Wait for the start after that in which rank 0 was last seen to wait; the record of it. requeued: it is of the
+        same job, queued again. Slurm may count starts that reached no runner: on a node that was not ready."""
+        start = self.next(lambda: self.starts[self.starts.index(self.last) + 1:], "another start")[0]
+        assert not requeued or (start["job"] == self.last["job"] and start["restart"] > self.last["restart"]), start
         return start
 
     # ---- how it stands
@@ -173,10 +203,6 @@ class Training(OnCluster):
     def job(self, stage: str = "train", link: int = 0) -> str:
         """Id of a stage's job, of the newest submission."""
         return [job["id"] for job in read_json(self.run / "launch/chain.json")["jobs"] if job["stage"] == stage][link]
-
-    def pending(self, job: str) -> bool:
-        """Whether the job waits in the queue."""
-        return self.cluster.state(job).startswith("PENDING")
 
     def saved(self) -> list[Path]:
         """The whole checkpoints, oldest first."""
@@ -197,29 +223,21 @@ class Training(OnCluster):
         """The starts of train so far."""
         return self.events("attempt")
 
-    def processes(self) -> set[int]:
-        """What runs on the nodes for jobs of this user."""
-        return job_processes(self.cluster)
+    def running(self, word: str, variable: str = "") -> set[int]:
+        """Processes of the train job with this word in their command, and a variable in their environment."""
+        marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
+        return {pid for pid in job_processes(self.cluster)
+                if marks <= set(_words(pid, "environ")) and word in _words(pid, "cmdline")}
+
+    def process(self, word: str = "submitit.core._submit", variable: str = "") -> int:
+        """Process id of the runner of the train job, or of another process."""
+        result = self.running(word, variable)
+        top, = [pid for pid in result if psutil.Process(pid).ppid() not in result]
+        return top
 
     def rank(self, number: int) -> int:
         """Process id of a rank of the step that runs."""
-        return self._process("drover.pipeline.train", variable=f"RANK={number}")
-
-    def runner(self) -> int:
-        """Process id of the runner of the train job."""
-        return self._process("submitit.core._submit")
-
-    def running(self, *words: str, variable: str = "") -> set[int]:
-        """Processes of the train job with these words in their command, and a variable in their environment."""
-        marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
-        return {pid for pid in self.processes()
-                if marks <= set(_words(pid, "environ")) and set(words) <= set(_words(pid, "cmdline"))}
-
-    def _process(self, *words: str, variable: str = "") -> int:
-        result = self.running(*words, variable=variable)
-        top = [pid for pid in result if psutil.Process(pid).ppid() not in result]
-        assert len(top) == 1, f"{words} {variable}: {top}\n{self.story()}"
-        return top[0]
+        return self.process("drover.pipeline.train", f"RANK={number}")
 
     def log(self, stage: str = "train") -> str:
         """What the newest job of a stage said."""
@@ -235,7 +253,7 @@ class Training(OnCluster):
     def wait_until_gone(self) -> None:
         """Wait until nothing is in the queue and nothing runs on the nodes."""
         self.until(self.cluster.is_idle, "an empty queue")
-        self.until(lambda: not self.processes(), "nodes without processes")
+        self.until(lambda: not job_processes(self.cluster), "nodes without processes")
 
     def finish(self) -> None:
         """Go on to the end, and check that training is done, as if nobody had disturbed it."""
@@ -288,6 +306,14 @@ def clear(cluster: Cluster) -> None:
         return False
 
     wait_for(empty, lambda: cluster.run("squeue").stdout)
+
+
+def guard(folder: Path) -> subprocess.Popen[bytes]:
+    """A process that takes the lab in `folder` down when this process is gone, killed before it could do so itself."""
+    code = ("import os, sys, time\nfrom tests.slurm_lab import Lab\n"
+            "while os.getppid() == int(sys.argv[2]):\n    time.sleep(0.5)\nLab(sys.argv[1]).down()")
+    return subprocess.Popen([sys.executable, "-c", code, str(folder), str(os.getpid())], cwd=REPOSITORY,
+                            start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def _words(pid: int, name: str) -> list[str]:

@@ -24,13 +24,12 @@ from drover.tools.audit import audit
 from tests.conftest import REPOSITORY, merged, run_stage, write_config
 from tests.faulty import GO, PLUGIN
 from tests.launch.launcher import holding
-from tests.slurm.clusters import Cluster
-from tests.slurm.faults import OnCluster
+from tests.slurm.faults import Cluster, OnCluster
 
 BLOCK = re.compile(r"<!-- needs a cluster -->\n```bash\n(.*?)```", re.DOTALL)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCK.findall((REPOSITORY / "docs/slurm.md").read_text())
             for line in block.splitlines() if "slurm_lab" not in line and "drover doctor" not in line]
-"""Of the page, but for those of the lab and the doctor: tests/test_slurm_lab.py and test_tools.py run them."""
+"""Of the page, but for those of the lab and the doctor: tests/test_slurm_lab.py and test_sites.py run them."""
 TOKEN, PASSWORD, KEY = (f"{kind}_nobody_may_write_this_down" for kind in ("hf", "password", "key"))
 SETTINGS: dict[str, Any] = {"train": {"precision": "fp64"}, "launch": {"processes": 1}}
 GRID = {"pp": 2, "cp": 2}

@@ -115,3 +115,9 @@ def test_a_network_interface_that_is_not_there_stops_the_first_start(training):
     run.wait_until_gone()
     assert (run.state.status, run.starts) == ("failed", []) and "ib9" in run.state.reason, run.story()
     assert "the same on all nodes" in run.state.reason and not (run.run / "launch/nodes.jsonl").exists()
+
+
+def test_the_doctor_asks_slurm_and_writes_a_profile(cluster, tmp_path):
+    profile = tmp_path / "mine.yaml"
+    answer = cluster.run(sys.executable, "-m", "drover.launch.doctor", "--write", profile, cwd=REPOSITORY)
+    assert "partition debug*" in answer.stdout and "partition: debug\n" in profile.read_text()

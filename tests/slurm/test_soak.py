@@ -1,6 +1,6 @@
 """A training on a real Slurm under random faults, until it is done, and the proof that they left no trace in it.
 
-`make soak` runs it; DROVER_SOAK_SEED gives the faults in another order. What each does is in `FAULTS`.
+`make soak` runs it; DROVER_SOAK_SEED gives the faults in another order.
 """
 
 import os
@@ -12,84 +12,60 @@ import pytest
 
 from drover.launch.slurm.nodes import NODES
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.records.goodput import goodput
-from drover.pipeline.records.metrics import RunFacts
+from drover.pipeline.records.checkpoints import complete_checkpoints
 from tests.slurm.faults import Training, undisturbed_curve
 from tests.stages.training import curve, difference, lines, proven
 
 SEED = int(os.environ.get("DROVER_SOAK_SEED", "41"))
 SETTINGS = {"train": {"steps": 160, "guards": {"hang_minutes": 0.3}}}
-SIZES = (1, 2, 4)
-"""Nodes that training may go on with; it begins with the most."""
 BOUND = 1e-9
 """Relative, in fp64: other numbers of ranks add in another order."""
+KILLS = {"a rank is killed": ("drover.pipeline.train", signal.SIGKILL),
+         "a rank hangs": ("drover.pipeline.train", signal.SIGSTOP),
+         "the runner is killed": ("submitit.core._submit", signal.SIGKILL)}
+COMMANDS = {"the time limit is near": ("scancel", "--signal=USR2"), "the job is queued again": ("scontrol", "requeue")}
+FAULTS = [*KILLS, *COMMANDS, "a node is lost", "the controller goes", "other nodes"]
 
 
 class Soak:
     """A training and the dice that decide what happens to it. nodes: what the next submission asks for."""
 
     def __init__(self, training):
-        self.training, self.dice, self.nodes = training, Random(SEED), max(SIZES)
+        self.training, self.lab, self.dice, self.nodes = training, training.cluster, Random(SEED), 4
 
-    def done(self):
-        return read_manifest(self.training.run / "train") is not None
+    def disturb(self, fault):
+        """Let it happen. Nodes that failed are taken for mended: it was the soak that made them fail."""
+        if fault in KILLS:
+            word, number = KILLS[fault]
+            if result := self.training.running(word):
+                os.kill(self.dice.choice(sorted(result)), number)
+        elif fault in COMMANDS:
+            self.lab.run(*COMMANDS[fault], self.training.job(), check=False)
+        elif fault == "a node is lost":
+            node = self.dice.choice(self.lab.nodes)
+            self.lab.kill_node(node, reported=self.dice.random() < 0.5)
+            time.sleep(self.dice.uniform(2, 15))
+            self.lab.start_node(node)
+        elif fault == "the controller goes":
+            self.lab.restart_controller()
+        else:
+            self.training.drover("stop", str(self.training.run))
+            self.training.until(self.lab.is_idle, "the end of training that was asked to stop")
+            self.nodes = self.dice.choice([size for size in (1, 2, 4) if size != self.nodes])
 
-    def submit(self):
-        """Give the user's command. Nodes that failed are taken for mended: it was the soak that made them fail."""
-        (self.training.run / NODES).unlink(missing_ok=True)
-        self.training.submit(nodes=self.nodes)
-
-    def await_checkpoint(self):
-        """Wait for another checkpoint or the end, with the user's command where nothing is queued any more."""
-        before = self.training.saved()[-1:]
+    def is_done_or_saves(self):
+        """Wait for the end or another checkpoint, with the user's command where nothing is queued any more."""
+        def saved():
+            return complete_checkpoints(self.training.run / "train")[-1:]
 
         def goes_on():
-            if not self.done() and self.training.cluster.is_idle():
-                self.submit()
-            return self.done() or self.training.saved()[-1:] != before
-        self.training.until(goes_on, "another checkpoint")
-
-    def stop(self):
-        self.training.drover("stop", str(self.training.run))
-        self.training.until(self.training.cluster.is_idle, "the end of training that was asked to stop")
-
-
-def kill(soak, word="drover.pipeline.train", number=signal.SIGKILL):
-    if result := soak.training.running(word):
-        os.kill(soak.dice.choice(sorted(result)), number)
-
-
-def lose_node(soak):
-    node, lab = soak.dice.choice(soak.training.cluster.nodes), soak.training.cluster
-    lab.kill_node(node, reported=soak.dice.random() < 0.5)
-    time.sleep(soak.dice.uniform(2, 15))
-    lab.start_node(node)
-
-
-def resize(soak):
-    soak.stop()
-    soak.nodes = soak.dice.choice([size for size in SIZES if size != soak.nodes])
-
-
-FAULTS = {
-    "a rank is killed": kill,
-    "a rank hangs": lambda soak: kill(soak, number=signal.SIGSTOP),
-    "the runner is killed": lambda soak: kill(soak, "submitit.core._submit"),
-    "the time limit is near": lambda soak: soak.training.cluster.run(
-        "scancel", "--signal=USR2", soak.training.job(), check=False),
-    "the job is queued again": lambda soak: soak.training.cluster.run(
-        "scontrol", "requeue", soak.training.job(), check=False),
-    "a node is lost": lose_node,
-    "the controller goes": lambda soak: soak.training.cluster.restart_controller(),
-    "other nodes": resize}
-
-
-def order():
-    """Faults in the order of the seed: every kind comes once before any comes again."""
-    dice, names = Random(SEED), list(FAULTS)
-    while True:
-        dice.shuffle(names)
-        yield from names
+            done = read_manifest(self.training.run / "train") is not None
+            if not done and self.lab.is_idle():
+                (self.training.run / NODES).unlink(missing_ok=True)
+                self.training.submit(nodes=self.nodes)
+            return "done" if done else saved() != before and "saved"
+        before = saved()
+        return self.training.until(goes_on, "another checkpoint") == "done"
 
 
 @pytest.mark.soak
@@ -97,15 +73,12 @@ def test_training_comes_through_random_faults(cluster, tmp_path, encoded):
     (alone := tmp_path / "undisturbed").mkdir()
     whole = undisturbed_curve(alone, encoded, **SETTINGS)
     soak = Soak(Training(cluster, tmp_path, encoded, whole, faults="", **SETTINGS))
-    soak.submit()
-    for name in order():
-        soak.await_checkpoint()
-        if soak.done():
-            break
-        print(f"{time.strftime('%H:%M:%S')} {soak.training.saved()[-1].name}: {name}", flush=True)
-        FAULTS[name](soak)
+    soak.training.submit(nodes=soak.nodes)
+    faults = []
+    while not soak.is_done_or_saves():
+        faults = faults or soak.dice.sample(FAULTS, len(FAULTS))  # every kind comes once before any comes again
+        soak.disturb(faults.pop())
     soak.training.wait_until_gone()
-    ours = lines(soak.training.config)
     assert {record["step"] for record in curve(soak.training.config)} == set(whole)
-    assert proven(soak.training.config) and difference(ours, whole) < BOUND, soak.training.story()
-    assert goodput(RunFacts(soak.training.run)) is not None
+    assert proven(soak.training.config) and difference(lines(soak.training.config), whole) < BOUND, \
+        soak.training.story()

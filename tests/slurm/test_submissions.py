@@ -29,7 +29,7 @@ def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run):
     run.next_wait()
     assert "preflight: 2 nodes passed" in run.log()
     first, second = run.job(link=0), run.job(link=1)
-    run.ask("scancel", "--signal=USR2", first)
+    run.cluster.run("scancel", "--signal=USR2", first)
     end = run.next_end()
     assert (end.job, end.status, end.next) == (first, "preempted", "leave")
     start = run.next_start()

