@@ -7,7 +7,7 @@ the stage's own final status (`STATE.json`, if it is of this job and start) come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ class Outcome:
         again: the job had started the stage before.
         fruitless: starts in a row, with this one, that brought no new checkpoint.
         others: nodes were lost, and the job has enough others.
+        seen: the runner saw its end. Otherwise Slurm has queued the job again: without a cause, nothing failed.
     """
 
     state: StageState | None = None
@@ -42,6 +43,7 @@ class Outcome:
     again: bool = False
     fruitless: int = 0
     others: bool = False
+    seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
         return Decision("leave", "done", "done")
     if state and status == "failed":
         return Decision("stop", "failed", state.reason or "the stage gave up")
-    if state and status == "preempted":
+    if state and status == "preempted" and outcome.seen:
         return _preempted(state, spec, stopping=outcome.stopping)
     if outcome.stopping:
         return Decision("stop", "crashed", f"{end.cause}, and a request to end came") if end.lost else STOPPED
@@ -79,9 +81,15 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     if end.exit_code == UserError.exit_status and not outcome.again:
         return Decision("stop", "failed", end.cause or "the stage refused to start", final=True)
     failure = "hung" if outcome.hang else "crashed"
-    reason = outcome.hang or end.cause or (f"ended with exit status {end.status} without a word" if end.status else
-                                           _did_nothing(spec))
-    if outcome.fruitless > spec.max_restarts:
+    reason = outcome.hang or end.cause
+    if not reason and outcome.seen:
+        reason = f"ended with exit status {end.status} without a word" if end.status else _did_nothing(spec)
+    elif not reason:
+        failure = REQUEUED
+        reason = "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
+    if status == "preempted":
+        failure = "preempted"
+    elif failure != REQUEUED and outcome.fruitless > spec.max_restarts:
         return _given_up(failure, reason, outcome.fruitless, spec)
     if (end.started or outcome.others) and not end.abandoned:
         return Decision("restart", failure, reason)
@@ -114,35 +122,6 @@ def without_bad_nodes(bad: Mapping[str, str], spec: JobSpec, *, left_out: bool, 
         return Decision("stop", "failed", f"{reason}; submit the same command again: Slurm then leaves out a node that "
                                           f"failed twice within a day", final=True)
     return Decision("requeue", "preempted", reason)
-
-
-def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], killed: bool, step: int | None,
-           events: Sequence[Mapping[str, Any]], spec: JobSpec) -> Decision:
-    """What follows from a start whose end its runner did not see: Slurm has queued the job again, so that the stage is
-    started again, unless such starts bring nothing again and again.
-
-    Args:
-        state, committed: as of an `Outcome`.
-        down: nodes that failed, each with its state in Slurm.
-        killed: the runner was killed.
-        step: of the newest checkpoint. events: logged before (`fruitless`).
-    """
-    if committed and (state is None or state.status in ("done", "running")):
-        return Decision("requeue", "done", "done")
-    status = "crashed"
-    if down:
-        reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}"
-    elif killed:
-        reason = "its runner was killed (out of memory, perhaps)"
-    else:
-        reason = "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
-        status = REQUEUED
-    if state and state.status == "preempted":
-        status = "preempted"
-    events = [*events, {"event": "ended", "status": status, "step": step}]
-    if (count := fruitless(events)) > spec.max_restarts:
-        return _given_up("crashed", reason, count, spec)
-    return Decision("requeue", status, reason)
 
 
 def fruitless(events: Iterable[Mapping[str, Any]]) -> int:

@@ -190,15 +190,11 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: flo
 
     ranks = {report.rank for report in reports}
     silent = {node: "it did not report" for rank, node in enumerate(rank_nodes) if rank not in ranks}
-    if quiet_s >= QUIET_S:
-        blame(silent)
-        unfinished = {report.node: "its ranks did not finish with the others" for report in reports
-                      if not report.times}
-        if 2 * (len(reports) - len(unfinished)) > len(rank_nodes):
-            blame(unfinished)
-    elif silent:
+    if silent and quiet_s < QUIET_S:
         result.lines.append(f"not all nodes have answered yet: {named(silent)} ({len(silent)} of {count}); slow is not "
                             f"bad, so none gets a failure record")
+    else:
+        blame(silent)
     for what in (PRODUCT, EXCHANGE) if count > 2 else (PRODUCT,):  # of two nodes nobody knows whose the link is
         times = [(report.node, report.times[what]) for report in reports
                  if what in report.times and report.node not in bad]

@@ -53,15 +53,13 @@ def rank_environment(given: Environment, stage: str, planned: int, gpus: int) ->
         return {**variables, "LOCAL_RANK": "0"}
     masks = masks_in(given)
     seen = visible_gpus(given) if gpus else 0
-    if masks and seen < gpus:
-        raise UserError(f"{node} shows {seen} of {gpus} GPUs to this task ({masks}). A task needs one GPU of its own, "
-                        f"or all of its node's. Look at what divides or hides them: gpus-per-task and gpu-bind in "
-                        f"launch.extra and launch.srun_args, variables in launch.environment and launch.setup, a "
-                        f"TaskProlog of the site. Or request fewer (launch.gpus_per_node).")
-    if seen < gpus and stage != PREFLIGHT:
-        raise UserError(f"{node} shows {seen} GPUs to this job, but {gpus} per node were requested. Look at the node "
-                        f"(`nvidia-smi`, `scontrol show node {node}`), exclude it (launch.exclude={node}), or request "
-                        f"fewer.")
+    if seen < gpus and (masks or stage != PREFLIGHT):
+        raise UserError(f"{node} shows {seen} of {gpus} GPUs to this task ({masks or 'no variable hides any'}). A task "
+                        f"needs one GPU of its own, or all of its node's. Look at what divides or hides them "
+                        f"(gpus-per-task and gpu-bind in launch.extra and launch.srun_args, variables in "
+                        f"launch.environment and launch.setup, a TaskProlog of the site), and at the node "
+                        f"(`nvidia-smi`). Exclude it by launch.exclude={node}, or request fewer GPUs "
+                        f"(launch.gpus_per_node).")
     return variables
 
 

@@ -27,7 +27,6 @@ from drover.launch.job.decisions import (
     decide,
     fruitless,
     requeue,
-    unseen,
     without_bad_nodes,
     without_requeue,
 )
@@ -77,7 +76,7 @@ class Runner:
 
     Attributes:
         number: of the start that is made next, or runs.
-        last: folder of the logs, and end, of the last start.
+        last: folder of the logs, and end, of the last start. lines: the last ones of its first rank that failed.
     """
 
     def __init__(self, spec: JobSpec, host: Host) -> None:
@@ -89,6 +88,7 @@ class Runner:
         self.in_array = host.index is not None  # the stage is shared with the array's other elements
         self.logs = self.run_folder / "logs" / spec.stage
         self.last: tuple[Path, StepEnd] | None = None
+        self.lines = list[str]()
         self.tested = False
         # Over all restarts of the job. A start that no launcher made may have left its status: it must not count as
         # that of ours.
@@ -140,7 +140,7 @@ class Runner:
             return None
         state = read_state(spec.folder)
         if state and state.job in self._links():
-            if state.status == "done" and self._is_committed():
+            if state.status == "done" and read_manifest(spec.folder) is not None:
                 return Decision("leave", "done", f"{spec.stage} is done (by job {state.job}): nothing to do")
             if state.status == "failed":
                 return Decision("stop", "failed", f"job {state.job} of this chain gave {spec.stage} up, so this one "
@@ -153,7 +153,7 @@ class Runner:
 
     def _account_for_the_last(self) -> Decision | None:
         """Record a start of this job whose end no runner saw: the job lost its nodes, one of them died, or the runner
-        was killed. A decision if that happens again and again without a new checkpoint."""
+        was killed. A decision if the stage is done, or if that happens again and again without a new checkpoint."""
         events = self._events(own=True)
         killed = bool(events) and events[-1]["event"] == KILLED
         last = next(iter(events[-2:-1] if killed else events[-1:]), None)
@@ -161,13 +161,16 @@ class Runner:
             return None
         down = lost(last["nodes"], self.host.scheduler)
         self._record_failures({node: f"went down ({state})" for node, state in down.items()}, last)
-        state = self._final_state(last["start"])
-        step = self._newest_step()
-        decision = unseen(state, self._is_committed(), down, killed, step, self._events(), self.spec)
+        cause = "its runner was killed (out of memory, perhaps)" if killed else ""
+        if down:
+            cause = f"lost {', '.join(f'{node} ({state})' for node, state in down.items())}"
+        decision = decide(self._outcome(StepEnd(1, cause), last), self.spec)
+        if decision.action == "restart":  # Slurm has done so
+            decision = replace(decision, action="requeue")
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
         self._log("ended", restart=last["restart"], start=last["start"], status=decision.status,
-                  reason=decision.reason, step=step, next=decision.action)
-        return decision if decision.action == "stop" else None
+                  reason=decision.reason, step=self._newest_step(), next=decision.action)
+        return None if decision.action == "requeue" else decision
 
     def _preflight(self) -> Decision | None:
         """Test the nodes.
@@ -224,7 +227,10 @@ class Runner:
         self.last = folder, end
         self._record_failures(dict.fromkeys(end.lost, "went down"))
         host.avoid.update(end.lost)
-        decision = decide(self._outcome(folder, end), spec)
+        if end.status or end.cause:
+            self.lines = last_lines(folder, end.rank, spec.tasks_per_node, LAST_LINES)
+            end = self._with_cause(end)
+        decision = decide(self._outcome(end), spec)
         step = self._newest_step()
         if decision.status in ("done", "preempted") and (step or 0) > (before or 0):
             with suppress(OSError):
@@ -258,35 +264,30 @@ class Runner:
         link.replace(latest)
         return folder
 
-    def _outcome(self, folder: Path, end: StepEnd) -> Outcome:
-        """What the start left whose processes ended so."""
+    def _outcome(self, end: StepEnd, last: Mapping[str, Any] | None = None) -> Outcome:
+        """What this start left, or the last one of the job, whose end no runner saw: its record."""
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         return Outcome(
-            state=self._final_state(self.number), committed=self._is_committed(), end=self._with_cause(folder, end),
-            hang=self._hang(), stopping=self.stopping,
-            again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
-            fruitless=fruitless([*self._events(), crash]),
+            state=self._final_state(last["start"] if last else self.number),
+            committed=read_manifest(self.spec.folder) is not None, end=end, hang="" if last else self._hang(),
+            stopping=self.stopping, again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
+            fruitless=fruitless([*self._events(), crash]), seen=last is None,
             others=bool(end.lost) and self.host.has_others(self.spec))
 
-    def _with_cause(self, folder: Path, end: StepEnd) -> StepEnd:
+    def _with_cause(self, end: StepEnd) -> StepEnd:
         """The end with what the first rank that failed said last if it exited by itself, or that it used up the
         memory if Slurm says so."""
-        if not end.status and not end.cause:
-            return end
-        lines = last_lines(folder, end.rank, self.spec.tasks_per_node, LAST_LINES)
         detail = ""
         if end.exit_code is not None:
-            detail = last_word(lines)
-        elif re.search(OUT_OF_MEMORY, str([end.cause, *lines])):
+            detail = last_word(self.lines)
+        elif re.search(OUT_OF_MEMORY, str([end.cause, *self.lines])):
             detail = "it used more memory than the job requested (launch.mem, launch.<stage>.mem)"
         return replace(end, cause="; ".join(filter(None, [end.cause, detail])))
 
     def _say_last_lines(self) -> None:
         """Copy the last lines of the first failing rank into the job's log."""
-        if self.last:
-            folder, end = self.last
-            for line in last_lines(folder, end.rank, self.spec.tasks_per_node, LAST_LINES):
-                self.say(f"  {line}", quiet=True)
+        for line in self.lines:
+            self.say(f"  {line}", quiet=True)
 
     def _environment(self) -> dict[str, str]:
         """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
@@ -300,10 +301,6 @@ class Runner:
         file = f"{CLAIMS}/{self.host.name}.json" if self.in_array else STATE
         state = read_state(self.spec.folder, file)
         return state if state and (state.job, state.attempt) == (self.host.job, start) else None
-
-    def _is_committed(self) -> bool:
-        """Whether the manifest is there."""
-        return read_manifest(self.spec.folder) is not None
 
     def _newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import yaml
 
-from drover.launch.job.decisions import Outcome, decide, fruitless, unseen
+from drover.launch.job.decisions import Outcome, decide, fruitless
 from drover.launch.job.host import JobSpec
 from drover.launch.job.srun import read_end
 from drover.pipeline.contract.state import StageState
@@ -50,6 +50,11 @@ requeue preempted
 restart crashed
     one hang too many -> running -> {{status: 0}} -> {{hang: rank 2 is late, fruitless: 4}} -> \
 {{later_links: true}} -> stop hung
+    nobody saw that it was done -> running -> {{status: 1}} -> {{seen: false, committed: true}} -> {{}} -> leave done
+    nobody saw how it was preempted -> cancelled -> {{status: 1}} -> {{seen: false, fruitless: 9}} -> {{}} -> \
+restart preempted
+    Slurm queued it again -> running -> {{status: 1}} -> {{seen: false, fruitless: 9}} -> {{}} -> restart requeued
+    it lost its nodes too often -> running -> {{status: 137}} -> {{seen: false, fruitless: 4}} -> {{}} -> stop crashed
     Slurm may still run the tasks, so there is no second gang -> running -> {{status: 137, abandoned: true}} -> \
 {{fruitless: 1}} -> {{}} -> requeue crashed""", str, *[yaml.safe_load] * 4))
 def test_the_table(why, state, end, outcome, rules, expected):
@@ -102,13 +107,3 @@ def attempts(ends, begin=None):
 def test_fruitless_starts(ends, begin, expected):
     """A checkpoint that they began from is of an earlier submission."""
     assert fruitless(attempts(ends, begin)) == expected
-
-
-def test_ends_that_nobody_saw_again_and_again():
-    """Of lost nodes; a preemption is no failure."""
-    for down, action in (({"n3": "down*"}, "stop"), ({}, "requeue")):
-        events = attempts([("crashed", None)] * 3)
-        assert unseen(STATES["running"], False, down, False, None, events[:-2], terms()).action == "requeue"
-        found = unseen(STATES["running"], False, down, False, None, events, terms())
-        assert (found.action, found.final) == (action, action == "stop")
-    assert unseen(None, False, {"n3": "down*"}, False, None, events, terms()).reason.startswith("given up after 4")
