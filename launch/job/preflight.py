@@ -125,17 +125,13 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
                  for line in last_lines(folder, rank, spec.tasks_per_node, 1)]
         if len(lines) == spec.nodes:
             result.reason = _common_error(lines)
-    nodes, times = counted(spec.nodes, "node"), [report.times for report in reports if report.times]
-    if result.reason:
-        result.lines.append(result.reason)
-    elif result.bad:
-        result.lines += [f"{node} is bad: {text}" for node, text in sorted(result.bad.items())]
-    elif len(times) < spec.ranks:
+    times = [report.times for report in reports if report.times]
+    if len(times) == spec.ranks:
+        best = ", ".join(f"{what} {1000 * median(each[what] for each in times):.1f} ms" for what in times[0])
+        result.lines.append(f"{counted(spec.nodes, 'node')} answered in {seconds:.0f} s ({best})")
+    elif not result.reason and not result.bad:
         result.lines.append(f"after {seconds:.0f} s{f' ({end.cause})' if end.cause else ''} no node can be blamed; "
                             f"training starts")
-    else:
-        best = ", ".join(f"{what} {1000 * median(each[what] for each in times):.1f} ms" for what in times[0])
-        result.lines.append(f"{nodes} passed in {seconds:.0f} s ({best})")
     return result
 
 

@@ -73,16 +73,17 @@ def defaults(environment: Environment) -> dict[str, str]:
     caches, node = node_folder(), environment.get("SLURMD_NODENAME", platform.node())
     # One for every rank: on shared homes, compilers of several ranks wrote into each other's files.
     local = environment.get("SLURM_LOCALID") or environment.get("LOCAL_RANK", "0")
-    folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{local}"),
-               "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
-    wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN", **folders}
+    wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN",
+              "TRITON_CACHE_DIR": str(caches / f"triton-{node}-{local}"),
+              "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     missing = {name: value for name, value in wanted.items() if name not in environment}
-    if inside := [name for name in folders if name in missing]:
+    if str(caches) in str(missing):
         try:
             private_folder(caches)
         except OSError as error:
-            raise UserError(f"{error} (on {node}). Remove it there (`rm -r {caches}`), or set {' and '.join(inside)} "
-                            f"in launch.environment to folders that only you can write.") from None
+            raise UserError(f"{error} (on {node}). Remove it there (`rm -r {caches}`), or set TRITON_CACHE_DIR and "
+                            f"TORCHINDUCTOR_CACHE_DIR in launch.environment to folders that only you can write."
+                            ) from None
     return missing
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,12 @@ class SlurmHost(Host):
 
     Attributes:
         held: all nodes of the job, also those that the next start leaves out. Empty if that never happens.
-        first: the first node of the last start, and its address as Slurm has it; its name until Slurm has answered.
+        addresses: of first nodes, as Slurm has them; the node's name until Slurm has answered.
         handler: submitit's handler of SIGUSR2.
     """
 
     held: tuple[str, ...] = ()
-    first: tuple[str, str] = ("", "")
+    addresses: dict[str, str] = field(default_factory=dict)
     handler: Any = signal.SIG_DFL
 
     def lock(self, spec: JobSpec) -> JobLock | None:
@@ -115,9 +115,9 @@ class SlurmHost(Host):
         """Where the ranks of a start meet: on the first node. Each start gets its own port, because that of the
         previous start may still be closing."""
         node = self.nodes[0]
-        if self.first[0] != node or self.first[1] == node:  # else it is kept: the controller may be down now
-            self.first = node, address(node, self.scheduler)
-        return meeting(self.first[1], free_port())
+        if self.addresses.get(node, node) == node:  # else it is kept: the controller may be down now
+            self.addresses[node] = address(node, self.scheduler)
+        return meeting(self.addresses[node], free_port())
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Sequence[str] = ()) -> list[str]:

@@ -30,7 +30,7 @@ def test_a_spare_node_replaces_one_that_fails_the_preflight(training):
     run.submit("launch.exclude=n[4-5]", stages="train,convert")
     run.next_wait()
     assert (run.last["nodes"], run.last["restart"]) == (["n1", "n3"], 0), run.story()
-    assert "preflight: n2 is bad: " in run.log() and "n2 is ill" in run.log()
+    assert "n2 failed preflight: n2 is ill (failure 1 within a day)" in run.log()
     run.finish()
     assert [run.cluster.state(run.job(*which)) for which in (("train", 0), ("train", 1), ("convert", 0))] == [
         "COMPLETED", "CANCELLED", "COMPLETED"], run.story()

@@ -27,7 +27,7 @@ def run(shared_run, request):
 def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run):
     run.submit("launch.train.links=2", "launch.requeue=false", "launch.preflight=true", stages="train,convert")
     run.next_wait()
-    assert "preflight: 2 nodes passed" in run.log()
+    assert "preflight: 2 nodes answered" in run.log()
     first, second = run.job(link=0), run.job(link=1)
     run.cluster.run("scancel", "--signal=USR2", first)
     end = run.next_end()
