@@ -20,7 +20,6 @@ import fakes
 from drover.pipeline.config.section import identity
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.broadcast import Channel
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sha256_json, write_text
 
 NAME = "{name}"
@@ -34,12 +33,6 @@ def work(work):
     (pids / f"{NAME}-{RANK}.secret").write_text(os.environ.get("DROVER_STORE_SECRET", ""))
     print(f"{NAME} rank {RANK} of {os.environ.get('WORLD_SIZE', '-')} "
           f"threads {os.environ.get('OMP_NUM_THREADS', '-')} terminal {sys.stdout.isatty()}", flush=True)
-    if manner == "fail" and RANK == "0":
-        raise UserError("the third record of corpus.txt is broken. Repair it.")
-    if manner == "killed" and RANK == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if manner in ("fail", "killed"):
-        time.sleep(3600)
     if manner == "slow":
         stopped = []
         if "RANK" in os.environ:
@@ -79,9 +72,7 @@ from drover.pipeline.contract.stages import STAGES
 STAGES.update({name: replace(stage, own_module=f"fake_{name}", functions={}, task_modules=())
                for name, stage in STAGES.items()})
 if __name__ == "__main__":
-    from drover.launch import processes
     from drover.launch.submit import main
-    processes.BROKEN_S = 2  # a played rank that sleeps on is killed sooner
     sys.exit(main())
 '''
 

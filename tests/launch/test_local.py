@@ -15,9 +15,8 @@ from drover.launch.job.host import process_end
 from drover.launch.local import LocalHost, find_machine
 from drover.launch.plan import Machine, local_ranks
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.state import StageJob, read_state, write_state
+from drover.pipeline.contract.state import StageJob, write_state
 from tests.refusal import table
-from tests.waiting import wait_for
 
 
 def test_a_chain(ready):
@@ -72,17 +71,6 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
     assert result.returncode == status and words in result.stdout + result.stderr, result.stderr
     assert not left and ("--force" in " ".join(commands[0])) == forced and "--force" not in commands[0]
     assert f"start {int(forced)}: one process" in (launcher.run / "logs/local.log").read_text()
-
-
-# ---- ranks
-
-
-def test_a_killed_rank_is_named_and_started_again(ready):
-    result = ready.submit("--stage", "train", "launch.max_restarts=1", FAKE_train="killed")
-    killed = f"rank 1 on {os.uname().nodename}: killed by SIGKILL"
-    assert result.returncode == 137 and f"crashed: {killed}; starting again" in result.stderr
-    assert read_state(ready.run / "train").status == "failed"
-    wait_for(lambda: not ready.alive())
 
 
 # ---- streams

@@ -7,7 +7,6 @@ import yaml
 
 from drover.launch import processes
 from drover.launch.job import srun
-from drover.launch.job.host import StepEnd
 from drover.launch.job.srun import read_end, run_step
 from tests.refusal import table
 from tests.waiting import HANG_S
@@ -33,12 +32,6 @@ def test_messages_of_srun(status, messages, cause, exit_code, started, rank, los
     end = read_end(int(status[0]), "".join(f"srun: error: {line}\n" for line in messages.split(" | ")),
                    **dict.fromkeys(status[1:], True))
     assert (end.cause, end.exit_code, end.started, end.rank, [*end.lost]) == (cause, exit_code, started, rank, lost)
-
-
-@pytest.mark.parametrize("status", [0, 182])
-def test_srun_without_messages(status):
-    """182 is its own status, although it is 128 + 54."""
-    assert read_end(status, "") == StepEnd(status)
 
 
 @pytest.mark.parametrize("script, limit, each, expected", table("""
