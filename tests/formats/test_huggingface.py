@@ -16,6 +16,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats import huggingface
 from drover.pipeline.formats.huggingface import config_to_json, refuse_unexportable
 from drover.pipeline.tokenization.conversion import write_hugging_face
+from tests.conftest import slow
 from tests.formats.exporting import state_in, write_model
 from tests.refusal import refused
 from tests.tiny_models import TOKENIZER_OF_BYTES
@@ -89,7 +90,7 @@ WRITTEN = {"": "Llama", "uneven": "Mistral", "window": "Mistral", "windows": "Mi
 """The class for a network with this, from the last line that applies up: only "norm norope" has none."""
 
 
-@pytest.mark.parametrize("qwens", [True, False])
+@pytest.mark.parametrize("qwens", [True, *slow(False)])
 @pytest.mark.parametrize("norm", ["", "norm"])
 @pytest.mark.parametrize("norope", ["", "norope"])
 @pytest.mark.parametrize("bias", ["", "bias"])

@@ -110,10 +110,8 @@ def test_neighbours_of_one_length_are_one_call_and_short_rows_in_half_precision_
 
 def test_varlen_is_given_padded_edges_and_unrepeated_heads():
     """A compiled graph meets few shapes: numbers of documents and the longest are rounded up to powers of two."""
-    edges, longest, before, key_edges, longest_keys = VarlenOnCpu().prepare(
-        Documents(numbered([[5, 3, 8], [9, 7]])), torch.bfloat16)
-    assert edges.tolist() == [0, 5, 8, 16, 25, 32, 32, 32, 32] and edges.dtype == torch.int32 and longest == 16
-    assert before == -1 and key_edges is edges and longest_keys == longest
+    prepared = VarlenOnCpu().prepare(Documents(numbered([[5, 3, 8], [9, 7]])), torch.bfloat16)
+    assert prepared.edges.tolist() == [0, 5, 8, 16, 25, 32, 32, 32, 32] and prepared.longest == 16
     shapes = {len(VarlenOnCpu().prepare(Documents(numbered([[1] * count + [64 - count]])), torch.bfloat16).edges)
               for count in range(1, 64)}
     assert shapes == {3, 5, 9, 17, 33, 65}

@@ -3,13 +3,11 @@ transformers (tests/formats) and with documents alone (test_backends); published
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 
 from drover.model import llama
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initial_value
-from tests.model.agreement import agree
 from tests.model.test_backends import CONFIG
 from tests.refusal import refused, table
 from tests.tiny_models import DESCENDANT, opinionated
@@ -26,19 +24,6 @@ def test_the_shape_counts_what_the_network_has(changes):
     model = Llama(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count
     assert list(model.buffers()) == []
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_losses_and_gradients_equal_the_plain_way(tied):
-    model = opinionated(CONFIG.model_copy(update={"tied_embeddings": tied})).double().requires_grad_()
-    tokens, labels = random_tokens(2, 9), random_tokens(2, 9, seed=1)
-    labels[0, :4] = -100
-    loss, logits = model(tokens, labels), model(tokens)
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-13)
-    agree(loss, expected.sum(), list(model.parameters()), value=1e-11)
-    each = model(tokens, labels, reduction="none")
-    assert not each.requires_grad and torch.allclose(each.flatten(), expected, rtol=0, atol=1e-12)
 
 
 def test_refusals():

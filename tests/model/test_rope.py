@@ -34,19 +34,6 @@ def test_complex_product_equals_the_real_formula(dtype, tolerance):
         agree(rotation(x), rotate(x, rotation.cos, rotation.sin), [x], value=tolerance, gradient=2 * tolerance)
 
 
-def test_compiled_rotation_is_real_and_equal():
-    rotation, x = TABLE.at(POSITIONS, torch.float32), random(1, 64, 2, 16).float()
-    graphs: list[str] = []
-
-    def record(graph, inputs):
-        graphs.append(str(graph.graph))
-        return graph
-
-    compiled = torch.compile(lambda x: rotation(x), backend=record, fullgraph=True)
-    assert torch.allclose(compiled(x), rotation(x), rtol=0, atol=1e-6)
-    assert len(graphs) == 1 and "complex" not in graphs[0]
-
-
 def test_no_position_is_beyond_the_context():
     with pytest.raises(IndexError):
         TABLE.at(torch.tensor([[64]]), torch.float32)

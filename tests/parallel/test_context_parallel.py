@@ -108,15 +108,6 @@ def test_keys_beyond_a_window_are_left_out():
     assert windowed.keys.lengths == (512 + 63, 512 + 63) and windowed.keys.rows < whole.keys.rows
 
 
-def test_few_sizes_of_keys_are_met_however_documents_fall():
-    """A compiled graph and the allocator see these."""
-    random, sizes = np.random.default_rng(0), set()
-    for _ in range(50):
-        cuts = np.sort(random.choice(np.arange(1, 512), random.integers(0, 40), replace=False))
-        sizes.add(gathered((tuple(np.diff([0, *cuts, 512]).tolist()),), 2, 1).keys.rows)
-    assert len(sizes) <= 8 and all(size % 64 == 0 for size in sizes)
-
-
 @pytest.mark.parametrize("kept, attention, gathers", [
     ("none", 3, [1] * 3), ("full", 6, [1] * 6), ("selective", 3, [1] * 3 + [0] * 3)])
 def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, gathers):

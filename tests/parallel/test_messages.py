@@ -3,7 +3,6 @@
 import json
 import pickle
 import struct
-from collections import namedtuple
 from dataclasses import is_dataclass
 from errno import ENOENT, ENOSPC
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drover.pipeline.contract.signed import MessageError
-from drover.pipeline.core.errors import UnusableInputError, UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.token_shards import Chosen, ShardTable
 from drover.pipeline.evaluation.bits_per_byte import ValidationText
 from drover.pipeline.formats.sharded_tensors import Entry, Index
@@ -84,14 +83,14 @@ def test_plain_values_arrive_to_the_last_bit(value):
 
 
 @pytest.mark.parametrize(("sent", "received"), [
-    (UnusableInputError("a"), UserError("a")), (ValueError("b"), RuntimeError("ValueError: b")),
+    (ValueError("b"), RuntimeError("ValueError: b")),
     (FileNotFoundError(ENOENT, "gone", "x"), OSError(ENOENT, "gone", "x")), (OSError("c"), OSError(5, "c", "")),
     (np.float64(0.1), 0.1), (np.bool_(True), True)])
 def test_other_errors_and_numbers_arrive_as_the_nearest(sent, received):
     assert exact(decode(encode(sent), "rank 1")) == exact(received)
 
 
-@pytest.mark.parametrize("value", [object(), np.array([None]), namedtuple("Run", "file")(1), torch.ones(1)],
+@pytest.mark.parametrize("value", [object(), np.array([None]), torch.ones(1)],
                          ids=lambda value: type(value).__name__)
 def test_nothing_else_is_sent(value):
     refused(TypeError, f"{type(value).__name__} cannot be sent to other ranks", encode, [value])
@@ -104,11 +103,11 @@ def message(plain, content=b""):
 
 
 @pytest.mark.parametrize("hostile", {
-    "a pickle": pickle.dumps(Hostile("executed")), "nothing": b"", "a length without end": b"\xff" * 8 + b"1",
-    "no JSON": message("[1,"), "no UTF-8": struct.pack("<Q", 1) + b"\xff",
+    "a pickle": pickle.dumps(Hostile("executed")), "a length without end": b"\xff" * 8 + b"1",
+    "no UTF-8": struct.pack("<Q", 1) + b"\xff",
     "deep tuples": message('{"!tuple":[' * 10 ** 5 + "]}" * 10 ** 5),
     "bytes of no length": message({"!bytes": [-1]}, b"x"),
-    "more than told": message(1, b"x"), "an array of objects": message({"!array": [8, "|O", 1]}, bytes(8)),
+    "an array of objects": message({"!array": [8, "|O", 1]}, bytes(8)),
     "a class of Python's": message({"!Popen": [["touch", "executed"]]}), "no record": message({"!Index": [1, 2, 3, 4]}),
     "a key that is a list": message({"!dict": [[[], 1]]})}.items(), ids=lambda pair: pair[0])
 def test_what_somebody_else_has_written_is_refused_and_not_executed(hostile, tmp_path, monkeypatch):

@@ -24,15 +24,6 @@ def test_embedding_and_output_matrix_count_as_the_layers_that_they_weigh():
     assert counts(WIDE.model_copy(update={"vocab_size": 64}), 4) == [3, 3, 3, 3] and counts(WIDE, 12) == [1] * 12
 
 
-@pytest.mark.parametrize("schedule, ranks", [("1f1b", [0, 1, 2]), ("interleaved", [0, 1, 2, 0, 1, 2]),
-                                             ("zbv", [0, 1, 2, 2, 1, 0])])
-def test_stages_go_round_or_there_and_back(schedule, ranks):
-    parallel = ParallelConfig(pp=3, pp_schedule=schedule)
-    assert [parallel.stage_rank(stage) for stage in range(parallel.stages)] == ranks
-    assert [parallel.stages_of(rank) for rank in range(3)] == [
-        [stage for stage, held in enumerate(ranks) if held == rank] for rank in range(3)]
-
-
 @pytest.mark.parametrize("settings, expected", [
     ({}, 0.0), ({"pp": 16}, 15 / 16), ({"pp": 16, "pp_schedule": "zbv"}, None),
     ({"pp": 16, "pp_schedule": "interleaved", "pp_stages": 2}, 15 / 16 * 4 / 8),
