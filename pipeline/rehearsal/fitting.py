@@ -127,21 +127,18 @@ def ways(config: Config, rehearsal: Rehearsal, largest: str) -> Iterator[Setting
     """Settings that need less memory: single ones first, those without recomputation and further collectives before
     others, then several together."""
     train, parallel = config.train, config.parallel
-    single: list[Settings] = []
     micro_batch = BatchPlan.of(train, parallel, rehearsal.ranks).micro_batch
-    if largest in ("activations", "pipeline buffers") and micro_batch > 1:
-        single.append({"train.micro_batch": micro_batch // 2})
-    if largest not in ("activations", "logits", "pipeline buffers"):
-        single += [{f"parallel.{name}": less} for name, less in
-                   (("dp_replicate", 1), ("reduce", "each"), ("reshard", "always")) if getattr(parallel, name) != less]
     kinds = ("none", "selective", "full")
     checkpointing: list[Settings] = [{"train.activation_checkpointing": kind} for kind in
                                      kinds[kinds.index(train.activation_checkpointing) + 1:]]
+    single: list[Settings] = []
     if largest in ("activations", "pipeline buffers"):
-        single += checkpointing
-    long = train.sequence_length >= LONG
-    split: list[Settings] = [{f"parallel.{name}": size} for size in (2, 4, 8, 16) for name in
-                             (("cp", "tp") if long else ("tp", "cp")) if size > getattr(parallel, name)]
+        single = [{"train.micro_batch": micro_batch // 2}, *checkpointing]
+    elif largest != "logits":
+        single = [{"parallel.dp_replicate": 1}, {"parallel.reduce": "each"}, {"parallel.reshard": "always"}]
+    axes = ("cp", "tp") if train.sequence_length >= LONG else ("tp", "cp")
+    split: list[Settings] = [{f"parallel.{axis}": size} for size in (2, 4, 8, 16) for axis in axes
+                             if size > getattr(parallel, axis)]
     together: Settings = dict(checkpointing[-1]) if checkpointing else {}
     for settings in (*single, *split[:2], *({**together, **way} for way in (split[2:] if together else split))):
         if possible(config, settings, rehearsal.ranks):
@@ -149,10 +146,11 @@ def ways(config: Config, rehearsal: Rehearsal, largest: str) -> Iterator[Setting
 
 
 def possible(config: Config, settings: Settings, ranks: int) -> bool:
-    """Whether the settings cause no new problem on so many ranks."""
+    """Whether the settings change anything, and cause no new problem on so many ranks."""
     try:
         other = changed(config, settings)
-        return set(problems(other)) <= set(problems(config)) and not rank_problems(other, ranks)
+        return (other != config and set(problems(other)) <= set(problems(config))
+                and not rank_problems(other, ranks))
     except ValueError:
         return False
 

@@ -15,7 +15,6 @@ from tests.parallel.groups import run_case
 from tests.parallel.matrix import CHECKPOINTING
 from tests.parallel.test_activation_checkpointing import DOCUMENTS, TOKENS, built
 from tests.parallel.train_steps import compiled_calls
-from tests.refusal import refused
 from tests.stages.training import curve, difference, lines, run_train
 
 LAYERS = 6
@@ -75,13 +74,6 @@ def compiled(monkeypatch):
     compile_blocks(model := built(Sdpa()), TrainConfig())
     compiled_share()
     return model
-
-
-def test_blocks_that_need_too_many_graphs_stop_the_run_with_the_reason(compiled):
-    with torch._dynamo.config.patch(recompile_limit=1):
-        compiled(TOKENS, documents=DOCUMENTS)
-        refused(RuntimeError, r"limit of compiled graphs.*size mismatch at index 1.*compile=false", compiled,
-                TOKENS[:, :20], documents=DOCUMENTS[:, :20])
 
 
 def test_the_share_is_of_the_calls_since_it_was_last_asked_without_those_uncompiled_on_purpose(compiled):
