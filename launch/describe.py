@@ -172,9 +172,10 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int:
     count = shape.parameter_count
     if parallel.engine == "fsdp2":
         sharers = ranks // (parallel.sizes(ranks).replicate * parallel.pp)
-        whole = WEIGHT_BYTES * (parallel.reduce == "last") + 2 * (parallel.reshard == "never" and sharers > parallel.tp)
+        kept = parallel.reshard == "never" and sharers > parallel.tp
+        gathered = WEIGHT_BYTES * (parallel.reduce == "last") + 2 * kept
         sharded = (2 * WEIGHT_BYTES * count + states) / sharers
-        return math.ceil((sharded + whole * count / parallel.tp) / parallel.pp)
+        return math.ceil((sharded + gathered * count / parallel.tp) / parallel.pp)
     master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
     gradients = WEIGHT_BYTES * count / (ranks if parallel.zero_stage >= 2 else 1)
     weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)
