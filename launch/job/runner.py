@@ -227,10 +227,8 @@ class Runner:
         self.last = folder, end
         self._record_failures(dict.fromkeys(end.lost, "went down"))
         host.avoid.update(end.lost)
-        if end.status or end.cause:
-            self.lines = last_lines(folder, end.rank, spec.tasks_per_node, LAST_LINES)
-            end = self._with_cause(end)
-        decision = decide(self._outcome(end), spec)
+        self.lines = last_lines(folder, end.rank, spec.tasks_per_node, LAST_LINES)
+        decision = decide(self._outcome(self._with_cause(end)), spec)
         step = self._newest_step()
         if decision.status in ("done", "preempted") and (step or 0) > (before or 0):
             with suppress(OSError):
@@ -280,7 +278,7 @@ class Runner:
         detail = ""
         if end.exit_code is not None:
             detail = last_word(self.lines)
-        elif re.search(OUT_OF_MEMORY, str([end.cause, *self.lines])):
+        elif end.status and re.search(OUT_OF_MEMORY, str([end.cause, *self.lines])):
             detail = "it used more memory than the job requested (launch.mem, launch.<stage>.mem)"
         return replace(end, cause="; ".join(filter(None, [end.cause, detail])))
 

@@ -33,9 +33,7 @@ def script(slurm):
     kill -9 $$ -> true -> 137 -> true
     kill -9 $$ -> false -> 137 -> false
     kill -15 $PPID; kill -9 $$ -> true -> 137 -> false
-    kill -15 $$ -> true -> 143 -> false
-    exit 3 -> true -> 3 -> false
-    exit 0 -> true -> 0 -> false""", str, json.loads, int, json.loads))
+    exit 3 -> true -> 3 -> false""", str, json.loads, int, json.loads))
 def test_a_job_whose_runner_is_killed_is_queued_again(script, slurm, program, requeue, status, again):
     """Recorded, and of an array this element alone. A cancelled one is not: Slurm asks all processes to end, and kills
     those that remain."""
