@@ -21,7 +21,6 @@ from drover.launch.job.preflight import (
     ROUNDS,
     PreflightResult,
     RankReport,
-    gpu_problem,
     judge,
     measure,
     node_problems,
@@ -117,8 +116,11 @@ def test_when_a_trial_in_a_container_ends(tmp_path, monkeypatch, nodes, arrivals
     def start(spec, command, environment, folder, has_time):
         assert spec.srun_args == ("--container-image=i",) and command[:2] == ["w", "python"]
         for rank, clock[0] in enumerate(arrivals):
-            (folder / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(healthy(nodes)[rank]))}\n")
-            assert has_time()
+            report = healthy(nodes)[rank]
+            early, late = (json.dumps(asdict(replace(report, times=times))) for times in ({}, TIMES))
+            (folder / f"node{rank}.log").write_text(
+                f"{rank}: [NCCL] {{a: warning}}\n{rank}: {early}\n{rank}: []\n{rank}: {late}\n{rank}: {early}")
+            assert has_time() and report in read_reports(folder), "the newest that is whole"
         for clock[0], expected in ((ends_at - 1.0, True), (ends_at, False)):
             assert has_time() == expected
         return StepEnd(143)
@@ -190,28 +192,6 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     measure(report := RankReport(0, "n1"), 1.0, gpus=1)
     assert "cannot use its GPUs" in report.problem and not report.times
-
-
-def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):
-    """What is no report, or is still being written, is passed over."""
-    reports = [*healthy(2), RankReport(97, "n13")]
-    early, *texts = (json.dumps(asdict(report)) for report in (replace(reports[0], times={}), *reports))
-    (tmp_path / "node0.log").write_text(
-        f"0: [NCCL] {{a: warning}}\n0: {early}\n0: 5\n0: []\n0: {{}}\n1: {texts[1]}\n0: {texts[0]}\n0: {early}")
-    (tmp_path / "node12.log").write_text(f"97: {texts[2]}\n")
-    assert read_reports(tmp_path) == reports
-
-
-def test_gpus(programs, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("PATH", str(programs.folder))
-    assert gpu_problem(4) == "2 GPUs instead of 4"
-    assert gpu_problem(2) == "nvidia-smi does not answer", "the driver is gone"
-    programs.say("nvidia-smi", "0\n1\n")
-    assert gpu_problem(2) == "" and programs.calls()[-1].endswith(" --id=0,1"), "only the GPUs of the job"
-    programs.say("nvidia-smi", status=9)
-    monkeypatch.setattr(preflight, "for_amd", lambda: True)
-    assert gpu_problem(2) == "", "another maker's, whose driver is not asked"
 
 
 @pytest.fixture
