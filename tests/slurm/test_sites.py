@@ -9,7 +9,6 @@ import yaml
 
 from tests.conftest import REPOSITORY
 from tests.refusal import table
-from tests.slurm.faults import Training, clear
 
 pytestmark = pytest.mark.slow
 PROGRAMS = {
@@ -78,25 +77,6 @@ def test_training_runs_as_the_site_asks(training, tmp_path, launch, gpus, used):
     run.wait_until_gone()
     assert run.state.status == "done", run.story()
     assert {*(fakes / "used").read_text().split()} == {used} if used else not (fakes / "used").exists()
-
-
-def test_a_folder_with_percent_signs_and_a_shell_with_limits(cluster, tmp_path, encoded, undisturbed):
-    """Slurm would replace %u in the path of the log, and pass the shell's limit of CPU seconds on to every rank."""
-    folder = tmp_path / "50%u"
-    folder.mkdir()
-    limits = folder / "limits"
-    run = Training(cluster, folder, encoded, undisturbed, faults="", train={"steps": 8}, launch={
-        "setup": [f"ulimit -t -n > '{limits}'"], "wrap": ["sh", "-c", f"ulimit -t >> '{limits}'; exec \"$@\"", "sh"],
-        "runner_python": sys.executable})
-    try:
-        run.call("bash", "-c", 'ulimit -t 77 && exec "$@"', "bash", sys.executable, "launch/submit.py", "--config",
-                 str(run.config), "--stage", "train", "--nodes", "2", "--cluster", "lab", cwd=REPOSITORY,
-                 variables=run.environment)
-        run.wait_until_gone()
-        assert run.state.status == "done" and "train is done" in run.log(), run.story()
-        assert "77" not in limits.read_text() and limits.read_text().count("unlimited") == 3, limits.read_text()
-    finally:
-        clear(cluster)
 
 
 def test_a_network_interface_that_is_not_there_stops_the_first_start(training):
