@@ -239,10 +239,12 @@ class Runner:
                                spec)
         if self.lock is not None and not self.lock.renew(at_once=True):
             raise UserError("Another start of this job has taken the stage over.")
-        if decision.action in ("restart", "requeue") and not host.is_current():  # it is for the job's next start
+        then = decision.action
+        if then in ("restart", "requeue") and not host.is_current():
+            then = "requeue"  # which Slurm has done: it is for the job's next start
             decision = replace(decision, action="stop", reason=f"{decision.reason}; Slurm has taken the job from its "
                                                                f"nodes")
-        self._log("ended", status=decision.status, reason=decision.reason, step=step, next=decision.action)
+        self._log("ended", status=decision.status, reason=decision.reason, step=step, next=then)
         if decision.action == "restart":
             self._say_last_lines()
             self.say(f"{decision.status}: {decision.reason}; starting again")

@@ -88,7 +88,7 @@ def test_at_a_request_to_end_the_runner_waits_and_starts_nothing(job):
     no step/no step/no step/no step -> {} -> requeue -> crashed requeue -> ["12"] -> trying again (3 of 3)
     no step/work -> {} -> leave -> done leave -> [] -> there is no step: Unable to create step for job 12: Requested \
 nodes are busy; trying again (1 of 3)
-    crash -> {states: {"12": PENDING}} -> stop -> crashed stop -> [] -> Slurm has taken the job""",
+    crash -> {states: {"12": PENDING}} -> stop -> crashed requeue -> [] -> Slurm has taken the job""",
     str, yaml.safe_load, str, str, yaml.safe_load))
 def test_what_follows_from_each_end_of_a_start(job, plan, slurm, action, ends, requeued, words):
     vars(job.slurm).update(slurm)
