@@ -10,17 +10,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import combinations
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.model.config import ModelConfig
 from drover.pipeline.config.data import UINT16_IDS
-from drover.pipeline.config.kinds import external_sources, source_of
-from drover.pipeline.config.optimizers import optimizer_kind, optimizer_problems
+from drover.pipeline.config.kinds import source_of
+from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.phases import BatchPlan, batch_problems, in_phases, plan_problems
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS, name_of
 from drover.pipeline.config.training import FIRST, ParallelConfig, mixture_problems
@@ -240,17 +238,6 @@ def _stores(config: Config) -> Iterator[str]:
         if inner.startswith(outer):
             yield (f"{second} {inner[:-1]} lies in {first} {outer[:-1]}: token shards, checkpoints and the export need "
                    f"separate places.")
-
-
-OURS = "drover."
-
-
-def training_code(config: Config) -> dict[str, Path]:
-    """The source files of attention, optimizer and hooks that are not built in, by module, as far as they are found."""
-    named = [config.train.attention, config.train.optimizer, *(hook.kind for hook in config.train.hooks)]
-    with suppress(UserError):
-        named.append(optimizer_kind(config.train.optimizer).make)
-    return external_sources(name for name in named if not name.startswith(OURS))
 
 
 def absent_attention(config: Config) -> Iterator[str]:

@@ -46,7 +46,7 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
                   "problems": "drover.pipeline.tokenization.conversion:ready_problems"},
     "train": {"files": "drover.pipeline.records.weight_files:input_files",
               "renews": "drover.pipeline.config.phases:only_phases_differ",
-              "external_code": "drover.pipeline.config.checks:training_code"},
+              "external_code": "drover.pipeline.records.weight_files:training_code"},
     "convert": {"due": "drover.pipeline.storage.export:due", "problems": "drover.pipeline.convert:problems"},
     "evaluate": {"files": "drover.pipeline.evaluation.tasks:input_files",
                  "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}

@@ -4,13 +4,17 @@ reads the weights."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+from drover.pipeline.config.kinds import external_sources
+from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_record, write_json
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, complete_checkpoints
 
+OURS = "drover."
 RUN = "config.yaml"
 """In the folder of a run."""
 HUGGING_FACE = "config.json"
@@ -44,6 +48,16 @@ def weight_files(path: Path) -> list[Path]:
         raise UserError(f"{folder} holds no weights: neither {MARKER} nor {HUGGING_FACE}. Meta's format is not read: "
                         f"download the safetensors of the same model.")
     return result
+
+
+def training_code(config: Config) -> dict[str, Path]:
+    """The source files of attention, optimizer and hooks that are not built in, by module, as far as they are found.
+    Only the table that names an optimizer is imported for that."""
+    named = [config.train.attention, config.train.optimizer, *(hook.kind for hook in config.train.hooks)]
+    if ":" in config.train.optimizer:
+        with suppress(UserError):
+            named.append(optimizer_kind(config.train.optimizer).make)
+    return external_sources(name for name in named if not name.startswith(OURS))
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:

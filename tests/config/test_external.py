@@ -1,9 +1,10 @@
 """Attention and optimizers from outside: their files are recorded as code of training, and absent ones refused."""
 
-from drover.pipeline.config.checks import absent_attention, training_code
+from drover.pipeline.config.checks import absent_attention
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.records.weight_files import training_code
 
 
 def loaded(tmp_path, monkeypatch, train):
