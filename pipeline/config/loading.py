@@ -276,8 +276,6 @@ CLUSTERS = REPOSITORY / "configs" / "clusters"
 """The folder of cluster profiles that are named without a folder."""
 OF_A_STAGE = ("started.json", "manifest.json")
 """Files in a stage's folder. A folder with such folders is a run's."""
-MOST_PROBLEMS = 40
-"""Problems of a configuration that are listed."""
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
@@ -466,7 +464,6 @@ def _fields(sections: list[type[BaseModel]], kind: Any) -> dict[str, FieldInfo]:
 
 
 def refusal(wrong: list[str], path: Path | str) -> UserError:
-    """The error that reports all problems of a configuration; of very many, the first."""
+    """The error that reports all problems of a configuration."""
     count = f"{len(wrong):,} problem{'s' * (len(wrong) > 1)} in the configuration {path}"
-    more = [f"and {len(wrong) - MOST_PROBLEMS:,} more"] if len(wrong) > MOST_PROBLEMS else []
-    return UserError(f"{count}:\n{listed([*(shortened(problem, 2000) for problem in wrong[:MOST_PROBLEMS]), *more])}")
+    return UserError(f"{count}:\n{listed([shortened(problem, 2000) for problem in wrong])}")

@@ -16,7 +16,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypedDict
@@ -46,13 +45,6 @@ _LEFT_OVER = (f" torchrun and Drover's launcher set {', '.join(RANK_VARIABLES)} 
               f"again.")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Rank 0 ends with this exit status and has no work for the other ranks."""
-
-    status: int
-
-
 class Channel:
     """The connection from rank 0 to the other ranks of this start.
 
@@ -75,14 +67,11 @@ class Channel:
         """The channel of this process; None if there are no other ranks. UserError if its variables do not fit."""
         if "RANK" not in os.environ:
             return None
-        if "WORLD_SIZE" not in os.environ:
-            raise UserError(f"The environment has RANK={os.environ['RANK']} without WORLD_SIZE.{_LEFT_OVER}")
-        rank, world, address, port = (os.environ.get(name, "") for name in RANK_VARIABLES)
-        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-            raise UserError(f"The environment has RANK={rank} and WORLD_SIZE={world}, which is no rank.{_LEFT_OVER}")
-        if int(world) > 1 and not (address and port.isdecimal()):
-            raise UserError(f"The environment has RANK={rank} and WORLD_SIZE={world}, but no MASTER_ADDR and "
-                            f"MASTER_PORT, where ranks meet.{_LEFT_OVER}")
+        rank, world, address, port = given = [os.environ.get(name, "") for name in RANK_VARIABLES]
+        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)) or (
+                int(world) > 1 and not (address and port.isdecimal())):
+            shown = " ".join(f"{name}={value}" for name, value in zip(RANK_VARIABLES, given, strict=True))
+            raise UserError(f"The environment has {shown}, which is no rank.{_LEFT_OVER}")
         return cls() if int(world) > 1 else None
 
     def broadcast(self, work: Work) -> None:
@@ -108,8 +97,8 @@ class Channel:
             while not self._agent and self.store.add(_RECEIVED, 0) < self.world - 1 and time.monotonic() < until:
                 time.sleep(FIRST_LOOK_S)
 
-    def listen(self, name: str, plugins: Callable[[], list[str]]) -> Work | Ended:
-        """Receive what rank 0 sends. The other ranks call this.
+    def listen(self, name: str, plugins: Callable[[], list[str]]) -> Work | int:
+        """Receive what rank 0 sends: work, or the exit status with which it ends. The other ranks call this.
 
         plugins: imports the plugins that this process was started with; called if rank 0 has plugins.
 
@@ -126,7 +115,7 @@ class Channel:
         message = json.loads(zlib.decompress(verified(_KEY, store.get(_KEY))))
         if "end" in message:
             store.add(_RECEIVED, 1)
-            return Ended(message["end"])
+            return int(message["end"])
         try:
             own = plugins() if message["with_plugins"] else []
             config = Config.model_validate({**message["config"], "plugins": own})

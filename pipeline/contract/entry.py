@@ -16,7 +16,7 @@ from typing import NoReturn
 from drover.pipeline.config.checks import absent_packages
 from drover.pipeline.config.loading import POSITIONS, load_config, refuse_impossible
 from drover.pipeline.config.section import blocked, make_folder
-from drover.pipeline.contract.broadcast import Channel, Ended
+from drover.pipeline.contract.broadcast import Channel
 from drover.pipeline.contract.inputs import listed_files
 from drover.pipeline.contract.locks import StageLock, lock, turn
 from drover.pipeline.contract.manifest import (
@@ -166,10 +166,10 @@ class StageAttempt:
         except RuntimeError:
             say(self.name, f"rank 0 ended before it sent rank {channel.rank} its work")
             return 1
-        if isinstance(work, Ended):
-            if work.status:
+        if isinstance(work, int):
+            if work:
                 time.sleep(SILENCE_S)  # so that rank 0 ends first, with its reason
-            return work.status
+            return work
         self._do(work)
         return 0
 

@@ -27,7 +27,7 @@ SNAPSHOT = "snapshot.json"
 """A file in IMPORTED_FROM, if that is the copy of the code that a submission made. It names the commit."""
 
 
-FUNCTIONS = {"files", "task_files", "problems", "external_code", "renews", "due"}
+FUNCTIONS = ("files", "task_files", "problems", "external_code", "renews", "due")
 """The functions that a stage may define (see `Stage.functions`)."""
 
 
@@ -173,26 +173,21 @@ def register_stage(stage: Stage) -> None:
         ValueError: the name is taken, no stage before it has the name that it follows or needs, it reads a part of the
             configuration or has a function that does not exist, or it names no module of its own.
     """
-    known = STAGES.get(stage.name)
-    if known == stage:
+    if STAGES.get(stage.name) == stage:
         return
-    if known is not None:
+    if stage.name in STAGES:
         raise ValueError(f"There is a stage {stage.name!r} already.")
-    chain = [*STAGES]
-    if stage.after not in ("", *chain):
-        raise ValueError(f"The stage {stage.name!r} follows {stage.after}: there is no such stage.")
-    place = chain.index(stage.after) + 1 if stage.after else len(chain)
-    if unknown := set(stage.needs) - set(chain[:place]):
-        raise ValueError(f"The stage {stage.name!r} needs {', '.join(sorted(unknown))}: there is no such stage before "
-                         f"it.")
-    if unknown := {part.partition(".")[0] for part in stage.reads} - Config.model_fields.keys():
-        raise ValueError(f"The stage {stage.name!r} reads {', '.join(sorted(unknown))}: there is no such part of the "
-                         f"configuration.")
     if not stage.own_module:
         raise ValueError(f"The stage {stage.name!r} must name the module that runs it, as own_module.")
-    if unknown := set(stage.functions) - FUNCTIONS:
-        raise ValueError(f"The stage {stage.name!r} has functions {', '.join(sorted(unknown))}; there are "
-                         f"{', '.join(sorted(FUNCTIONS))}.")
+    chain = [*STAGES]
+    place = chain.index(stage.after) + 1 if stage.after in chain else len(chain)
+    for verb, named, known, what in (
+            ("follows", {stage.after} - {""}, chain, "stage"), ("needs", stage.needs, chain[:place], "stage before it"),
+            ("reads", {part.partition(".")[0] for part in stage.reads}, Config.model_fields,
+             "part of the configuration"), ("has", stage.functions, FUNCTIONS, "function of stages")):
+        if unknown := sorted({*named} - {*known}):
+            raise ValueError(f"The stage {stage.name!r} {verb} {', '.join(unknown)}: there is no such {what}. Known "
+                             f"are {', '.join(known)}.")
     later = {name: STAGES.pop(name) for name in chain[place:]}
     STAGES.update({stage.name: stage, **later})
 

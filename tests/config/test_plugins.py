@@ -86,16 +86,15 @@ def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
 
 @pytest.mark.parametrize("stage, message", [
     (Stage("train", needs=(), reads=(), code=(), own_module="ours"), "There is a stage 'train' already"),
-    (Stage("ours", needs=("shards",), reads=(), code=(), own_module="ours"), "'ours' needs shards: there is no such"),
-    (Stage("ours", needs=(), reads=(), code=(), own_module="ours", after="converted"),
-     "'ours' follows converted: there is no such"),
     (Stage("ours", needs=("evaluate",), reads=(), code=(), own_module="ours", after="convert"),
      "'ours' needs evaluate: there is no such stage before it"),
+    (Stage("ours", needs=(), reads=(), code=(), own_module="ours", after="converted"),
+     "'ours' follows converted: there is no such"),
     (Stage("ours", needs=("shard",), reads=("stages.ours", "shards"), code=(), own_module="ours"),
      "'ours' reads shards: there is no such part of the configuration"),
     (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it"),
     (Stage("ours", needs=(), reads=(), code=(), own_module="ours", functions={"file": "a:b"}),
-     "has functions file; there are due, ")])
+     "'ours' has file: there is no such function of stages. Known are files")])
 def test_a_stage_that_cannot_be_is_refused(stage, message):
     refused(ValueError, message, register_stage, stage)
     assert "ours" not in STAGES

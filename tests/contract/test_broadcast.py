@@ -63,10 +63,9 @@ def test_the_store_of_ranks_that_meet_at_an_address(monkeypatch, address):
 
 
 @pytest.mark.parametrize("variables, words", table("""
-    RANK=0 WORLD_SIZE=2 -> RANK=0 and WORLD_SIZE=2, but no MASTER_ADDR and MASTER_PORT
-    RANK=3 -> RANK=3 without WORLD_SIZE
-    RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 -> RANK=2 and WORLD_SIZE=2, which is no rank
-    RANK= WORLD_SIZE=1 -> which is no rank"""))
+    RANK=0 WORLD_SIZE=2 -> RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=, which is no rank
+    RANK=3 -> RANK=3 WORLD_SIZE= MASTER_ADDR= MASTER_PORT=, which is no rank
+    RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 -> RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1, which"""))
 def test_variables_that_are_no_ranks_are_named(monkeypatch, capsys, variables, words):
     """They are left over in a shell."""
     monkeypatch.setattr(entry, "SILENCE_S", 0.0)
