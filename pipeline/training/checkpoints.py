@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
@@ -29,7 +29,7 @@ from drover.pipeline.config.training import CheckpointConfig, TrainConfig
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import Say, first
 from drover.pipeline.core.errors import UserError, is_full_disk, listed
-from drover.pipeline.core.files import Outputs, Record, problem_of, publish, renamed, write_sealed
+from drover.pipeline.core.files import Outputs, problem_of, publish, renamed, write_sealed
 from drover.pipeline.formats.sharded_tensors import (
     CheckpointReader,
     Index,
@@ -89,7 +89,7 @@ class Checkpoints:
         temporary.mkdir(parents=True)
 
     def publish(self, temporary: Path, records: Outputs, progress: TrainingProgress,
-                about: Record) -> None:
+                about: Mapping[str, object]) -> None:
         """Give a written folder its name, then its marker: from that moment it counts. Called on rank 0."""
         final = self.place(temporary, progress.step)
         write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
@@ -164,6 +164,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
 
+@dataclass(eq=False)
 class AsyncSaver:
     """Writes the checkpoints of one training run. Every method is called on all ranks alike, except `failed`.
 
@@ -173,19 +174,18 @@ class AsyncSaver:
         refuse_damaged: called there when this rank's part is written; if it raises, the checkpoint does not appear.
     """
 
-    def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: Record,
-                 say: Say, event: Event, saved: Callable[[int], None] = lambda step: None,
-                 refuse_damaged: Callable[[], None] = lambda: None) -> None:
-        self.checkpoints = checkpoints
-        self.config = config
-        self.about = about
-        self.say = say
-        self.event = event
-        self.saved = saved
-        self.refuse_damaged = refuse_damaged
-        self.on_gpu = ranks.device.type == "cuda"
-        self.ranks = ranks
-        self.channel = HostChannel(ranks)
+    checkpoints: Checkpoints
+    config: CheckpointConfig
+    about: Mapping[str, object]
+    event: Event
+    saved: Callable[[int], None] = lambda step: None
+    refuse_damaged: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.say = self.checkpoints.say
+        self.ranks = self.checkpoints.ranks
+        self.on_gpu = self.ranks.device.type == "cuda"
+        self.channel = HostChannel(self.ranks)
         self._host: dict[tuple[str, int], torch.Tensor] = {}
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
@@ -436,7 +436,7 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
             yield old.end_step < step, f"{end}: {_until(old)} -> {_until(new)}"
 
 
-def _settings(phase: Phase, name: str) -> dict[str, Any]:
+def _settings(phase: Phase, name: str) -> dict[str, object]:
     """The settings that a phase of this name must keep once it has started, by key."""
     result = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
     if phase.number == 0:

@@ -127,11 +127,10 @@ class StepBatches:
     """Opened on all ranks alike.
 
     Args:
-        plan: the run's phases.
-        of_phase: each phase's batch and its division among the ranks.
         say: prints messages for the user, on rank 0.
 
     Attributes:
+        plan: the run's phases. of_phase: each phase's batch and its division among the ranks.
         table: the token shards. folder: with their files, on this node.
         data: the order of samples.
 
@@ -139,12 +138,12 @@ class StepBatches:
         UserError: a shard is missing or shorter, or cannot be downloaded or packed; the same on every rank.
     """
 
-    def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
-                 say: Say) -> None:
+    def __init__(self, work: Work, grid: Grid, say: Say) -> None:
         self.config = work.config
         self.grid = grid
-        self.plan = plan
-        self._of_phase = of_phase
+        self.plan = PhasePlan.of(self.config.train)
+        self.of_phase = [BatchPlan.of(phase.train, self.config.parallel, grid.ranks.world)
+                         for phase in self.plan.phases]
         # Rank 0 reads the table, whose size grows with the shards, and broadcasts it.
         self.table = grid.ranks.by_leader(lambda: read_shard_table(work))
         self.folder = shard_folder(work, self.table)
@@ -175,7 +174,7 @@ class StepBatches:
 
     def _numbers(self, done: int) -> NDArray[np.int64]:
         """This rank's samples of the batch after `done` steps."""
-        batch = self._of_phase[self.plan.phase_of(done + 1).number]
+        batch = self.of_phase[self.plan.phase_of(done + 1).number]
         ahead = self.plan.sequences_between(self._began.step, done) + batch.first(self.grid.data_rank)
         return self._excluded.numbers(self._began.samples, ahead, batch.rank_sequences)
 

@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -119,16 +119,6 @@ def compiled_graphs() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
-def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[str]]:
-    """Bytes of weights, gradients and optimizer state on the device, by module, summed over all blocks."""
-    result = defaultdict[str, Counter[str]](Counter)
-    for name, kind, tensor in engine.held():
-        if tensor.device == device:
-            module = ".".join(re.sub(r"\.\d+\.", ".*.", name).split(".")[:-1][:3])
-            result[module][KINDS.get(kind, "optimizer's states")] += tensor.nbytes
-    return result
-
-
 def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int, run: str) -> str:
     """An error message: torch's own, which has the device's totals, the content of this rank's memory, and how to find
     settings that need less.
@@ -136,23 +126,23 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: 
     engine: None if it was still being built. step: the one that failed. run: arguments of `drover rehearse` for this
     run.
     """
-    gpu = "<GB of a GPU>"
+    when = "for weights and the optimizer's states, before the first step"
     holds = ""
-    if ranks.device.type == "cuda":
-        gpu = f"{torch.cuda.mem_get_info(ranks.device)[1] / 1e9:.0f}"
-    if engine:
-        modules = held_by_module(engine, ranks.device)
-        largest = sorted(modules.items(), key=lambda item: -item[1].total())[:LARGEST]
-        holds = (f" This rank holds {_kinds(sum(modules.values(), Counter()))}; the rest are gradients before they are "
-                 f"reduced, gathered weights, activations and logits. The largest by module: "
-                 f"{'; '.join(f'{name} {readable(kinds.total())} ({_kinds(kinds)})' for name, kinds in largest)}.")
-    when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"
+    if engine is not None:
+        kinds = Counter[str]()
+        modules = Counter[str]()  # summed over all blocks
+        for name, kind, tensor in engine.held():
+            if tensor.device == ranks.device:
+                kinds[KINDS.get(kind, "optimizer's states")] += tensor.nbytes
+                modules[".".join(re.sub(r"\.\d+\.", ".*.", name).split(".")[:-1][:3])] += tensor.nbytes
+        when = f"in step {step}"
+        holds = (f" This rank holds {', '.join(f'{readable(size)} of {kind}' for kind, size in kinds.items())}; the "
+                 f"rest are gradients before they are reduced, gathered weights, activations and logits. The largest "
+                 f"by module: {', '.join(f'{name} {readable(size)}' for name, size in modules.most_common(LARGEST))}.")
+    on_gpu = ranks.device.type == "cuda"
+    gpu = f"{torch.cuda.mem_get_info(ranks.device)[1] / 1e9:.0f}" if on_gpu else "<GB of a GPU>"
     return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({error}).{holds} For memory by "
             f"kind and settings that fit: drover rehearse {run} --ranks {ranks.world} --memory {gpu}")
-
-
-def _kinds(sizes: Counter[str]) -> str:
-    return ", ".join(f"{readable(size)} of {kind}" for kind, size in sizes.items())
 
 
 @contextmanager

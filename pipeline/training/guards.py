@@ -17,7 +17,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record
 from drover.pipeline.data.exclusion import Range, format_ranges
 from drover.pipeline.data.provenance import documents_of, named
 from drover.pipeline.data.sampling.loader import TrainingData
@@ -89,11 +88,6 @@ class GuardDecision:
         """Why the update was skipped: `nonfinite` or `spike`; None if it was not."""
         return ("spike" if self.finite else "nonfinite") if self.event == "skip" else None
 
-    def details(self) -> Record:
-        """The event's fields, as JSON: numbers that are not finite are written as text."""
-        return {"step": self.step, "samples": [list(part) for part in self.samples], "loss": json_number(self.loss),
-                "grad_norm": json_number(self.grad_norm), "text": self.text}
-
 
 class Guards:
     """The judge of every step. All ranks hold one, give it the same numbers, and so decide alike.
@@ -106,24 +100,24 @@ class Guards:
         self.config = config
         self.go_on({}, 0)
 
-    def go_on(self, state: Record, rollbacks: int) -> None:
-        """Continue from a state that `state` returned.
+    def go_on(self, state: dict[str, Any], rollbacks: int) -> None:
+        """Continue from a state that `state` returned, or from {}.
 
         rollbacks: how many the run has made. A checkpoint's state does not count them: it was saved before.
         """
         self.rollbacks_total = rollbacks
         window = max(self.config.spike_window, self.config.spike_min_history)
-        self._losses: deque[float] = deque(state.get("losses", ()), window)
-        self._norms: deque[float] = deque(state.get("grad_norms", ()), window)
-        self.skipped_total: int = state.get("skipped_total", 0)
-        self.spikes_total: int = state.get("spikes_total", 0)
-        self.consecutive_skipped: int = state.get("consecutive_skipped", 0)
+        self._losses = deque[float](state.get("losses", ()), window)
+        self._norms = deque[float](state.get("grad_norms", ()), window)
+        self.skipped_total = int(state.get("skipped_total", 0))
+        self.spikes_total = int(state.get("spikes_total", 0))
+        self.consecutive_skipped = int(state.get("consecutive_skipped", 0))
 
     def describe(self, samples: Sequence[Range]) -> str:
         """The documents in ranges of samples. Called only when training must stop."""
         return ""
 
-    def state(self) -> Record:
+    def state(self) -> dict[str, Any]:
         """The state as JSON. A `Guards` that is given it judges exactly as this one would."""
         return {"losses": list(self._losses), "grad_norms": list(self._norms), "skipped_total": self.skipped_total,
                 "spikes_total": self.spikes_total, "consecutive_skipped": self.consecutive_skipped}
@@ -278,7 +272,9 @@ class GuardRunner(Guards):
             meaning = {"skip": "the update was skipped", "rollback": "going back to the last checkpoint",
                        "spike": "logged only"}[decision.event]
             self.say(f"{decision.text}; {meaning}. Documents: {named(documents)}")
-            log(decision.event, **decision.details(), documents=[vars(document) for document in documents])
+            log(decision.event, step=step, samples=[list(part) for part in decision.samples],
+                loss=json_number(result.loss), grad_norm=json_number(result.grad_norm), text=decision.text,
+                documents=[vars(document) for document in documents])
         return decision
 
     def describe(self, samples: Sequence[Range]) -> str:
@@ -293,7 +289,7 @@ class GuardRunner(Guards):
             add_rollback(self.folder, Rollback(decision.step, back_to, decision.samples, plan, decision.text))
         self._read()
 
-    def step_fields(self, decision: GuardDecision, before: int, after: int) -> Record:
+    def step_fields(self, decision: GuardDecision, before: int, after: int) -> dict[str, object]:
         """Fields of a step's line in metrics.jsonl about skipped updates and excluded samples; empty if there are
         none."""
         fields = {"skipped": decision.skipped, "rollbacks": len(self.rollbacks),

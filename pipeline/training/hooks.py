@@ -15,15 +15,14 @@ import gc
 import signal
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.contract.workers import StopRequest
-from drover.pipeline.core.files import Record
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
@@ -49,18 +48,18 @@ class Hook:
         """The backward passes of the next step are done, and its gradients are reduced (`Engine.gradients`, `held`).
         Guards may still skip its update."""
 
-    def on_step(self, loop: Loop, result: StepResult, record: Record) -> None:
+    def on_step(self, loop: Loop, result: StepResult, record: dict[str, object]) -> None:
         """A step was done and not rolled back; nothing of it is saved yet. `record` is its line of metrics.jsonl."""
 
     def on_save(self, loop: Loop) -> None:
         """A checkpoint of `loop.progress` is about to be written."""
 
-    def state(self) -> Record:
+    def state(self) -> Mapping[str, object]:
         """What a checkpoint keeps of this hook: plain values for JSON, the same on every rank. Called after `on_save`.
         Only for the hooks of train.hooks."""
         return {}
 
-    def load(self, state: Record) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Go back to what `state` returned: before the first step of a start that continues, and after a rollback. Not
         called if the checkpoint was written without this hook."""
 
@@ -72,7 +71,7 @@ class Hook:
         saves."""
         return False
 
-    def look(self, loop: Loop) -> Record:
+    def look(self, loop: Loop) -> Mapping[str, object]:
         """Measurements of the model, as further fields of the last step's line. If a checkpoint was due after the step,
         it is being written already. Also called at a start that finds the line of its checkpoint's step missing."""
         return {}
@@ -187,27 +186,17 @@ class StopAgreement(StopRequest, Hook):
         self.stop: Stop | None = None
 
     def votes(self, loop: Loop | None = None) -> Sequence[float]:
-        """One flag for each cause, whether this rank got a signal, and if so its number."""
+        """One flag for each cause."""
         if self.ranks.is_rank_zero:
             self._check_file_and_clock()
-        return [*(cause in self._requests for cause in CAUSES), self.heard, self.ranks.rank * self.heard]
+        return [cause in self._requests for cause in CAUSES]
 
     def on_votes(self, loop: Loop | None, sums: Sequence[float]) -> None:
         """Decide by the sums. Only rank 0 knows the text of the file."""
-        *counts, signalled, number = map(round, sums)
-        result = {cause: count for cause, count in zip(CAUSES, counts, strict=True) if count}
-        rank = number if signalled == 1 else None
-        self.stop = Stop(" and ".join(self._describe(cause, count, rank) for cause, count in result.items()),
-                         all(CAUSES[cause] for cause in result)) if result else None
-
-    def _describe(self, cause: str, count: int, rank: int | None) -> str:
-        if cause == "file":
-            return self._file_text
-        if cause == "time":
-            return f"train.stop_after_minutes={self._minutes:g}"
-        if count == self.ranks.world:
-            return cause
-        return f"{cause} on {f'{count} of {self.ranks.world} ranks' if rank is None else f'rank {rank}'}"
+        causes = [cause for cause, count in zip(CAUSES, sums, strict=True) if count]
+        texts = {"file": self._file_text, "time": f"train.stop_after_minutes={self._minutes}"}
+        self.stop = Stop(" and ".join(texts.get(cause, cause) for cause in causes),
+                         all(CAUSES[cause] for cause in causes)) if causes else None
 
     def _check_file_and_clock(self) -> None:
         now = time.monotonic()

@@ -14,19 +14,17 @@ from pathlib import Path
 import torch
 
 from drover.model.config import ModelConfig
-from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import write_state
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, output_record
+from drover.pipeline.core.files import output_record
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.ranks import Ranks, stop_ranks
+from drover.pipeline.parallel.ranks import stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
 from drover.pipeline.records.hangs import PLACES
 from drover.pipeline.records.metrics import ROLLBACKS, Line, read_metrics
 from drover.pipeline.records.weight_files import FILE
-from drover.pipeline.training.checkpoints import AsyncSaver, Checkpoints, load
+from drover.pipeline.training.checkpoints import AsyncSaver, load
 from drover.pipeline.training.data import DamagedTokensError, StepBatches, TokenCheck
 from drover.pipeline.training.device import memory_explained
 from drover.pipeline.training.engine import Engine, StepResult
@@ -37,20 +35,33 @@ from drover.pipeline.training.recorder import Recorder, packing_facts, train_s
 from drover.pipeline.training.watchdog import Watchdog
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True)
+class StartFacts:
+    """What is known of a start before its first step.
+
+    Attributes:
+        nodes: the node of each rank.
+        plan_changes: what changed in the plan since the checkpoint, a sentence each.
+        seconds: of each part of the start. rehearsal: the arguments that rehearse this run's memory.
+    """
+
+    nodes: Sequence[str]
+    plan_changes: list[str]
+    seconds: dict[str, float]
+    rehearsal: str
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Loop:
     """One start of training, from the newest valid checkpoint to the end or to a request to stop.
 
     Attributes:
-        nodes: the node of each rank.
-        plan: the phases. phase_batches: the batch of each.
-        batches: this rank's batches, step by step.
-        checkpoints: those on disk. saver: writes further ones. has_checkpoint: whether there is one, written or begun.
+        batches: this rank's batches, step by step, with the ranks (`grid`) and the phases (`plan`).
+        saver: writes checkpoints; has those on disk.
+        token_check: None if the configuration turns it off.
         hooks: all hooks, in the order in which they are called. own_hooks: those of train.hooks, by name.
         progress: steps, samples and tokens done so far.
-        plan_changes: what changed in the plan since the checkpoint, a sentence each.
-        startup: seconds of each part of the start. rehearsal: the arguments that rehearse this run's memory.
-        token_check: None if the configuration turns it off.
+        has_checkpoint: whether there is one, written or begun.
         save_requested: whether a hook requested a checkpoint after the current step.
         done: steps of this start.
         current: this rank's batch of the current or last step, and the target tokens of the global batch.
@@ -58,34 +69,29 @@ class Loop:
 
     work: Work
     watchdog: Watchdog
-    ranks: Ranks
-    nodes: Sequence[str]
-    grid: Grid
-    plan: PhasePlan
-    phase_batches: Sequence[BatchPlan]
-    model_config: ModelConfig
     batches: StepBatches
+    model_config: ModelConfig
     engine: Engine
-    checkpoints: Checkpoints
     saver: AsyncSaver
     recorder: Recorder
     guards: GuardRunner
     stop: StopAgreement
+    token_check: TokenCheck | None
     hooks: list[Hook]
     progress: TrainingProgress
-    has_checkpoint: bool
-    plan_changes: list[str]
-    startup: dict[str, float]
-    rehearsal: str
-    token_check: TokenCheck | None
-    save_requested: bool = False
-    done: int = 0
+    facts: StartFacts
 
     def __post_init__(self) -> None:
         self.config = self.work.config
         self.data = self.batches.data
+        self.plan = self.batches.plan
+        self.grid = self.batches.grid
+        self.ranks = self.grid.ranks
         self.paused = partial(self.watchdog.paused, self.ranks.barrier)
         self.own_hooks = dict[str, Hook]()
+        self.has_checkpoint = self.progress.step > 0
+        self.save_requested = False
+        self.done = 0
         self.engine.before_update = self._before_update
 
     def run(self) -> None:
@@ -137,8 +143,8 @@ class Loop:
         if self.progress.record is not None and not self.ranks.by_leader(logged):
             self._log_step()  # a kill came between a checkpoint and its step's line
         self.recorder.begin(self.progress, **self._start_facts())
-        if self.plan_changes:
-            self.recorder.plan_changed(self.progress.step, self.plan_changes)
+        if self.facts.plan_changes:
+            self.recorder.plan_changed(self.progress.step, self.facts.plan_changes)
         self.recorder.flush()
         for hook in self.hooks:
             hook.on_start(self)
@@ -162,7 +168,7 @@ class Loop:
         step = self.progress.step + 1
         self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
         self.watchdog.step_begins()
-        with memory_explained(self.engine, self.ranks, step, self.rehearsal, first=not self.done):
+        with memory_explained(self.engine, self.ranks, step, self.facts.rehearsal, first=not self.done):
             result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
                                       self.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
@@ -212,7 +218,7 @@ class Loop:
         """Measure the model, and write the step's line. This comes after the step's checkpoint, which holds the line
         too: a measurement may fail (memory, a bad prompt), and must not cost the steps since the last save."""
         record = self.progress.record or {}
-        seen = Record()
+        seen = dict[str, object]()
         for hook in self.hooks:
             seen |= hook.look(self)
         if seen or "weight_norms" in record or self.due(self.config.train.log_every):
@@ -241,7 +247,7 @@ class Loop:
     def _enter_phase(self) -> None:
         """Use the batch and the sequence length of the next step's phase. Log the phase if it begins here."""
         self.phase = self.plan.phase_of(self.progress.step + 1)
-        self.batch = self.phase_batches[self.phase.number]
+        self.batch = self.batches.of_phase[self.phase.number]
         self.guards.batch_sequences = self.batch.sequences
         # By the full-attention formula: 6 x matrix parameters + attention, not halved.
         self.recorder.flops_per_token = self.model_config.flops_per_token(self.batch.sequence_length, causal=False)
@@ -260,10 +266,10 @@ class Loop:
         with self.paused():
             self.saver.wait()
             self.batches.close()
-            result = self.checkpoints.newest_valid()
+            result = self.saver.checkpoints.newest_valid()
             if result is None:
                 raise UserError(f"{decision.text}: training has to go back to a checkpoint, but none is left in "
-                                f"{self.checkpoints.folder}. Start again with --force, or with "
+                                f"{self.saver.checkpoints.folder}. Start again with --force, or with "
                                 f"train.guards.spike=skip.")
             path, progress = result
             self.guards.exclude(decision, progress.step)
@@ -305,17 +311,18 @@ class Loop:
         for hook in self.hooks:
             hook.on_finish(self)
         self.saver.prune()  # checkpoints that waited for their upload were kept until now
-        result = self.checkpoints.newest_valid()
+        result = self.saver.checkpoints.newest_valid()
         if result is None or result[1].step != self.config.train.steps:
-            raise UserError(f"The checkpoint of the last step does not read back from {self.checkpoints.folder}. "
-                            f"Check the disk and run the stage again; it continues from the last valid checkpoint.")
+            raise UserError(f"The checkpoint of the last step does not read back from "
+                            f"{self.saver.checkpoints.folder}. Check the disk and run the stage again; it continues "
+                            f"from the last valid checkpoint.")
         self.recorder.event("finish", step=self.progress.step, **ending)
         self.recorder.close()
         if self.ranks.is_rank_zero:
             self._commit(result[0])
         self.ranks.barrier()
 
-    def _settle(self) -> Record:
+    def _settle(self) -> dict[str, float]:
         """Wait until the last checkpoint is on disk. Returns fields for the event that ends this start."""
         self.watchdog.pause()
         began = time.perf_counter()
@@ -347,7 +354,7 @@ class Loop:
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True,
             scratch=[folder / PLACES])
 
-    def _consumed(self, metrics: list[Line]) -> Record:
+    def _consumed(self, metrics: list[Line]) -> dict[str, object]:
         """Epochs of each source, and for each phase the tokens by source, trained on and excluded by rollbacks. With
         packed documents these are estimates by the mean of a source's sequences; `learned` is the counted sum, if
         the log has it."""
@@ -387,13 +394,13 @@ class Loop:
         if self.ranks.is_rank_zero:
             self.work.say(text)
 
-    def _start_facts(self) -> Record:
+    def _start_facts(self) -> dict[str, object]:
         """Fields of the event that records this start."""
         ranks = self.ranks
         train = self.config.train
-        return {"samples": self.progress.samples, "startup": self.startup, "accepted": self.work.accepted,
+        return {"samples": self.progress.samples, "startup": self.facts.seconds, "accepted": self.work.accepted,
                 "parallel": self.config.parallel.model_dump(),
-                "micro_batch": [batch.micro_batch for batch in self.phase_batches] if self.plan.declared else
+                "micro_batch": [batch.micro_batch for batch in self.batches.of_phase] if self.plan.declared else
                 self.batch.micro_batch, "device": ranks.device_name or ranks.device.type,
                 "deterministic": ranks.device.type == "cpu" or train.deterministic,
                 "precision": self.progress.precision, "attention": self.engine.attention.backend.name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drover.model.generation.stream import generate
-from drover.pipeline.core.files import Record
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.token_shards import ChosenDocuments, choose, open_shards
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
@@ -54,7 +53,7 @@ class Norms(Hook):
         due = not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1)
         self._norms = StepNorms(loop.engine, loop.ranks.exact) if due else None  # not those of a step that was undone
 
-    def on_step(self, loop: Loop, result: StepResult, record: Record) -> None:
+    def on_step(self, loop: Loop, result: StepResult, record: dict[str, object]) -> None:
         """See Hook."""
         if self._norms is not None:
             norms, self._norms = self._norms.finish(), None
@@ -68,12 +67,12 @@ class Validation(Hook):
 
     def __init__(self, loop: Loop) -> None:
         texts = loop.ranks.by_leader(lambda: validation_texts(loop))
-        first = loop.phase_batches[0]  # the first phase's length in all phases, so that the values form one curve
+        first = loop.batches.of_phase[0]  # the first phase's length in all phases, so that the values form one curve
         self.batches = ValidationBatches(texts, length=first.sequence_length, batch=first.micro_batch,
                                          rank=loop.grid.data_rank, world=loop.grid.data_ranks)
         self._first = True  # it may have to compile
 
-    def look(self, loop: Loop) -> Record:
+    def look(self, loop: Loop) -> Mapping[str, object]:
         """Validation bits per byte of each source. NaN is logged and omitted."""
         if not loop.due(loop.config.train.validation_every):
             return {}
@@ -121,7 +120,7 @@ class Samples(Hook):
         room = loop.config.model.context_length - train.sample_tokens
         return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in train.prompts]
 
-    def look(self, loop: Loop) -> Record:
+    def look(self, loop: Loop) -> Mapping[str, object]:
         """Sample texts. No token ends a text early, so that every rank does the same number of passes."""
         train = loop.config.train
         split = loop.grid.tensor
@@ -165,7 +164,7 @@ class Fp8Watch(Hook):
         self.layers = {name: module for stage in stages for name, module in stage.named_modules()
                        if isinstance(module, Float8Linear)}
 
-    def look(self, loop: Loop) -> Record:
+    def look(self, loop: Loop) -> Mapping[str, object]:
         """The statistics as curves; by layer they go into events.jsonl. Also measured after the first step of a start,
         so that a lack of memory shows at once."""
         if not loop.done or not (loop.done == 1 or loop.due(loop.config.train.fp8_watch_every)):

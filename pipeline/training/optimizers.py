@@ -385,15 +385,18 @@ def planned_rate(step: int, plan: PhasePlan) -> float:
     at = step - phase.first_step
     steps = max(1, end_step - phase.first_step)
     train = phase.train
-    settings = phase.own
+    own = phase.own
     rate, warmup, form = train.lr, train.warmup_steps, str(train.schedule)
-    if settings is not None and settings.begins_curve:
+    if own is not None and own.begins_curve:
         if phase.number > 0:
-            rate, warmup = planned_rate(phase.first_step - 1, plan) if settings.lr is None else 0.0, 0
-        rate = rate if settings.lr is None else settings.lr
-        warmup = warmup if settings.warmup_steps is None else settings.warmup_steps
-        form = settings.schedule or ("constant" if settings.lr_end is None else "linear")
-    end = rate * train.min_lr_share if settings is None or settings.lr_end is None else settings.lr_end
+            warmup = 0
+        if own.lr is not None:
+            rate = own.lr
+        elif phase.number > 0:
+            rate = planned_rate(phase.first_step - 1, plan)
+        warmup = warmup if own.warmup_steps is None else own.warmup_steps
+        form = own.schedule or ("constant" if own.lr_end is None else "linear")
+    end = rate * train.min_lr_share if own is None or own.lr_end is None else own.lr_end
     if at < warmup:
         return rate * (at + 1) / warmup
     if form == "constant":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 
@@ -15,7 +16,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import this_job
 from drover.pipeline.core.console import counted, first, number_ranges
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, sha256_json
+from drover.pipeline.core.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 SHOWN_NODES = 4
@@ -25,14 +26,29 @@ MUST_AGREE = {"torch": "torch", "python": "Python", "nccl": "NCCL", "code": "cod
 """What must be the same on all ranks, with its name in messages."""
 
 
+class RankFacts(TypedDict):
+    """A rank, as it describes itself. code: a hash of the code that it runs. world: the number of ranks that the
+    launcher wanted to start, if known."""
+
+    node: str
+    device: str
+    torch: str
+    python: str
+    nccl: str
+    code: str
+    config: str
+    chain: str
+    world: int | None
+
+
 class RankAgreement:
-    """All ranks of a run, in order, each as it describes itself (`describe_this`).
+    """All ranks of a run, in order.
 
     Attributes:
         nodes: the node of each rank.
     """
 
-    def __init__(self, members: Sequence[Record]) -> None:
+    def __init__(self, members: Sequence[RankFacts]) -> None:
         self.members = members
         self.nodes = [member["node"] for member in members]
 
@@ -51,43 +67,35 @@ class RankAgreement:
     def problem(self) -> str:
         """Why these ranks must not train together, in a sentence or two; empty if they may."""
         for key, name in MUST_AGREE.items():
-            if held := self._differing(key, "none", 12):
-                return (f"The ranks do not run the same thing: {name} {held}. Start all of them from one folder, with "
-                        f"one environment and one command.")
-        meant = sorted({member["world"] for member in self.members} - {None})
-        if meant and meant != [len(self.members)]:
-            return (f"{counted(len(self.members), 'rank')} found each other, but {' or '.join(map(str, meant))} were "
-                    f"to be started. Look in the nodes' logs for ranks that ended at their start.")
-        return ""
+            if differing := self._differing(key):
+                return (f"The ranks do not run the same thing: {name} {differing}. Start all of them from one folder, "
+                        f"with one environment and one command.")
+        meant = {member["world"] for member in self.members} - {None, len(self.members)}
+        return (f"{counted(len(self.members), 'rank')} found each other, but {meant.pop()} were to be started. Look in "
+                f"the nodes' logs for ranks that ended at their start.") if meant else ""
 
     def warning(self) -> str:
         """A warning if the ranks' devices differ, which is slow but not wrong; otherwise empty."""
-        held = self._differing("device", "CPU")
-        return f"warning: the devices differ ({held}); the slowest of them sets the pace" if held else ""
+        differing = self._differing("device")
+        return f"warning: the devices differ ({differing}); the slowest of them sets the pace" if differing else ""
 
     def __str__(self) -> str:
         """`4 ranks on 2 nodes: n1 0-1, n2 2-3; CPU; torch 2.13.0`."""
-        placed = [f"{node} {number_ranges(held)}" for node, held in _places(self.nodes).items()]
+        nodes = [f"{node} {number_ranges(ranks)}" for node, ranks in _places(self.nodes).items()]
         one = self.members[0]
-        devices = dict.fromkeys(member["device"] or "CPU" for member in self.members)
-        return (f"{counted(len(self.members), 'rank')} on {counted(len(placed), 'node')}: "
-                f"{first(placed, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one['torch']}"
-                + (f", NCCL {one['nccl']}" if one["nccl"] else ""))
+        devices = dict.fromkeys(member["device"] for member in self.members)
+        nccl = f", NCCL {one['nccl']}" if one["nccl"] else ""
+        return (f"{counted(len(self.members), 'rank')} on {counted(len(nodes), 'node')}: "
+                f"{first(nodes, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one['torch']}{nccl}")
 
-    def _differing(self, key: str, nothing: str, shown: int | None = None) -> str:
-        """The values of a key with the ranks that have them, the most frequent first; "" if all are equal.
-
-        nothing: shown for an empty value. shown: the most characters of each value.
-        """
-        values = [member.get(key, "") for member in self.members]  # ranks that run other code may not know it
-        result = sorted(_places(values).items(), key=lambda item: -len(item[1]))
-        return "" if len(result) == 1 else ", ".join(
-            f"{value[:shown] or nothing} on {self._who(ranks)}" for value, ranks in result)
-
-    def _who(self, ranks: Sequence[int]) -> str:
-        nodes = list(dict.fromkeys(self.nodes[rank] for rank in ranks))
-        several = "s" * (len(ranks) > 1)
-        return f"rank{several} {number_ranges(ranks)} (node{'s' * (len(nodes) > 1)} {first(nodes, SHOWN_NODES)})"
+    def _differing(self, key: str) -> str:
+        """The values of a key with the ranks that have them, the most frequent first; "" if all are equal."""
+        values = [str(member.get(key, "")) for member in self.members]  # ranks that run other code may not know it
+        places = sorted(_places(values).items(), key=lambda item: -len(item[1]))
+        return "" if len(places) == 1 else ", ".join(
+            f"{value[:24] or 'none'} on {number_ranges(ranks)} "
+            f"({first(list(dict.fromkeys(self.nodes[rank] for rank in ranks)), SHOWN_NODES)})"
+            for value, ranks in places)
 
 
 def _places(values: Sequence[str]) -> dict[str, list[int]]:
@@ -103,10 +111,9 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
-def describe_this(ranks: Ranks, work: Work) -> Record:
-    """This rank, as plain values. code: a hash of the code that it runs. world: the number of ranks that the launcher
-    wanted to start, if known."""
-    return {"node": node_name(), "device": ranks.device_name or "", "torch": str(torch.__version__),
+def describe_this(ranks: Ranks, work: Work) -> RankFacts:
+    """This rank."""
+    return {"node": node_name(), "device": ranks.device_name or "CPU", "torch": str(torch.__version__),
             "python": platform.python_version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else "",
             "code": sha256_json(code_hashes(STAGES[work.name], work.config)),

@@ -14,12 +14,11 @@ import torch
 
 from drover.model.config import ModelConfig
 from drover.model.linear import product_library
-from drover.pipeline.config.phases import BatchPlan, PhasePlan
+from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import Progress, ProgressRecord
 from drover.pipeline.core.console import counted, duration
-from drover.pipeline.core.files import Record
 from drover.pipeline.data.sampling.consumption import planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.parallel.compiling import compiled_share
@@ -28,27 +27,25 @@ from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.goodput import first_start
 from drover.pipeline.records.metrics import PLAN_CHANGED, RunFacts, TrainingRecords
+from drover.pipeline.training.data import StepBatches
 from drover.pipeline.training.device import allocator_facts, compiled_graphs, memory_mb, peak_flops
 from drover.pipeline.training.engine import Engine, StepResult
 from drover.pipeline.training.guards import json_number
 from drover.pipeline.training.sinks import TrainingLog, open_log
 
 
-def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:
+def summary_lines(config: Config, model: ModelConfig, batches: StepBatches, precision: str) -> list[str]:
     """The model, its layout, and the batch. precision: the chosen one, and why."""
-    train = config.train
-    ranks = grid.ranks
-    plan = PhasePlan.of(config.train)
-    batch = BatchPlan.of(plan.phases[0].train, config.parallel, ranks.world)
-    samples = plan.sequences_between(0, plan.steps)
+    plan = batches.plan
+    epochs = batches.data.order.epochs(plan.sequences_between(0, plan.steps))
     return [f"{model.parameter_count:,} parameters; {precision}; "
-            f"{counted(torch.get_num_threads(), 'thread')} a rank; {_layout(config, grid)}",
-            f"{'first ' if plan.declared else ''}batch {batch}; {train.steps:,} steps = {plan.tokens:,} tokens, "
-            f"{max(data.order.epochs(samples).values()):.2f} epochs",
-            *map(str, data.packings)]
+            f"{counted(torch.get_num_threads(), 'thread')} a rank; {_layout(config, batches.grid)}",
+            f"{'first ' if plan.declared else ''}batch {batches.of_phase[0]}; {plan.steps:,} steps = {plan.tokens:,} "
+            f"tokens, {max(epochs.values()):.2f} epochs",
+            *map(str, batches.data.packings)]
 
 
-def packing_facts(data: TrainingData) -> Record:
+def packing_facts(data: TrainingData) -> dict[str, object]:
     """Facts about the packing of documents and the planned tokens of phases; {} if documents are concatenated."""
     if not data.packings:
         return {}
@@ -96,7 +93,7 @@ class Recorder:
         self.ranks = ranks
         self.plan = plan
         self.log: TrainingLog | None = None
-        self._events = deque[tuple[str, Record]]()
+        self._events = deque[tuple[str, dict[str, object]]]()
         self._live = sys.stdout.isatty()
         self._shown = 0.0
         self._progress = ProgressRecord(work.folder)
@@ -129,24 +126,26 @@ class Recorder:
         self.look_s = 0.0
 
     def step(self, before: TrainingProgress, after: TrainingProgress, result: StepResult, step_s: float,
-             waited_s: float, rate: float) -> Record:
+             waited_s: float, rate: float) -> dict[str, object]:
         """The line of a step for metrics.jsonl. Also shows progress on a terminal.
 
         Args:
             step_s, waited_s: seconds of the step, and its part spent waiting for data.
             rate: learning rate.
         """
-        tokens_per_s = (after.tokens - before.tokens) / step_s
+        tokens_per_s = round((after.tokens - before.tokens) / step_s, 1)
         now = time.time()
         self._trained = round(train_s(before) + step_s, 5)
-        record: Record = {
-            "step": after.step, "loss": json_number(result.loss), "lr": rate,
-            "grad_norm": json_number(result.grad_norm), "samples": [before.samples, after.samples],
-            "tokens": after.tokens, "targets": after.targets - before.targets, "tokens_per_s": round(tokens_per_s, 1),
-            "step_s": round(step_s, 5), "data_wait_s": round(waited_s, 5),
-            "memory_mb": round(memory_mb(self.ranks.device), 1), **allocator_facts(self.ranks.device),
-            "mfu": None if self._peak is None else round(tokens_per_s * self.flops_per_token / self._peak, 4),
-            "time": round(now, 3), "train_s": self._trained, "goodput": self._goodput(now)}
+        loss: Any = json_number(result.loss)
+        goodput = self._goodput(now)
+        mfu = None if self._peak is None else round(tokens_per_s * self.flops_per_token / self._peak, 4)
+        record: dict[str, object] = {
+            "step": after.step, "loss": loss, "lr": rate, "grad_norm": json_number(result.grad_norm),
+            "samples": [before.samples, after.samples], "tokens": after.tokens,
+            "targets": after.targets - before.targets, "tokens_per_s": tokens_per_s, "step_s": round(step_s, 5),
+            "data_wait_s": round(waited_s, 5), "memory_mb": round(memory_mb(self.ranks.device), 1),
+            **allocator_facts(self.ranks.device), "mfu": mfu, "time": round(now, 3), "train_s": self._trained,
+            "goodput": goodput}
         seldom = {"plan_changes": self._plan_changes, "look_s": round(self.look_s, 3),
                   "compiled_graphs": compiled_graphs()}
         record |= {name: value for name, value in seldom.items() if value}
@@ -156,27 +155,24 @@ class Recorder:
             now_at = self.plan.tokens_at(after.step)
             done = max(1, now_at - self.plan.tokens_at(self._started_at))
             left_s = (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at)
-            self._newest = Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=record["loss"],
-                                    tokens_per_s=record["tokens_per_s"], goodput=record["goodput"])
+            self._newest = Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=loss,
+                                    tokens_per_s=tokens_per_s, goodput=goodput)
             self._progress.note(self._newest)
-            self._show(record, left_s)
+            share_of_peak = f"  mfu {mfu:.1%}" if mfu else ""
+            self._show(after.step, f"loss {result.loss:.4f}  lr {rate:.2e}  grad {result.grad_norm:.2f}  "
+                                   f"tok/s {tokens_per_s:,.0f}{share_of_peak}  ETA {duration(max(0.0, left_s))}")
         return record
 
-    def _show(self, record: Record, left_s: float) -> None:
+    def _show(self, step: int, text: str) -> None:
         """Print a step: live on a terminal, every 10 s elsewhere; the last step always."""
         now = time.monotonic()
-        step = record["step"]
-        steps = self.plan.steps
-        if now - self._shown < (LIVE_S if self._live else PLAIN_S) and step != steps:
+        last = step == self.plan.steps
+        if now - self._shown < (LIVE_S if self._live else PLAIN_S) and not last:
             return
         self._shown = now
-        mfu = f"  mfu {record['mfu']:.1%}" if record.get("mfu") else ""
-        # The record has a NaN loss as text.
-        text = (f"step {step}/{steps}  loss {float(record['loss']):.4f}  lr {record['lr']:.2e}  "
-                f"grad {float(record['grad_norm']):.2f}  tok/s {record['tokens_per_s']:,.0f}{mfu}  "
-                f"ETA {duration(max(0.0, left_s))}")
+        text = f"step {step}/{self.plan.steps}  {text}"
         if self._live:
-            print(f"\r\x1b[K{'train':<9} {text}", end="\n" if step == steps else "", flush=True)
+            print(f"\r\x1b[K{'train':<9} {text}", end="\n" if last else "", flush=True)
         else:
             self.work.say(text)
 

@@ -119,7 +119,7 @@ class ReplicaCheck(Hook):
 
 
 def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, Dims, int]]]) -> list[str]:
-    """A sentence for each weight whose replicas differ.
+    """A sentence for each weight whose replicas differ, with the ranks of equal ones; the fewest first.
 
     Args:
         labels: the ranks' names, e.g. `rank 3 on node7`.
@@ -129,22 +129,13 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, Dims, 
     for label, weights in zip(labels, held, strict=False):  # `held` is empty on all ranks but rank 0
         for name, place, value in weights:
             ranks[name, place][value].append(label)
-    result = []
-    for (name, _), by_value in ranks.items():
-        most, *others = sorted(by_value.values(), key=len, reverse=True)  # of equal bits, the largest group first
-        odd = [label for group in others for label in group]
-        if len(most) > len(odd) > 0:
-            result.append(f"{name}: {', '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the other "
-                         f"{len(most)}")
-        elif odd:
-            result.append(f"{name}: {' | '.join(', '.join(group) for group in (most, *others))} differ, and it is "
-                         f"unknown which of them is right")
-    return result
+    return [f"{name}: {' differs from '.join(first(group) for group in sorted(by_value.values(), key=len))}"
+            for (name, _), by_value in ranks.items() if len(by_value) > 1]
 
 
 def explain(weights: Sequence[str], step: int, last_equal: int) -> str:
     """The error message for `differences` in step `step`; after step `last_equal` all replicas were equal."""
     return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
             f"{first(weights)}. Rounding cannot cause this: memory or a processor has failed since "
-            f"step {last_equal}, when they were equal. Nothing was saved since then. Test the machine of the named "
-            f"rank, or exclude it, and run the same command again: it continues from the last checkpoint.")
+            f"step {last_equal}, when they were equal. Nothing was saved since then. Test the machines of the ranks "
+            f"that are alone, or exclude them, and run the same command again: it continues from the last checkpoint.")

@@ -21,14 +21,12 @@ from drover.model.attention.backend import Where
 from drover.model.config import ModelConfig
 from drover.model.llama import ModelPart
 from drover.pipeline.config.checks import rank_problems
-from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.shipped import HOOKS
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work, git_state, software_versions
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import Record
 from drover.pipeline.parallel.attention import choose_attention, choose_flash
 from drover.pipeline.parallel.compiling import compiles, refuse_without_compiler
 from drover.pipeline.parallel.fp8 import fp8_lines, refuse_without_fp8
@@ -55,7 +53,7 @@ from drover.pipeline.training.device import DTYPES, make_deterministic, memory_e
 from drover.pipeline.training.engine import Engine, FsdpEngine, PipelineEngine
 from drover.pipeline.training.guards import GuardRunner
 from drover.pipeline.training.hooks import Garbage, Hook, Saving, StopAgreement
-from drover.pipeline.training.loop import Loop
+from drover.pipeline.training.loop import Loop, StartFacts
 from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
 from drover.pipeline.training.optimizers import build_elementwise, build_optimizer
 from drover.pipeline.training.profiling import Profiling
@@ -110,15 +108,13 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
     if ranks.is_rank_zero:
         write_places(work.folder, agreement.nodes)
 
-    # Each rank's place, and its part of the batch.
     if problems := rank_problems(config, ranks.world):
         raise UserError(f"This run does not fit {ranks.world} ranks: {listed(problems)}")
-    grid = Grid(ranks, config.parallel)
-    plan = PhasePlan.of(train)
-    phase_batches = [BatchPlan.of(phase.train, config.parallel, ranks.world) for phase in plan.phases]
-
     with times.part("data"), paused():
-        batches = StepBatches(work, grid, plan, phase_batches, say)
+        batches = StepBatches(work, Grid(ranks, config.parallel), say)
+    plan = batches.plan
+    grid = batches.grid
+    data = batches.data
     model_config = config.model.with_vocabulary(work.input("tokenizer")[1].counts["vocab_size"])
 
     hooks = list[Hook]()  # filled at the end; what is built before may ask them when training runs
@@ -128,7 +124,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
             step in config.convert.average or any(hook.needs(step) for hook in hooks)))
         uploads = None
         if train.checkpoint.copy_to is not None:
-            uploads = Uploads(work, ranks, checkpoints, train.checkpoint.copy_to, say, recorder.event)
+            uploads = Uploads(work, checkpoints, train.checkpoint.copy_to, recorder.event)
             ends.callback(uploads.close)  # its thread would keep this process
         newest = (uploads or checkpoints).newest_valid()
 
@@ -137,7 +133,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         plan_changes = ranks.by_leader(
             lambda: (newest and changed_future(*newest, plan)) or records.newly_accepted(work.accepted))
         with paused():  # the rest of an epoch may have to be packed
-            guards = GuardRunner(work, ranks, batches.data, say)
+            guards = GuardRunner(work, ranks, data, say)
         progress = _continued(newest, work, guards, plan_changes)
         if newest is not None:
             say(f"continuing after step {progress.step} ({progress.samples:,} samples used) from {newest[0].name}")
@@ -145,7 +141,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
                 say(warning)
         for text in plan_changes:
             say(f"plan changed: {text}")
-        if many := refuse_beyond(train, batches.data, say):
+        if many := refuse_beyond(train, data, say):
             recorder.event("many_epochs", step=progress.step, planned_epochs=many)
         token_check = TokenCheck(work, ranks, agreement.nodes, batches, recorder) if train.shard_checks else None
         if token_check is None:
@@ -153,6 +149,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
 
     with times.part("model"):
         precision, precision_reason = agreed_precision(train.precision, progress.precision, ranks)
+        dtype = DTYPES[precision]
         progress = replace(progress, precision=precision)
         decided = changed(config, {"train.precision": precision})
         # Nothing uses this generator yet. Later uses must not differ between starts, nor may checkpoints' bytes.
@@ -161,8 +158,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
                      f"model.vocab_size={model_config.vocab_size}")
         with ExitStack() as opened, memory_explained(None, ranks, progress.step, rehearsal, first=True):
             initial = None if newest is not None else _initial_values(work, model_config, ranks, opened)
-            engine = build_engine(decided, model_config, grid, DTYPES[precision], phase_batches[0].accumulation,
-                                  initial)
+            engine = build_engine(decided, model_config, grid, dtype, batches.of_phase[0].accumulation, initial)
         if compiles(train, ranks.device, config.parallel):
             watchdog.step_s = COMPILED_STEP_S
 
@@ -170,9 +166,8 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         for hook in hooks:
             hook.on_saved(step)
     with times.part("checkpoint"):
-        saver = AsyncSaver(checkpoints, ranks, train.checkpoint, _about(config) if ranks.is_rank_zero else {}, say,
-                           recorder.event, saved,
-                           (lambda: None) if token_check is None else token_check.refuse_damaged)
+        saver = AsyncSaver(checkpoints, train.checkpoint, _about(config) if ranks.is_rank_zero else {}, recorder.event,
+                           saved, (lambda: None) if token_check is None else token_check.refuse_damaged)
         with paused():
             if newest is not None:
                 load(newest[0], engine, ranks, progress.updates)
@@ -180,15 +175,15 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
 
     with times.part("other"):
         # Peak FLOP/s are known for bf16. fp8 is measured against them too, so that its MFU compares with that of bf16.
-        recorder.open(progress, DTYPES[precision] == torch.bfloat16)
-        for text in [*summary_lines(config, model_config, grid, batches.data, precision_reason),
-                     *kernel_lines(config, engine, ranks.device, DTYPES[precision]),
+        recorder.open(progress, dtype == torch.bfloat16)
+        for text in [*summary_lines(config, model_config, batches, precision_reason),
+                     *kernel_lines(config, engine, ranks.device, dtype),
                      *(fp8_lines(decided, model_config, grid.tensor, ranks.device) if precision == "fp8" else ())]:
             say(text)
-        stop = StopAgreement(ranks, work.run.folder, train.stop_after_minutes, work.began)
-        loop = Loop(work, watchdog, ranks, agreement.nodes, grid, plan, phase_batches, model_config, batches, engine,
-                    checkpoints, saver, recorder, guards, stop, hooks, progress, newest is not None, plan_changes,
-                    times, rehearsal, token_check)
+        loop = Loop(work=work, watchdog=watchdog, batches=batches, model_config=model_config, engine=engine,
+                    saver=saver, recorder=recorder, guards=guards, token_check=token_check, hooks=hooks,
+                    stop=StopAgreement(ranks, work.run.folder, train.stop_after_minutes, work.began),
+                    progress=progress, facts=StartFacts(agreement.nodes, plan_changes, times, rehearsal))
         with paused():  # validation text and the vocabulary are read
             hooks += _hooks(loop, uploads)
         work.run.forget_manifests()  # with very many shards they are large
@@ -279,23 +274,24 @@ def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
     for settings in HOOKS.made(train.hooks):
         alike = sum(name.partition(" ")[0] == settings.kind for name in loop.own_hooks)
         loop.own_hooks[f"{settings.kind} {alike + 1}" if alike else settings.kind] = settings.open(loop)
-    compared_every = train.guards.replica_hash_every if loop.ranks.world > 1 else None
-    return [
+    every = train.guards.replica_hash_every
+    hooks = [
         Saving(train.checkpoint.every_minutes),
-        *([] if loop.token_check is None else [loop.token_check]),
-        *([] if uploads is None else [uploads]),
+        loop.token_check,
+        uploads,
         loop.stop,
-        *([] if compared_every is None else [ReplicaCheck(loop.ranks, loop.nodes, compared_every)]),
+        ReplicaCheck(loop.ranks, loop.facts.nodes, every) if every is not None and loop.ranks.world > 1 else None,
         *loop.own_hooks.values(),
-        *([] if train.norms_every is None else [Norms()]),
+        Norms() if train.norms_every is not None else None,
         Validation(loop),
-        *([Fp8Watch(loop.engine, loop.ranks.device)] if loop.progress.precision == "fp8" else []),
+        Fp8Watch(loop.engine, loop.ranks.device) if loop.progress.precision == "fp8" else None,
         Samples(loop),
-        *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
+        Profiling(train.profile, train.profile.start) if train.profile.start is not None else None,
         Garbage()]
+    return [hook for hook in hooks if hook is not None]
 
 
-def _about(config: Config) -> Record:
+def _about(config: Config) -> dict[str, object]:
     """Fields of a checkpoint's marker on how it was made."""
     return {"config": config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),
             "code": code_hashes(STAGES["train"], config)}

@@ -12,15 +12,14 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -42,7 +41,6 @@ from drover.pipeline.core.files import (
     write_sealed,
 )
 from drover.pipeline.parallel.host_channel import HostChannel
-from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
@@ -50,7 +48,6 @@ from drover.pipeline.records.checkpoints import (
     checkpoint_name,
     complete_checkpoints,
     read_marker,
-    step_of,
 )
 from drover.pipeline.records.metrics import ROLLBACKS
 from drover.pipeline.records.weight_files import FILE
@@ -63,7 +60,7 @@ if TYPE_CHECKING:
     from drover.pipeline.training.loop import Loop
 
 TRAINING = "copying.json"
-"""In the train folder: `Training`."""
+"""In the train folder: `CopiedTraining`."""
 OF_STEPS = ("metrics.jsonl", "samples.jsonl")
 LOGS = (*OF_STEPS, "events.jsonl")
 """Files that only grow: while one is being written, its complete lines are copied."""
@@ -112,6 +109,12 @@ class CopiedCheckpoints:
         complete = sorted(step for step, paths in objects.items() if f"{checkpoint_name(step)}/{COPY}" in paths)
         return StoredCopies(complete, {step: paths for step, paths in sorted(objects.items()) if step not in complete})
 
+    def hashes(self, step: int) -> set[str]:
+        """Those of the copy's files; none if its list is damaged."""
+        with suppress(DamagedCopyError):
+            return {record["sha256"] for record in self.of(step).read()["files"]}
+        return set()
+
     def remove(self, steps: Iterable[int]) -> None:
         """Remove copies, each one's copy.json first."""
         for step in steps:
@@ -122,12 +125,10 @@ class CopiedCheckpoints:
         self.remove(step for step in self.list().complete[:-keep] if permanent_every is None or step % permanent_every)
 
 
-@dataclass(frozen=True)
-class Training:
-    """id: of the training, as in the store. folder: identifies the train folder; a copy of the folder has another."""
+class CopiedTraining(TypedDict):
+    """id: of the training, as in the store."""
 
     id: str
-    folder: str
 
 
 class Uploads(Hook):
@@ -137,17 +138,16 @@ class Uploads(Hook):
         uploaded: on rank 0, the newest step with a complete copy; -1 before there is one.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Say,
-                 event: Event) -> None:
+    def __init__(self, work: Work, checkpoints: Checkpoints, url: str, event: Event) -> None:
         """Claim the store.
 
         Raises:
             UserError: the store belongs to another run, or cannot be used; the same on every rank.
         """
         self.work = work
-        self.ranks = ranks
         self.checkpoints = checkpoints
-        self.say = say
+        self.ranks = ranks = checkpoints.ranks
+        self.say = checkpoints.say
         self.event = event
         self.config = work.config.train.checkpoint
         self.url = url
@@ -260,87 +260,76 @@ class Uploads(Hook):
         """Claim the store. Returns the steps in it and the accepted changes of their training. Called on rank 0."""
         store = self._copies.store
         folder = self.work.folder
+        accepted = self.work.accepted
         preflight(store)
         self._owner = Owner(store)
-        mark = _mark(folder)
-        theirs, mine = self._owner.content, read_record(folder / TRAINING, Training)
-        if problem := self._conflict(theirs, mine, mark):
+        theirs, mine = self._owner.content, read_record(folder / TRAINING, CopiedTraining)
+        if problem := self._conflict(theirs, mine):
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing has started: the user may try other settings
             raise UserError(problem)
-        local = mine is not None and mine.folder == mark
-        if theirs is not None and not local:
-            self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
-        training = Training(theirs["id"] if theirs else mine.id if mine is not None and local else uuid4().hex, mark)
-        write_sealed(folder / TRAINING, asdict(training))
-        accepted = [*(change for change in (theirs or {}).get("accepted", []) if change not in self.work.accepted),
-                    *self.work.accepted]
-        if accepted != self.work.accepted:  # before the folder was lost; the manifest must list it
-            change_start(folder, accepted=accepted)
-        self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint,
-                          accepted=accepted)
+        training: CopiedTraining = {"id": theirs["id"]} if theirs else mine or {"id": uuid4().hex}
+        here = str(folder.absolute())
+        if theirs is not None:
+            if theirs.get("folder") != here:
+                self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
+            earlier = [change for change in theirs.get("accepted", []) if change not in accepted]
+            if earlier:  # before the folder was lost; the manifest must list it
+                accepted = [*earlier, *accepted]
+                change_start(folder, accepted=accepted)
+        write_sealed(folder / TRAINING, dict(training))
+        self._owner.claim(name=self.work.config.name, id=training["id"], fingerprint=self.work.fingerprint,
+                          accepted=accepted, folder=here)
         result = self._copies.list()
-        complete = complete_checkpoints(folder)
         if result.unfinished:
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
                      f"{', '.join(map(checkpoint_name, result.unfinished))}")
             store.delete(path for paths in result.unfinished.values() for path in paths)
-        self._remove(aside := [step for step in result.complete
-                               if step > (step_of(complete[-1]) if complete else -1) and self._is_set_aside(step)])
+        # Markers decide which copies are of checkpoints that a user has renamed, since a step may have been repeated.
+        renamed_here = {sha256_file(path) for path in (folder / CHECKPOINTS).glob(f"{SET_ASIDE}*/{MARKER}")}
+        aside = [step for step in result.complete if renamed_here and renamed_here & self._copies.hashes(step)]
+        self._remove(aside, "Copies of checkpoints that were renamed, in")
         return [step for step in result.complete if step not in aside], accepted
 
-    def _is_set_aside(self, step: int) -> bool:
-        """Whether the copy is of a checkpoint that a user renamed here. Its marker decides, since another checkpoint
-        may have the same step."""
-        folders = list((self.work.folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))
-        try:
-            files = self._copies.of(step).read()["files"] if folders else []
-        except DamagedCopyError:
-            return False
-        markers = [record["sha256"] for record in files if record["path"] == MARKER]
-        return any((folder / MARKER).is_file() and sha256_file(folder / MARKER) in markers for folder in folders)
-
-    def _conflict(self, theirs: Record | None, mine: Training | None, mark: str) -> str:
+    def _conflict(self, theirs: Record | None, mine: CopiedTraining | None) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
-        url = self.url
         name = self.work.config.name
         if theirs is None:
             result = self._copies.list()
             steps = sorted([*result.complete, *result.unfinished])
-            return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} that "
-                    f"names their run. Drover changes nothing there. Set another train.checkpoint.copy_to, or move "
-                    f"those folders away.") if steps else ""
+            return (f"{self.url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} "
+                    f"that names their run. Drover changes nothing there. Set another train.checkpoint.copy_to, or "
+                    f"move those folders away.") if steps else ""
         if "id" not in theirs:
-            return f"{url} holds other files of the run {theirs['name']}, no checkpoints. Set another address."
-        same = mine is not None and mine.id == theirs["id"]
-        ways = ("Drover overwrites nothing there. Set another train.checkpoint.copy_to for this run, or move those "
-                "copies away.")
+            return f"{self.url} holds other files of the run {theirs['name']}, no checkpoints. Set another address."
+        same = mine is not None and mine["id"] == theirs["id"]
         if theirs["name"] != name:
-            if same and mine is not None and mine.folder == mark:
-                return ""  # renamed
-            moved = (f" {self.work.folder} seems to be a copy of that run's folder. If it is the run itself, moved "
-                     f"here from another disk, use its name again (name={theirs['name']}).") if same else ""
-            return f"{url} holds the checkpoints of the run {theirs['name']}, not of {name}.{moved} {ways}"
-        if same:
+            problem = f"of the run {theirs['name']}, not of {name}"
+            if same:
+                problem += (f". {self.work.folder} seems to be a copy of that run's folder. If it is the run itself, "
+                            f"use its name again (name={theirs['name']})")
+        elif same:
             return ""
-        if self.work.from_scratch:
-            return (f"{url} holds the checkpoints of an earlier training of {name}, which --force discards. {ways} "
-                    f"Without --force, training continues from them.")
-        if mine is not None or complete_checkpoints(self.work.folder):
-            return (f"{url} holds the checkpoints of another training of {name} than the one in {self.work.folder}: "
-                    f"they were started separately, so one must not replace the other. {ways}")
-        if STAGES["train"].may_renew(theirs["fingerprint"], self.work.fingerprint):
+        elif self.work.from_scratch:
+            problem = f"of an earlier training of {name}; without --force, training continues from them"
+        elif mine is not None or complete_checkpoints(self.work.folder):
+            problem = (f"of another training of {name} than the one in {self.work.folder}: they were started "
+                       f"separately, so one must not replace the other")
+        elif STAGES["train"].may_renew(theirs["fingerprint"], self.work.fingerprint):
             return ""  # other phases: `changed_future` checks with the checkpoint whether they have started
-        changed = differences(theirs["fingerprint"], self.work.fingerprint)
-        return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are configured "
-                f"now. Differences, old -> new:\n{listed([str(one) for one in changed])}\n{ways}") if changed else ""
+        elif changed := differences(theirs["fingerprint"], self.work.fingerprint):
+            problem = (f"of {name}, but trained with other inputs or settings than are configured now. Differences, "
+                       f"old -> new:\n{listed([str(one) for one in changed])}\n")
+        else:
+            return ""
+        return (f"{self.url} holds the checkpoints {problem}. Drover overwrites nothing there. Set another "
+                f"train.checkpoint.copy_to for this run, or move those copies away.")
 
-    def _remove(self, steps: Sequence[int], which: str = "Copies of checkpoints that were renamed, in") -> None:
+    def _remove(self, steps: Sequence[int], which: str) -> None:
         """Remove copies from which no training may continue. Called on rank 0."""
         self._copies.remove(steps)
         if steps:
-            self.say(f"{which} {self.url} are removed: "
-                     f"{', '.join(map(checkpoint_name, steps))}.")
+            self.say(f"{which} {self.url} are removed: {', '.join(map(checkpoint_name, steps))}.")
 
     def _fetch(self, step: int) -> Exception | None:
         """Fetch a checkpoint; every rank takes a share of the files. Returns the error, the same on every rank."""
@@ -508,9 +497,3 @@ def _continues(name: str, before: bytes, after: bytes) -> bool:
             old, new = json.loads(before)["rollbacks"], json.loads(after)["rollbacks"]
             return bool(new[:len(old)] == old)
     return after.startswith(before) if name in LOGS else after == before
-
-
-def _mark(folder: Path) -> str:
-    """An identifier that a folder keeps when it is renamed, and that a copy of it does not have. It uses the file
-    system's ID, since a device number may mean another disk on another node."""
-    return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"

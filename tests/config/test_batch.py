@@ -12,7 +12,7 @@ from drover.launch.describe import training_facts
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.phases import BatchPlan, in_phases
+from drover.pipeline.config.phases import BatchPlan, PhasePlan, in_phases
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid
@@ -42,7 +42,9 @@ def test_a_dry_run_shows_the_batch_that_training_says(ranks, tp, dp_replicate, m
     expected = str(BatchPlan.of(settings.train, settings.parallel, ranks))
     data = SimpleNamespace(packings=(), order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
     grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
-    message, = [line for line in summary_lines(settings, MODEL, grid, data, "fp32") if line.startswith("batch")]
+    batches = SimpleNamespace(plan=PhasePlan.of(settings.train), grid=grid, data=data,
+                              of_phase=[BatchPlan.of(settings.train, settings.parallel, ranks)])
+    message, = [line for line in summary_lines(settings, MODEL, batches, "fp32") if line.startswith("batch")]
     assert expected in message and expected in shown[0]
     assert f"10 steps = {10 * SEQUENCES * LENGTH:,} tokens, {10 * SEQUENCES:.2f} epochs" in message
 

@@ -82,7 +82,7 @@ def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
     run_train(fresh, "name=whole", *settings, ranks=3)
     result = run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3, expect=1)
     assert "bit 22 of element" in result.stdout
-    assert all(text in result.stderr for text in ("since step 5", "rank 1 on ", "differs from the other 2"))
+    assert all(text in result.stderr for text in ("since step 5", "rank 1 on ", "differs from rank 0 on "))
     # On a busy machine other ranks may print it too, with their number, before they are ended.
     assert result.stderr.count("train stops here: Training stopped in step 8") == 1
     assert not list((train_folder(fresh) / "checkpoints").glob("step-*"))

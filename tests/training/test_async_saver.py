@@ -23,7 +23,7 @@ def make(tmp_path, ranks):
     def made(**settings):
         printed = []
         checkpoints = Checkpoints(tmp_path / "checkpoints", ranks, printed.append)
-        saver = AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, printed.append, Log())
+        saver = AsyncSaver(checkpoints, CheckpointConfig(**settings), {}, Log())
         return saver, checkpoints, printed
     return made
 

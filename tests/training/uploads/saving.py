@@ -83,7 +83,7 @@ class Run:
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, accepted=[], from_scratch=False)
-        self.uploads = Uploads(work, self.ranks, self.checkpoints, self.store.url, self.printed.append, self.log)
+        self.uploads = Uploads(work, self.checkpoints, self.store.url, self.log)
         self.started.append(self.uploads)
         return self.uploads
 
@@ -95,8 +95,7 @@ class Run:
         """A start that saves and copies, after what it finds."""
         result = self.start().newest_valid()
         self.uploads.on_start(after(result[1].step) if result else SimpleNamespace(has_checkpoint=False))
-        self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.printed.append, self.log,
-                                self.uploads.on_saved)
+        self.saver = AsyncSaver(self.checkpoints, self.config, {}, self.log, self.uploads.on_saved)
         return self
 
     def save(self, *steps):
