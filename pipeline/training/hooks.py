@@ -54,7 +54,7 @@ class Hook:
     def on_save(self, loop: Loop) -> None:
         """A checkpoint of `loop.progress` is about to be written."""
 
-    def state(self) -> Mapping[str, object]:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this hook: plain values for JSON, the same on every rank. Called after `on_save`.
         Only for the hooks of train.hooks."""
         return {}

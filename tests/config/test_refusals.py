@@ -112,11 +112,11 @@ convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none 
 
 train.optimizer=lion -> train.optimizer 'lion' is not known. Take adamw, muon, or write module:NAME
 train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
-train.optimizer=tests.training.optimizers.outside:LION -> but the module tests.training.optimizers.outside has no LION;
-train.optimizer=tests.training.optimizers.outside:sgd -> is not an OptimizerKind. Name one
+train.optimizer=tests.training.outside:LION -> but the module tests.training.outside has no LION;
+train.optimizer=tests.training.outside:sgd -> is not an OptimizerKind. Name one
 train.optimizer=muon; parallel.engine=deepspeed -> train.optimizer 'muon' works under parallel.engine fsdp2, not \
 'deepspeed', which flattens the weights. Take parallel.engine=fsdp2, or train.optimizer=adamw.
-train.optimizer=tests.training.optimizers.outside:SGD; parallel.engine=deepspeed -> not 'deepspeed', which flattens
+train.optimizer=tests.training.outside:SGD; parallel.engine=deepspeed -> not 'deepspeed', which flattens
 train.optimizer=muon; train.optimizer_settings.beta=0.9 -> has 'beta', which train.optimizer 'muon' does not have; it \
 has momentum, nesterov, iterations.
 train.optimizer_settings.momentum=0.9 -> has 'momentum', which train.optimizer 'adamw' does not have; it
@@ -176,7 +176,7 @@ def test_what_cannot_be_is_refused_in_words(written, overrides, words):
     "parallel.tp=2; model.vocab_size=514", "parallel.engine=deepspeed",
     "train.param_groups={output.*: {lr: 0.5, weight_decay: 0}}",
     "train.optimizer=muon; train.optimizer_settings={momentum: 0, nesterov: false}",
-    "train.optimizer=tests.training.optimizers.outside:SGD; train.optimizer_settings={momentum: 0.5}",
+    "train.optimizer=tests.training.outside:SGD; train.optimizer_settings={momentum: 0.5}",
     "runs_dir=/a/b:c/d; reuse=../s3/x", "train.checkpoint.copy_to=s3://b/a; convert.copy_to=s3://b/ab",
     "train.checkpoint.copy_to=abfss://box@account/a; convert.copy_to=gs://b/a"])
 def test_what_can_be_is_not(written, overrides):

@@ -68,7 +68,7 @@ def give(engine, step):
 
 
 ALONE, TWO_AXES = "one process", "FSDP2 x tensor parallel 2 x 2"
-OUTSIDE = "tests.training.optimizers.outside"
+OUTSIDE = "tests.training.outside"
 
 
 @functools.cache

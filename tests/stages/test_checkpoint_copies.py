@@ -85,11 +85,11 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
 
 @pytest.mark.slow
 def test_checkpoints_of_another_training_are_refused_with_what_differs(copied):
-    """Those of a run of another name: tests/training/uploads."""
+    """Those of a run of another name: tests/training/test_uploads.py."""
     def stored():
         return {path: path.read_bytes() for path in (copied.parent / "store").rglob("*") if path.is_file()}
     before = stored()
-    for setting, message in (("train.lr=0.02", "train.lr: 0.01 -> 0.02"), ("--force", "--force discards")):
+    for setting, message in (("train.lr=0.02", "train.lr: 0.01 -> 0.02"), ("--force", "without --force, training")):
         assert message in resumed(copied, setting, expect=2).stderr
     run_train(copied, *SETTINGS)
     assert "they were started separately" in resumed(copied, "train.steps=20", "--accept-changes", expect=2).stderr

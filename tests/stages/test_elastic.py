@@ -46,13 +46,12 @@ CASES = {
     # DeepSpeed needs float32. Moments that got lost where the engine changes would show: the losses after it differ by
     # percents, not by rounding.
     "zero": (("2", "2", f"{ZERO}=3", "4 tp=2", "2 pp=2", f"{ZERO}=1", f"{ZERO}=2"), ["train.precision=fp32"], 1e-4),
-    "9": (("2", "2", "2 pp=2", "3", "4 pp=2 cp=2", "4 pp=2 cp=2", "4 tp=2", "1", "1"), [], 1e-12),
     "20": (many(20), [], 1e-12)}
 """Layouts, options, and how far from the undisturbed run."""
 
 
 @pytest.mark.parametrize("case", [
-    "3", *slow("tied", "across", "muon", "zero", "9"), pytest.param("20", marks=pytest.mark.soak)])
+    "3", *slow("tied", "across", "muon", "zero"), pytest.param("20", marks=pytest.mark.soak)])
 def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh, case):
     """In float64, where other sums in another order differ by some 1e-15. On equal ranks no bit does. Every third start
     is asked to stop, the others are killed. The longer ones go over the boundary of an epoch."""
@@ -100,11 +99,3 @@ def test_guards_judge_for_all_stages_of_a_pipeline(fresh):
     assert [event["step"] for event in events(fresh, "skip")] == [3, 5]
     assert [event["step"] for event in events(fresh, "rollback")] == [11]
     assert proven(fresh) and manifest_of(fresh).counts["rollbacks"] == 1
-
-
-@pytest.mark.slow
-def test_a_copy_of_the_embedding_that_went_wrong_is_found_by_all_stages_of_a_pipeline(fresh):
-    """Those between included, which hold none."""
-    output = run_with_faults(fresh, "flip:rank=2,step=4", *FOUR_LAYERS, *TIED, "parallel.pp=3", ranks=3, expect=2)
-    assert "Training stopped in step 4: weights that must be equal to the last bit differ" in output.stderr
-    assert "tok_embeddings.weight" in output.stderr and "rank 2 on" in output.stderr

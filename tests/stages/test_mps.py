@@ -16,7 +16,7 @@ from drover.pipeline.training.engine import FsdpEngine
 from tests.refusal import refused
 from tests.stages.here import run_here
 from tests.stages.training import curve, events, train_folder
-from tests.training.engines.kit import MODEL
+from tests.training.engine_kit import MODEL
 
 CANNOT = {torch.float64, torch.complex64, torch.complex128}
 

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +12,10 @@ import torch
 
 from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.training.guards import UNLIMITED, Guards
+from drover.pipeline.data.provenance import SeenDocument
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.training.engine import StepResult
+from drover.pipeline.training.guards import UNLIMITED, GuardRunner, Guards
 from tests.refusal import refused
 
 NAN = math.nan
@@ -51,7 +56,6 @@ def test_what_is_not_finite_is_skipped_from_the_first_step_on(loss, norm, spike)
     decision = guards.judge(1, loss, norm, HERE)
     assert outcome(decision) == "skip nonfinite"
     assert not decision.applied and not guards.limits().allow(loss, norm)
-    assert json.loads(json.dumps(decision.details(), allow_nan=False))["samples"] == [[64, 80]]
 
 
 def test_limits_are_the_same_on_a_device_in_every_precision():
@@ -141,3 +145,20 @@ def test_state_goes_through_json_and_every_later_decision_is_the_same():
     assert outcomes == {"ok", "skip nonfinite", "skip spike"} and straight.skipped_total > straight.spikes_total > 0
     narrower = going_on(GuardConfig(spike_window=40), straight.state())
     assert narrower.state()["losses"] == straight.state()["losses"][-40:]
+
+
+@pytest.mark.parametrize("is_rank_zero", [True, False])
+def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypatch, is_rank_zero):
+    read = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", [8])])
+    printed = Mock()
+    log = Mock()
+    monkeypatch.setattr("drover.pipeline.training.guards.documents_of", read)
+    ranks = SimpleNamespace(is_rank_zero=is_rank_zero, by_leader=lambda read: [],
+                            same=lambda value: value if is_rank_zero else "what rank 0 has read")
+    runner = GuardRunner(Mock(**{"config.train.guards": GuardConfig(max_skipped=1)}), ranks, Mock(), printed)
+    runner.batch_sequences = 8
+    runner.judge_step(1, StepResult(NAN, 1.0, False), TrainingProgress(), True, log)
+    assert read.call_count == printed.call_count == log.call_count == is_rank_zero
+    refused(UserError, "web/abc" if is_rank_zero else "what rank 0 has read", runner.judge_step, 2,
+            StepResult(NAN, 1.0, False), TrainingProgress(step=1, samples=8), True, log)
+    assert read.call_count == 2 * is_rank_zero

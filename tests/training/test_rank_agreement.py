@@ -28,9 +28,7 @@ def test_ranks_that_are_alike_are_told_in_one_line():
 
 @pytest.mark.parametrize("changes, message", [
     ({"torch": "2.11.0"}, "torch 2.13.0 on 0-2 (n0, n1), 2.11.0 on 3 (n1)."),
-    ({"code": "e" * 64}, "code cccccccccccccccccccccccc on 0-2"), ({"python": "3.12.1"}, "Python 3.11.9 on"),
-    ({"config": "e" * 64}, "configuration dddddddddddddddddddddddd on"), ({"chain": "abc"}, "submission none on 0-2"),
-    ({"nccl": "2.27.3"}, "NCCL none on")])
+    ({"chain": "abc"}, "submission none on 0-2")])
 def test_ranks_that_run_different_things_are_refused(changes, message):
     assert message in topology(4, rank3=changes).problem()
 

@@ -11,7 +11,7 @@ from drover.model.llama import Llama
 from drover.pipeline.config.training import FIRST, TrainConfig
 from drover.pipeline.training.monitor import Samples
 from drover.pipeline.training.watchdog import STEP_S, Watchdog
-from tests.training.engines.kit import MODEL
+from tests.training.engine_kit import MODEL
 
 LIMIT = 600.0
 
@@ -31,7 +31,7 @@ def after(tmp_path, *seconds):
 
 
 @pytest.mark.parametrize(("steps", "sign", "limit"), [
-    ([1.0] * 3, Watchdog.pulse, LIMIT), ([1.0], lambda dog: dog.finished(2, 1.0), LIMIT),
+    ([1.0] * 3, Watchdog.pulse, LIMIT),
     ([1.0], lambda dog: dog.pulse(first=True), FIRST * LIMIT), ([], Watchdog.pulse, FIRST * LIMIT),  # it may compile
     ([1.0], Watchdog.step_begins, STEP_S), ([], Watchdog.step_begins, FIRST * LIMIT),  # nobody waits for data
     ([30.0] * 3, Watchdog.step_begins, 300.0), ([100.0], Watchdog.pulse, 1000.0)])  # ten slow steps

@@ -1,15 +1,20 @@
-"""The engine in one process: without FSDP2 where there is nothing for it to do, and equal to the last bit."""
+"""The engine in one process: without FSDP2 where that has nothing to do, what a model gets, that all of it learns."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel import fsdp
 from drover.pipeline.training.device import memory_explained
+from drover.pipeline.training.engine import Engine, without_gradient
 from drover.pipeline.training.guards import StepLimits
-from tests.training.engines.kit import MODEL, batch_of, engine_of
+from tests.training.engine_kit import MODEL, batch_of, engine_of
 
 
 def train(ranks, precision=torch.float32, tied=False, **settings):
@@ -37,16 +42,10 @@ def test_alone_it_is_the_same_with_fsdp2_and_without(ranks, monkeypatch, precisi
         assert torch.equal(piece.tensor, golden[name].tensor), name
 
 
-def test_mixed_precision_needs_it(ranks):
-    engine, _, pieces = train(ranks, torch.bfloat16)
-    assert isinstance(engine.model, FSDPModule)
-    assert all(piece.tensor.dtype == torch.float32 for piece in pieces.values())
-
-
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks, precision):
+def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks):
     """In the second of two micro-batches, when the first has left gradients and FSDP2 may have gathered weights."""
-    engine, _, _ = train(ranks, precision)
+    engine, _, _ = train(ranks, torch.bfloat16)
+    assert isinstance(engine.model, FSDPModule), "mixed precision needs it"
     passes = []
 
     def fail(module, given):
@@ -60,3 +59,30 @@ def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks, p
     with (pytest.raises(UserError, match=rf"{held}.*by module: layers.\*.feed_forward "),
           memory_explained(engine, ranks, 4, "--config c.yaml", first=True)):
         engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits())
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_documents_are_kept_apart_unless_asked_otherwise(windowed):
+    """By lengths that the loader knows: nobody waits for a GPU to find where documents begin."""
+    batch = pack([(np.arange(33), np.array([0, 11, 20])), (np.arange(33), np.array([5]))])
+    apart, across = (Engine.inputs(SimpleNamespace(across_documents=requested, windowed=windowed, proven=True), batch)
+                     for requested in (False, True))
+    assert apart["documents"] is batch.documents and apart["positions"] is batch.positions
+    assert apart["document_lengths"] == [11, 9, 12, 5, 27] and "positions" not in across
+    assert across.get("document_lengths") == ([32, 32] if windowed else None), "to a window's backend a row is one"
+    assert not across.get("documents", batch.tokens.new_zeros(1)).any()
+    for given in (apart, across):
+        assert given["tokens"] is batch.tokens and given["labels"] is batch.labels
+
+
+SCORES = QUERY, KEY, *_ = [f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "q_norm", "k_norm")]
+"""What decides who attends to whom, and nothing else."""
+
+
+@pytest.mark.parametrize(("counts", "attending", "message"), [
+    ([5, 1, 2, 1, 1, 3], True, ""), ([5, 0, 0, 0, 0, 3], False, ""),  # every target's token sees itself only
+    ([5, 0, 0, 1, 1, 3], True, f": {QUERY}, {KEY}, of 6 parameters, got no gradient"),
+    ([0, 0, 0, 0, 0, 3], False, ": tok_embeddings.weight, of 6"), ([0] * 6, True, f"{KEY} and 3 more, of 6")])
+def test_parameters_without_a_gradient_are_named_and_scores_that_nothing_is_seen_by_are_not(counts, attending, message):
+    result = without_gradient(["tok_embeddings.weight", *SCORES, "norm.weight"], counts, attending)
+    assert message in result and bool(message) == bool(result)

@@ -9,7 +9,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.optimizers import build_optimizer
-from tests.training.engines.kit import MODEL
+from tests.training.engine_kit import MODEL
 
 YES = torch.tensor(True)
 NO = torch.tensor(False)

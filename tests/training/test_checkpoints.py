@@ -1,4 +1,4 @@
-"""The saver on one rank: what a failed removal, another form of checkpoint and reused memory come to."""
+"""The saver on one rank, and continuing from what it saved."""
 
 import json
 from unittest.mock import Mock
@@ -8,13 +8,13 @@ import torch
 
 from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.sharded_tensors import CheckpointReader
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, Index, TensorShard, write_index, write_part
 from drover.pipeline.records.checkpoints import MARKER, TrainingProgress
 from drover.pipeline.training import checkpoints as module
-from drover.pipeline.training.checkpoints import AsyncSaver, Checkpoints
+from drover.pipeline.training.checkpoints import AsyncSaver, Checkpoints, changed_code, continued, load
 from tests.formats.cutting import whole
 from tests.refusal import refused
-from tests.training.uploads.saving import Log, save
+from tests.training.saving import Log, save
 
 
 @pytest.fixture()
@@ -69,3 +69,31 @@ def test_a_checkpoint_of_another_form_is_named_and_left_alone(make):
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 3}))
     refused(UserError, r"by another version of Drover \(format 3, this one reads 2\)", checkpoints.newest_valid)
     assert checkpoints.path(1).is_dir(), "nothing was renamed"
+
+
+def test_code_that_changed_since_a_checkpoint_is_named(tmp_path):
+    (tmp_path / "COMPLETE.json").write_text(
+        '{"format": 2, "progress": {"step": 4}, "files": [], "code": {"a.py": "1", "b.py": "2", "mine": "3"}}')
+    assert changed_code(tmp_path, {"a.py": "1", "b.py": "2", "mine": "3"}) == ""
+    assert "other code than is here now (mine)" in changed_code(tmp_path, {"a.py": "1", "b.py": "2", "mine": "4"})
+    assert "(a.py, b.py, c.py and 1 more)" in changed_code(tmp_path, {"c.py": "1"})
+
+
+def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
+    progress = TrainingProgress(step=4, plan_sha256="a" * 64, restarts=1)
+    assert continued(tmp_path, progress, "a" * 64, accepted=False).restarts == 2
+    refused(UserError, "was trained on other token shards", continued, tmp_path, progress, "b" * 64, accepted=False)
+    assert continued(tmp_path, progress, "b" * 64, accepted=True).plan_sha256 == "b" * 64
+
+
+def test_a_rank_finds_its_generator_if_it_was_there(tmp_path, monkeypatch):
+    states = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    restored = []
+    parts = [write_part(tmp_path / str(rank), {"random.cpu": [TensorShard(states[rank:rank + 1], (rank, 0), (2, 3))]})
+             for rank in range(2)]
+    write_index(tmp_path, Index.joined(parts))
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: restored.append(state.tolist()))
+    for rank in range(3):
+        ranks = Mock(rank=rank, device=torch.device("cuda"), by_leader=lambda function: function())
+        load(tmp_path, Mock(), ranks, 4)
+    assert restored == states.tolist()

@@ -7,7 +7,7 @@ from drover.pipeline.parallel.grid import own
 from drover.pipeline.training.device import compiled_graphs
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.monitor import FACTORS, Fp8Watch, fp8_curves
-from tests.training.engines.kit import batch_of, engine_of
+from tests.training.engine_kit import batch_of, engine_of
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 

@@ -1,0 +1,117 @@
+"""The precision that a device gets, settings for equal bits, and what is known of GPUs that are not there."""
+
+import os
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.training import set_up
+from drover.pipeline.training.checkpoints import agreed_precision
+from drover.pipeline.training.device import (
+    VARIABLES,
+    choose_precision,
+    make_deterministic,
+    memory_explained,
+    peak_flops,
+    want_of_memory,
+)
+from tests.refusal import refused
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("amx", "avx512", "vendor", "expected"), [
+    (True, True, "GenuineIntel", "bf16"), (False, True, "GenuineIntel", "fp32"),
+    (None, None, "AuthenticAMD", "fp32: no fast bf16 here")])
+def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, vendor, expected):
+    """AVX512-BF16 is slow on Intel. A torch that cannot be asked is taken for slow."""
+    for query, supported in (("_is_amx_tile_supported", amx), ("_is_avx512_bf16_supported", avx512)):
+        monkeypatch.setattr(torch.cpu, query, Mock(return_value=supported), raising=False)
+        if supported is None:
+            monkeypatch.delattr(torch.cpu, query)
+    monkeypatch.setattr("drover.pipeline.training.device.vendor", lambda: vendor)
+    assert expected in choose_precision("auto", CPU)
+
+
+@pytest.mark.parametrize(("supported", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_on_gpus_only_bf16_that_is_not_emulated_counts(monkeypatch, supported, expected):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", query := Mock(return_value=supported))
+    assert choose_precision("auto", torch.device("cuda"))[0] == expected
+    query.assert_called_with(including_emulation=False)
+
+
+def test_auto_stays_in_what_a_run_computed_in_before(ranks):
+    assert agreed_precision("auto", "fp8", ranks)[0] == "fp8"
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch):
+    """The process as before: it has other tests."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back, whatever is set meanwhile
+        monkeypatch.delenv(name)
+    cudnn = torch.backends.cudnn
+    for owner, name in ((cudnn, "deterministic"), (cudnn, "benchmark"), (inductor, "deterministic"),
+                        (torch.utils.deterministic, "fill_uninitialized_memory")):
+        if hasattr(owner, name):
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_kernels_and_orders_of_sums_are_fixed(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "allreduce:tree")
+    make_deterministic()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled(), "attention would keep its faster backward pass"
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert (VARIABLES | {"NCCL_ALGO": "allreduce:tree"}).items() <= os.environ.items(), "own choices stay"
+    assert getattr(inductor, "deterministic", True)
+
+
+def test_training_makes_it_so_before_it_touches_a_device(monkeypatch):
+    def refuse(*_):
+        raise UserError(f"deterministic: {torch.are_deterministic_algorithms_enabled()}")
+    monkeypatch.setattr(set_up, "start_ranks", refuse)
+    config = Config(train=TrainConfig(deterministic=True))
+    refused(UserError, "deterministic: True", set_up.set_up, SimpleNamespace(config=config, store=None), None, None)
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("name", "teraflops"), [
+    ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H100 PCIe", None),
+    ("NVIDIA T4", None)])
+def test_peaks_are_of_the_card_that_is_named_and_never_guessed(monkeypatch, name, teraflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(GPU) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 80_000_000_000))
+    engine = Mock(**{"held.return_value": [
+        ("layers.0.feed_forward.w1.weight", "model", Mock(nbytes=10**9, device=GPU)),
+        ("layers.1.feed_forward.w2.weight", "exp_avg", Mock(nbytes=2 * 10**9, device=GPU)),
+        ("output.weight", "model", Mock(nbytes=9 * 10**9, device=torch.device("cpu")))]})
+    ranks = SimpleNamespace(rank=3, world=16, device=GPU)
+    printed = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "--config c.yaml")
+    assert "holds 1 GB of weights, 2 GB of optimizer's states; the" in printed
+    assert "by module: layers.*.feed_forward 3 GB. For" in printed
+    assert "drover rehearse --config c.yaml --ranks 16 --memory 80" in printed
+    assert "output" not in printed, "it is not on the GPU"
+
+
+def test_want_of_memory_while_a_model_is_placed_ends_the_job():
+    ranks = SimpleNamespace(rank=3, world=16, device=torch.device("cpu"))
+    expected = (r"did not suffice for weights and the optimizer's states, before the first step \(no room\). For "
+                r"memory by kind .* --config c.yaml --ranks 16 --memory <GB of a GPU>")
+    with pytest.raises(UserError, match=expected), memory_explained(None, ranks, 0, "--config c.yaml", first=True):
+        raise torch.OutOfMemoryError("no room")
