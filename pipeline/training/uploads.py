@@ -269,9 +269,9 @@ class Uploads(Hook):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing has started: the user may try other settings
             raise UserError(problem)
         training: CopiedTraining = {"id": theirs["id"]} if theirs else mine or {"id": uuid4().hex}
-        here = str(folder.absolute())
+        path = str(folder.absolute())
         if theirs is not None:
-            if theirs.get("folder") != here:
+            if theirs.get("folder") != path:
                 self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
             earlier = [change for change in theirs.get("accepted", []) if change not in accepted]
             if earlier:  # before the folder was lost; the manifest must list it
@@ -279,15 +279,15 @@ class Uploads(Hook):
                 change_start(folder, accepted=accepted)
         write_sealed(folder / TRAINING, dict(training))
         self._owner.claim(name=self.work.config.name, id=training["id"], fingerprint=self.work.fingerprint,
-                          accepted=accepted, folder=here)
+                          accepted=accepted, folder=path)
         result = self._copies.list()
         if result.unfinished:
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
                      f"{', '.join(map(checkpoint_name, result.unfinished))}")
             store.delete(path for paths in result.unfinished.values() for path in paths)
         # Markers decide which copies are of checkpoints that a user has renamed, since a step may have been repeated.
-        renamed_here = {sha256_file(path) for path in (folder / CHECKPOINTS).glob(f"{SET_ASIDE}*/{MARKER}")}
-        aside = [step for step in result.complete if renamed_here and renamed_here & self._copies.hashes(step)]
+        aside_markers = {sha256_file(path) for path in (folder / CHECKPOINTS).glob(f"{SET_ASIDE}*/{MARKER}")}
+        aside = [step for step in result.complete if aside_markers and aside_markers & self._copies.hashes(step)]
         self._remove(aside, "Copies of checkpoints that were renamed, in")
         return [step for step in result.complete if step not in aside], accepted
 
