@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UserError, installed_version, listed
 from drover.pipeline.core.files import Record, output_record, read_json
-from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
+from drover.pipeline.data.text_shards import TextRecord, read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.checking import admitted
 from drover.pipeline.tokenization.files import place, placed, vocabulary_record
@@ -60,7 +60,7 @@ class ShardToEncode(TypedDict):
 
     shards: str
     tokenizer: str
-    record: Record
+    record: TextRecord
     sha256: str
     dtype: str
 
@@ -169,7 +169,7 @@ class Encoded:
     proved: Proved
 
 
-def encoded(shards: Path, source: Record, encoder: Tokenizer | FastEncoder, reference: Tokenizer,
+def encoded(shards: Path, source: TextRecord, encoder: Tokenizer | FastEncoder, reference: Tokenizer,
             dtype: str) -> Encoded:
     """The documents of a text shard. EncoderError if the encoder fails, or gives other ids than the reference for one
     of those to verify.
@@ -208,7 +208,7 @@ def encoded(shards: Path, source: Record, encoder: Tokenizer | FastEncoder, refe
     return Encoded(np.concatenate(tokens), np.cumsum(np.concatenate(lengths)), sizes, keys, proved)
 
 
-def prove(path: Path, record: Record, source: Record, tokenizer: Tokenizer, proved: Proved) -> None:
+def prove(path: Path, record: Record, source: TextRecord, tokenizer: Tokenizer, proved: Proved) -> None:
     """Read a written shard as training will, and with Arrow; UserError if it is not the right encoding of the text.
 
     Args:

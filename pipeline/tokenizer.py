@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.files import Record, copy_file, output_record, write_json
-from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
+from drover.pipeline.data.text_shards import TextRecord, read_texts, shard_name, shard_records
 from drover.pipeline.tokenization.checking import COUNT, ShardCheck, check_shard, compared, from_bitmap, refuse_failures
 from drover.pipeline.tokenization.conversion import (
     open_tokenizer,
@@ -105,12 +105,12 @@ class VocabularyTask(TypedDict):
 
     settings: object
     shards: str
-    records: list[Record]
+    records: list[TextRecord]
     shares: dict[str, float]
     of_shards: int
 
 
-def _made(work: Work, shards: Path, train: list[Record]) -> Record:
+def _made(work: Work, shards: Path, train: list[TextRecord]) -> Record:
     settings = work.config.tokenizer
     records, shares = (train, {}) if settings.kind == "char" else training_shards(train, settings.train_mb * 1e6)
     if settings.path is not None:
@@ -160,7 +160,7 @@ def make(folder: Path, payload: VocabularyTask) -> Record:
 
 def _train(settings: TokenizerConfig, shards: Path, payload: VocabularyTask, path: Path, sample: Sample) -> None:
     """Train on the documents of the shards, and count them in the sample."""
-    def documents(record: Record) -> Iterator[tuple[str, str]]:
+    def documents(record: TextRecord) -> Iterator[tuple[str, str]]:
         for batch in read_texts(shards, record, BATCH_BYTES):
             yield from zip(batch.keys, batch.texts, strict=True)
     records = payload["records"]

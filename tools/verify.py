@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.inputs import HASHES
@@ -46,6 +46,9 @@ from drover.pipeline.core.files import (
 )
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, valid_marker
 from drover.pipeline.storage.mirror import SENT
+
+if TYPE_CHECKING:
+    from drover.pipeline.data.text_shards import TextRecord
 
 UNREAD = "not finished, quarantined, or listed in a damaged record: not read"
 LOGS = "logs and notes: nothing records their content"
@@ -179,7 +182,7 @@ def check_plan(path: Path) -> str:
     return "" if is_intact(path) else "it is truncated or changed"
 
 
-def check_documents(path: Path, record: Record, texts: Path, text_record: Record, tokenizer: Path) -> str:
+def check_documents(path: Path, record: Record, texts: Path, text_record: TextRecord, tokenizer: Path) -> str:
     """Encode the documents of a text shard again, and compare them with its token shard. Each text must have the hash
     in its key. texts, tokenizer: folders of these stages."""
     import numpy as np

@@ -247,7 +247,7 @@ class Expected:
     size: int | None = None
 
 
-def output(folder: Path, record: Record, stage: str) -> Expected:
+def output(folder: Path, record: Mapping[str, Any], stage: str) -> Expected:
     """An output of `stage`, by its record in its manifest."""
     return Expected(folder / record["path"], record["sha256"], f"is not what the stage {stage} committed",
                     f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files",

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import IO, TYPE_CHECKING, NamedTuple, TypedDict, cast
 
 import orjson
 
@@ -34,21 +34,26 @@ _FIX = "Delete the file and run the stage shard again: it makes only what is mis
 
 
 class TextRecord(TypedDict):
-    """What of a shard's output record is read by."""
+    """A text shard's output record."""
 
+    path: str
+    bytes: Count
+    sha256: str
+    split: str
     source: str
     docs: Count
+    text_bytes: Count
 
 
-def shard_records(manifest: Manifest, split: str, source: str | None = None) -> list[dict[str, Any]]:
-    """The output records (path, bytes, sha256, split, source, docs, text_bytes) of one split of the shard stage."""
+def shard_records(manifest: Manifest, split: str, source: str | None = None) -> list[TextRecord]:
+    """The output records of one split (and source) of the shard stage."""
     records = [record for record in manifest.outputs if record.get("split") == split]
     for record in records:
         check_record(record, TextRecord, "shard")
-    return [record for record in records if source in (None, record["source"])]
+    return [cast("TextRecord", record) for record in records if source in (None, record["source"])]
 
 
-def shard_name(record: dict[str, Any]) -> str:
+def shard_name(record: TextRecord) -> str:
     """The split and name of a shard, by its record: its path without the ending."""
     return Path(record["path"]).with_suffix("").as_posix()
 
@@ -81,12 +86,12 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
     return hashing.digest.hexdigest()
 
 
-def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
+def refuse_changed_shard(folder: Path, record: TextRecord) -> None:
     """UserError if the shard of which the manifest has `record` is there and is not what was committed."""
     refuse_changed(output(folder, record, "shard"))
 
 
-def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | None = None) -> Iterator[Document]:
+def read_shard(folder: Path, record: TextRecord, only: Collection[int] | None = None) -> Iterator[Document]:
     """The documents of a shard of which the manifest has `record`, in order.
 
     only: numbers of documents, from 0; the others are passed over.
@@ -132,7 +137,7 @@ class Texts(NamedTuple):
     keys: list[str]
 
 
-def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterator[Texts]:
+def read_texts(folder: Path, record: TextRecord, batch_bytes: int) -> Iterator[Texts]:
     """The documents of a shard of which the manifest has `record`, in batches of about `batch_bytes` of text. The file
     is hashed while it is read, so texts are not compared with their keys.
 

@@ -17,7 +17,7 @@ import numpy as np
 from drover.pipeline.core.errors import UnusableInputError, UserError, installed_version
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.text_shards import refuse_changed_shard
+from drover.pipeline.data.text_shards import TextRecord, refuse_changed_shard
 from drover.pipeline.tokenization.conversion import agreement
 from drover.pipeline.tokenization.files import FILES, placed
 from drover.pipeline.tokenization.reporting import Tally, summed
@@ -102,7 +102,7 @@ class ShardCheck(TypedDict):
     text in which the documents begin that are checked; None for all."""
 
     shards: str
-    record: Record
+    record: TextRecord
     sha256: str
     limit: int | None
 
@@ -186,7 +186,7 @@ class Comparison(TypedDict):
     problem: str
 
 
-def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, validation: Sequence[Record]) -> bool:
+def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, validation: Sequence[TextRecord]) -> bool:
     """Whether the fast encoder is used, or the reference. The choice is printed.
 
     Args:
@@ -213,7 +213,7 @@ def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, validati
     return False
 
 
-def compared(reference: Tokenizer, folder: Path, shards: Path, validation: Sequence[Record]) -> Comparison:
+def compared(reference: Tokenizer, folder: Path, shards: Path, validation: Sequence[TextRecord]) -> Comparison:
     """Compare the fast encoder with the finished tokenizer in a folder."""
     texts, problem = 0, ""
     documents = (document.text for record, limit in beginnings(validation, VALIDATION_BYTES)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, atomic_file
+from drover.pipeline.core.files import atomic_file
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.text_shards import read_shard
+from drover.pipeline.data.text_shards import TextRecord, read_shard
 from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer, write_ranks
 from drover.pipeline.tokenization.tokenizer import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS, byte_of_character, padded
 
@@ -35,13 +35,13 @@ THREADS = 16
 """A constant: the model file records it, and unigram's sums depend on it. It need not be the number of cores."""
 
 
-def by_hash(records: Iterable[Record]) -> list[Record]:
+def by_hash(records: Iterable[TextRecord]) -> list[TextRecord]:
     """The shards in an order that depends only on their contents."""
     return sorted(records, key=lambda record: (
         hashlib.sha256(f"0/{record['sha256']}".encode()).digest(), record["path"]))
 
 
-def training_shards(records: Sequence[Record], train_bytes: float) -> tuple[list[Record], dict[str, float]]:
+def training_shards(records: Sequence[TextRecord], train_bytes: float) -> tuple[list[TextRecord], dict[str, float]]:
     """The shards from which `train_bytes` of training text are sampled, in the order of `records`, and by source the
     share of their text to take.
 
@@ -62,7 +62,7 @@ def training_shards(records: Sequence[Record], train_bytes: float) -> tuple[list
     return [record for record in records if record["path"] in chosen], shares
 
 
-def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
+def beginnings(records: Sequence[TextRecord], most_bytes: float) -> list[tuple[TextRecord, int | None]]:
     """Shards to check, each with the bytes of text to read from its beginning; None for all.
 
     All shards if they have at most `most_bytes` of text; otherwise that much, from shards chosen by hash.
@@ -73,12 +73,12 @@ def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Recor
     return [(record, int(most_bytes) // len(chosen)) for record in chosen]
 
 
-def beginnings_by_source(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
+def beginnings_by_source(records: Sequence[TextRecord], most_bytes: float) -> list[tuple[TextRecord, int | None]]:
     """The `beginnings` of each source, with `most_bytes` for each."""
     return [result for own in by_source(records).values() for result in beginnings(own, most_bytes)]
 
 
-def documents_of(folder: Path, record: Record, limit: int | None) -> Iterator[Document]:
+def documents_of(folder: Path, record: TextRecord, limit: int | None) -> Iterator[Document]:
     """The documents of a text shard; with `limit` those that begin in its first `limit` bytes of text."""
     size = 0
     for document in read_shard(folder, record):
@@ -88,14 +88,14 @@ def documents_of(folder: Path, record: Record, limit: int | None) -> Iterator[Do
             break
 
 
-def text_bytes(records: Sequence[Record]) -> int:
+def text_bytes(records: Sequence[TextRecord]) -> int:
     """The bytes of text in shards."""
     return sum(record["text_bytes"] for record in records)
 
 
-def by_source(records: Iterable[Record]) -> dict[str, list[Record]]:
+def by_source(records: Iterable[TextRecord]) -> dict[str, list[TextRecord]]:
     """The shards of each source."""
-    result: dict[str, list[Record]] = {}
+    result: dict[str, list[TextRecord]] = {}
     for record in records:
         result.setdefault(record["source"], []).append(record)
     return result

@@ -14,7 +14,6 @@ from drover.pipeline.encode import chosen_dtype, prove
 from drover.pipeline.tokenization import tokenizer as tokenizers
 from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer
 from drover.pipeline.tokenization.tokenizer import (
-    EncoderError,
     FastEncoder,
     byte_of_character,
     joined,
@@ -127,7 +126,7 @@ def test_both_encoders_make_the_same_bytes_and_one_ends_what_the_other_began(run
 
 
 def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run, copy, monkeypatch):
-    """In the documents of one shard it gives ids that decode to the text: no round trip would tell. Then it fails."""
+    """In the documents of one shard it gives ids that decode to the text: no round trip would tell."""
     pytest.importorskip("fastokens")
     right, shards, honest = arrows(copy), run_folder(copy) / "shard", FastEncoder.encode_flat
     record = shard_records(manifest_of(copy, "shard"), "train")[1]
@@ -139,17 +138,10 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
         assert all(reads_back(text, self.reference.decode(ids)) for text, ids in zip(texts, result, strict=True))
         return joined(result)
 
-    def fail(self, texts):
-        if len(texts) > 1:  # not at the gate
-            raise EncoderError("PanicException: no")
-        return honest(self, texts)
-    for encode_flat, message, shards in ((wrong, f"in {name}", 1), (fail, "PanicException: no", len(right))):
-        monkeypatch.setattr(FastEncoder, "encode_flat", encode_flat)
-        logged = run("encode", copy, "--force").out
-        assert message in logged and arrows(copy) == right
-        assert ("WARNING: fastokens gave other ids for the document 0" in logged) == (shards == 1)
-        assert encoders(copy)["fallback_shards"] == encoders(copy)["reference_shards"] == shards
-        assert encoders(copy)["fast_shards"] == len(right) - shards
+    monkeypatch.setattr(FastEncoder, "encode_flat", wrong)
+    logged = run("encode", copy, "--force").out
+    assert f"in {name}" in logged and "WARNING: fastokens gave other ids for the document 0" in logged
+    assert arrows(copy) == right and encoders(copy)["fallback_shards"] == encoders(copy)["reference_shards"] == 1
 
 
 def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_reference(run, copy, monkeypatch):
@@ -169,29 +161,19 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
 def test_of_long_documents_fewer_are_proved_and_only_their_beginning_is_compared(copy, monkeypatch):
     shards, tokenizer = run_folder(copy) / "shard", load_tokenizer(run_folder(copy) / "tokenizer")
     record = max(shard_records(manifest_of(copy, "shard"), "train"), key=lambda record: record["docs"])
-    lengths = []
+    lengths, honest = [], tokenizer.encode_flat
 
-    class Reference:
-        bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
-
-        def encode_flat(self, texts):
-            lengths.extend(map(len, texts))
-            return tokenizer.encode_flat(texts)
-
-    class Wrong:
-        def encode_flat(self, texts):
-            return tokenizer.encode_flat([text[1:] for text in texts])
-
-    def encoded(encoder=tokenizer):
-        return encode_stage.encoded(shards, record, encoder, Reference(), "uint16")
-    full = encoded()
-    assert {0, record["docs"] - 1} <= set(full.proved) and len(full.proved) == len(lengths) == min(16, record["docs"])
+    def encode_flat(texts):
+        lengths.append([len(text) for text in texts])
+        return honest(texts)
+    monkeypatch.setattr(tokenizer, "encode_flat", encode_flat)
+    full = encode_stage.encoded(shards, record, tokenizer, tokenizer, "uint16")
+    assert {0, record["docs"] - 1} <= set(full.proved) and len(full.proved) == min(16, record["docs"])
     monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
     monkeypatch.setattr(encode_stage, "COMPARED", 50)
-    del lengths[:]
-    assert set(encoded().proved) == {min(full.proved, key=lambda number: (full.text_bytes[number], number))}
-    assert lengths == [50]
-    refused(EncoderError, "other ids for the document", encoded, Wrong())
+    shortest = encode_stage.encoded(shards, record, tokenizer, tokenizer, "uint16").proved
+    assert set(shortest) == {min(full.proved, key=lambda number: (full.text_bytes[number], number))}
+    assert lengths[-2:] == [[50], [50]], "of the encoder and of the reference"
 
 
 def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):

@@ -64,8 +64,7 @@ def test_small_vocabularies(run, copy, kind):
     assert (read_json(folder / "report.json")["total"]["bytes_per_token"] == 1) == (kind == "byte")
 
 
-@pytest.mark.parametrize(("name", "kind"), [("tiktoken", "tiktoken"), ("huggingface", "huggingface"),
-                                            ("bpe", "sentencepiece")])
+@pytest.mark.parametrize(("name", "kind"), [("tiktoken", "tiktoken"), ("bpe", "sentencepiece")])
 def test_ready_tokenizers_are_taken(run, copy, files, vocabularies, name, kind):  # noqa: F811
     run("tokenizer", copy, f"tokenizer.kind={kind}", f"tokenizer.path={files[name]}")
     assert load_tokenizer(stage_folder(copy)).sha256 == vocabularies[name].sha256
@@ -110,6 +109,5 @@ def test_of_a_large_corpus_only_a_sample_is_read(run, tmp_path, corpus, monkeypa
     assert {record["source"] for record in read} == {"code", "more"}
     report, count = read_json(stage_folder(many) / "report.json"), shard.counts["validation"]
     assert report["validation_documents"] == count > report["total"]["documents"] > 0
-    assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
     run_stage("tokenizer", many, "--force", *settings)
     assert manifest_of(many, "tokenizer").digest == made.digest

@@ -7,10 +7,8 @@ import pytest
 
 from drover.pipeline.tokenization import tokenizer as tokenizers
 from drover.pipeline.tokenization.checking import compared
-from drover.pipeline.tokenization.conversion import open_tokenizer
-from drover.pipeline.tokenization.files import copy_hugging_face, write_record
 from drover.pipeline.tokenization.tokenizer import MAX_PART, FastEncoder, byte_of_character, joined, odd_strings
-from tests.tokenization.conftest import ODD_TEXTS, with_special
+from tests.tokenization.conftest import ODD_TEXTS
 
 pytest.importorskip("fastokens")
 FAST = ("bpe", "tiktoken", "huggingface", "byte")
@@ -25,27 +23,10 @@ def test_ids_are_those_of_the_reference_and_the_gate_lets_it_through(vocabularie
     ids, offsets = encoder.encode_flat(flat)
     wanted, at = vocabulary.encode_flat(flat)
     assert np.array_equal(ids, wanted) and np.array_equal(offsets, at) and len(encoder.encode_flat([])[0]) == 0
-    ids, _ = encoder.encode_flat([f"a{name}b" for name in vocabulary.special_tokens])
-    assert not vocabulary.special_ids & set(ids.tolist()) and len(ids), "names of special tokens stay text"
     odd = list(odd_strings(vocabulary))
     assert len(odd) > 6000 and odd == list(odd_strings(vocabulary)), "always the same ones"
     assert all(any(name in text for text in odd) for name in vocabulary.special_tokens)
     assert compared(vocabulary, folders[kind], folders[kind], []) == {"texts": len(odd), "problem": ""}
-
-
-def test_added_tokens_match_in_texts_and_special_tokens_do_not(tmp_path, byte_level):
-    from tokenizers import AddedToken
-    ready = with_special(byte_level, "<s>", "</s>")
-    ready.add_tokens([AddedToken("->", normalized=False), AddedToken("lstrip", lstrip=True, normalized=False)])
-    path = tmp_path / "tokenizer.json"
-    ready.save(str(path))
-    copy_hugging_face(path, [], tmp_path / "hf")
-    vocabulary = open_tokenizer("huggingface", path)
-    write_record(tmp_path, vocabulary)
-    assert not compared(vocabulary, tmp_path, tmp_path, [])["problem"]
-    texts = ["def f(x) -> int:", " lstrip(->)<s>"]
-    ids, _ = FastEncoder(vocabulary, tmp_path).encode_flat(texts)
-    assert ids.tolist() == [token for text in texts for token in vocabulary.encode(text)]
 
 
 def test_a_vocabulary_that_the_library_refuses_is_left_to_the_reference(vocabularies, folders):

@@ -21,7 +21,7 @@ from drover.pipeline.tokenization.files import fetched, input_files, names_the_h
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.pipeline.tokenizer import make
 from tests.refusal import refused, table
-from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines, with_special
+from tests.tokenization.conftest import ODD_TEXTS, rank_lines, with_special
 from tests.tokenization.test_checking import checked
 
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -30,13 +30,6 @@ TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ m
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 BOUNDS = {"bos_token": "<s>", "eos_token": "</s>"}
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stage_folder_loads_back_as_the_vocabulary_it_was_written_from(folders, vocabularies, kind):
-    loaded, vocabulary = load_tokenizer(folders[kind]), vocabularies[kind]
-    assert [loaded.encode(text) for text in ODD_TEXTS] == [vocabulary.encode(text) for text in ODD_TEXTS]
-    assert loaded.special_tokens == vocabulary.special_tokens and loaded.bounds == vocabulary.bounds
 
 
 def test_another_file_than_the_recorded_one_is_refused(folders, tmp_path):

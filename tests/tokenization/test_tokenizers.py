@@ -52,10 +52,6 @@ def test_special_tokens_that_a_program_joins_to_a_text_are_tokens_in_the_export(
     expected = [vocabulary.bos_id, *vocabulary.encode("hi"), vocabulary.eos_id]
     assert tokenizer("hi" + tokenizer.eos_token)["input_ids"] == expected
     assert tokenizer(["hi" + eos, eos])["input_ids"] == [expected, [vocabulary.bos_id, vocabulary.eos_id]]
-    template = "{{ bos_token }}{% for m in messages %}" + eos + "{{ m.content }}" + eos + "{% endfor %}"
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], chat_template=template, tokenize=True,
-                                        return_dict=True)["input_ids"]
-    assert ids == [vocabulary.bos_id, vocabulary.eos_id, *expected[1:]]
     assert vocabulary.special_ids.isdisjoint(vocabulary.encode(bos + "hi" + eos))
 
 

@@ -8,15 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.provenance import documents_of, named, pieces
 from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.token_shards import Shards
 from tests.data.sampling.phased import DOCUMENTS
 from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered
 from tests.waiting import HANG_S
-
-LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
 
 
 @given(documents=DOCUMENTS, length=st.integers(1, 24),
@@ -45,42 +42,22 @@ def test_batches_are_their_samples_whatever_was_read_before(tmp_path_factory, do
                 assert_same_batches(row, alone.batch_of(np.array([sample])))
 
 
-def test_documents_are_named_once_with_their_source_and_samples(tmp_path):
-    data = training_data(tmp_path, write_numbered(tmp_path, LENGTHS), mixture={"web": 1.0, "code": 1.0})
-    documents = documents_of(data, [(0, 3), (8, 11)])
-    assert {(item.shard, item.key, item.document, sample) for item in documents for sample in item.samples} == {
-        (piece.shard.path.name, piece.key, piece.document, piece.sample) for piece in pieces(
-            data, np.array([0, 1, 2, 8, 9, 10]))}
-    one = documents[0]
-    assert one.source == one.shard.partition("-")[0]
-    assert named(documents).startswith(f"{one.source}/{one.key} ({one.shard}, document {one.document}), ")
-
-
-def test_the_prefetcher_keeps_the_order_of_slow_and_fast_batches():
-    started = []
+def test_the_prefetcher_reads_ahead_in_threads_keeps_the_order_and_raises_without_waiting():
+    started, free = [], threading.Event()
 
     def make(step):
         started.append(step)
-        time.sleep(0.02 if step % 3 == 0 else 0.0)
-        return step
-    ahead = Prefetcher(make, range(20), 4)
-    assert [ahead.next() for _ in range(3)] == [0, 1, 2] and max(started) <= 3 + 4
-    assert [ahead.next() for _ in range(17)] == list(range(3, 20)) and sorted(started) == list(range(20))
-    ahead.close()
-
-
-def test_the_prefetcher_reads_ahead_in_threads_and_raises_without_waiting():
-    began, free = threading.Event(), threading.Event()
-
-    def make(step):
-        if step == 0:
+        if step == 3:
             raise OSError("disk gone")
-        began.set()
-        assert free.wait(HANG_S)
-        return threading.current_thread()
-    ahead = Prefetcher(make, range(2), 2)
-    assert began.wait(HANG_S)
+        if step == 4:
+            assert free.wait(HANG_S)
+        time.sleep(0.02 if step % 3 == 0 else 0.0)
+        return step, threading.current_thread()
+    ahead = Prefetcher(make, range(20), 4)
+    results = [ahead.next() for _ in range(3)]
+    assert [step for step, _ in results] == [0, 1, 2] and max(started) <= 3 + 4
+    assert threading.current_thread() not in dict(results).values()
     refused(OSError, "disk gone", ahead.next)
     free.set()
-    assert ahead.next() is not threading.current_thread()
+    assert [ahead.next()[0] for _ in range(16)] == list(range(4, 20)) and sorted(started) == list(range(20))
     ahead.close()

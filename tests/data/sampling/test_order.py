@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.config.checks import problems
-from drover.pipeline.config.training import SMALLEST_SHARE, TrainConfig
-from drover.pipeline.config.tree import Config
+from drover.pipeline.config.training import SMALLEST_SHARE
 from drover.pipeline.data.sampling.order import LEAST, PERIOD, Mix, Order, Pool, Segment, permute
-from tests.data.planning import staged_corpora
 from tests.token_shards import plan_of
 
 
@@ -82,12 +79,3 @@ def test_the_plan_hash_knows_every_ingredient():
     assert plan() == plan() and len({plan(**change) for change in changed}) == 10
     rows = [[f"train/ä-{number}.arrow", f"{number:064x}"] for number in range(2500)]
     assert all(plan(content=content) == plan(content=iter(content)) for content in (rows, rows[:1], []))
-
-
-def test_the_configuration_refuses_a_share_with_the_smallest_that_can_be_kept():
-    config = Config(train=TrainConfig(mixture={"web": 3.0, "notes": 1e-5}),
-                    shard=staged_corpora.settings(("web", "notes")))
-    logged, = problems(config)
-    assert "the source notes 3.33e-06 of the training sequences" in logged and "7.63e-06 (1 in 131,072)" in logged
-    config.train.mixture["notes"] = 3.0 * SMALLEST_SHARE * 1.001
-    assert problems(config) == []

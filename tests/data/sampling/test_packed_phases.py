@@ -41,14 +41,12 @@ def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path)
     assert sum(epochs[pool.name] * pool.tokens for pool in order.pools) == pytest.approx(
         560 - sum(phase.padding for phase in order.taken(order.end)))
 
-    def refuse(limit):
-        refuse_beyond(TrainConfig(packing="best_fit", phases=RAMP, sequence_length=16, batch_tokens=64,
-                                  max_epochs={"code": limit}), data, logged.append)
-    refuse(epochs["code"] + 0.1)
+    refused(UserError, rf"allows 0.1 of code, and the plan takes {epochs['code']:.2f} ", refuse_beyond, TrainConfig(
+        packing="best_fit", phases=RAMP, sequence_length=16, batch_tokens=64, max_epochs={"code": 0.1}), data,
+        logged.append)
     assert sum(text.startswith("  padding: ") for text in logged) == 3
     assert re.search(r"  the epoch has \d+ tokens of web left where the length changes: they come first, packed again",
                      "\n".join(logged))
-    refused(UserError, rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes ", refuse, epochs["code"] - 0.1)
 
 
 def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(tmp_path):
@@ -88,10 +86,3 @@ def test_the_audit_finds_a_sequence_and_a_token_that_came_twice(tmp_path):
     data.spaces[2:4] = [data.spaces[1]] * 2
     wrong = faults(data, (0, end))
     assert wrong and all("came twice in epoch 0" in fault for fault in wrong)
-
-
-def test_the_audit_counts_packed_sequences_however_many_there_are(tmp_path):
-    """Documents of 9 tokens leave 7 of 16 empty: more sequences than their tokens would fill."""
-    data = training_data(tmp_path, write_numbered(tmp_path, [[9] * 40] * 2), packed=True)
-    assert sum(bins.count for bins in data.spaces[0]) == 80 and data.order.pools[0].tokens // 16 == 45
-    assert faults(data, (0, 200)) == []

@@ -1,12 +1,16 @@
-"""The plan of documents packed by best fit: found, remade or refused. What it makes, test_over_phases.py compares."""
+"""Best-fit packing beside the plainest one, a piece at a time; and its plan: found, remade or refused. What it makes,
+test_over_phases.py compares."""
 
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.sampling.packing import Alone, make, read
+from drover.pipeline.data.sampling.packing import Alone, best_fit, make, read
 from tests.data.sampling.phased import by_three_ranks, contents
 from tests.refusal import refused
 from tests.token_shards import training_data, write_numbered
@@ -16,6 +20,32 @@ FEW = [[30, 5, 9, 16, 3], [7, 40], [3]]
 
 def packed(folder, table, **options):
     return training_data(folder, table, packed=True, **options)
+
+
+def plainly_packed(lengths, room):
+    """Best fit from the longest piece on, each looked at by itself: the room that each bin is left with."""
+    left = []
+    for length in sorted(lengths, reverse=True):
+        fits = [(free, number) for number, free in enumerate(left) if free >= length]
+        if fits:
+            left[min(fits)[1]] -= length
+        else:
+            left.append(room - length)
+    return left
+
+
+@given(room=st.integers(1, 60), data=st.data())
+@settings(max_examples=200)
+def test_bins_are_those_of_a_piece_at_a_time(room, data):
+    lengths = data.draw(st.lists(st.integers(1, room), max_size=120))
+    order, ends = best_fit(np.array(lengths, np.int64), room)
+    assert sorted(order.tolist()) == list(range(len(lengths))) and ends[0] == 0 and ends[-1] == len(lengths)
+    bins = [order[start:stop].tolist() for start, stop in pairwise(ends.tolist())]
+    left = [room - sum(lengths[piece] for piece in own) for own in bins]
+    assert all(own for own in bins) and min(left, default=0) >= 0
+    assert sorted(left) == sorted(plainly_packed(lengths, room))
+    for own in bins:  # the longest first; equal ones by their place
+        assert own == sorted(own, key=lambda piece: (-lengths[piece], piece))
 
 
 def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):

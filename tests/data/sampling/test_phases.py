@@ -43,19 +43,6 @@ def test_a_window_is_left_where_no_later_phase_goes_on_with_it(between, last, le
     assert left is None or over[left]["web"] == 50_001 // 64 // PART * 64 - 1600
 
 
-def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently_later():
-    order = order_of([{"until": 160_000, "sequence_length": 16, "batch_tokens": 160},
-                      {"until": 224_000, "sequence_length": 64, "batch_tokens": 640},
-                      {"until": 288_000, "sequence_length": 16, "batch_tokens": 160}], 2_000_001, 200_001)
-    result = order.locate(np.arange(order.end))
-    numbers = result.sequence[:10_000]
-    assert np.mean(np.abs(np.diff(numbers)) == 1) < 0.01, "neighbours in the text are none in a batch"
-    pieces = numbers[result.pool[:10_000] == 0] // 4
-    assert len({*pieces[:4096]}) == 1024 and len({*pieces[:2048]}) > 512, "a window has 1,024 pieces of 4 sequences"
-    first, third = (own[result.pool[:len(own)] == 0][:300] for own in (numbers, result.sequence[11_000:]))
-    assert not np.array_equal(first - first.min(), third - third.min())
-
-
 def test_faults_name_the_thing():
     phases = [{"until": 640, "mixture": {"web": 1, "code": 0}}, {"until": 1280, "mixture": {"web": 1, "code": 1}}]
     refused(UserError, r"train.phases\[1\] takes sequences from code \(16\): so few", order_of, phases, 1000, 16)
