@@ -48,7 +48,7 @@ PROVED_SHARE = 64
 shard's text."""
 COMPARED = 1_000_000
 """Characters of a document whose ids are compared."""
-COUNTED = {"docs", "text_bytes", "tokens"}
+COUNTED = ("docs", "text_bytes", "tokens")
 BATCH_BYTES = 2_000_000
 """Bytes of text that are encoded at once."""
 Proved = dict[int, tuple[str, NDArray[np.uint32]]]
@@ -72,10 +72,11 @@ def encode(work: Work) -> None:
     work.check(work.committed("tokenizer"))
     vocabulary = vocabulary_record(tokenizer)
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
-    records = [record for split in ("train", "validation") for record in shard_records(manifest, split)]
+    validation = shard_records(manifest, "validation")
+    records = [*shard_records(manifest, "train"), *validation]
     work.say(f"{text_bytes(records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
-    fast = admitted(work, tokenizer, made, shards, shard_records(manifest, "validation"))
+    fast = admitted(work, tokenizer, made, shards, validation)
     tasks = [Task(shard_name(record).replace("/", "-"), ShardToEncode(
         shards=place(shards, work.folder), tokenizer=place(tokenizer, work.folder), record=record,
         sha256=vocabulary["sha256"], dtype=dtype)) for record in records]
@@ -139,7 +140,7 @@ def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Re
     problem = ""
     if fast:
         try:
-            result = encoded(shards, source, _fast(vocabulary, payload["sha256"]), reference, payload["dtype"])
+            result = encoded(shards, source, _fast(reference, vocabulary), reference, payload["dtype"])
         except EncoderError as error:
             problem = str(error)
     if problem or not fast:
@@ -169,7 +170,7 @@ class Encoded:
     proved: Proved
 
 
-def encoded(shards: Path, source: TextRecord, encoder: Tokenizer | FastEncoder, reference: Tokenizer,
+def encoded(shards: Path, source: TextRecord, encoder: Tokenizer, reference: Tokenizer,
             dtype: str) -> Encoded:
     """The documents of a text shard. EncoderError if the encoder fails, or gives other ids than the reference for one
     of those to verify.
@@ -195,7 +196,7 @@ def encoded(shards: Path, source: TextRecord, encoder: Tokenizer | FastEncoder, 
         sizes += batch.lengths
         keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
     left = max(PROVED_BYTES, source["text_bytes"] // PROVED_SHARE)
-    for number in sorted(proved, key=lambda number: (sizes[number], number))[1:]:
+    for number in sorted(proved, key=sizes.__getitem__)[1:]:
         left -= sizes[number]
         if left < 0:
             del proved[number]
@@ -244,12 +245,12 @@ def prove(path: Path, record: Record, source: TextRecord, tokenizer: Tokenizer, 
 
 def counted(records: Iterable[Record]) -> Record:
     """Documents, text bytes and tokens of token shards: for each split and source, and in total."""
-    counts: Record = {"total": {}, "splits": {}}
+    counts: Record = {"total": dict.fromkeys(COUNTED, 0), "splits": {}}
     for record in records:
-        own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], {})
-        for name in COUNTED:
-            for sums in (own, counts["total"]):
-                sums[name] = sums.get(name, 0) + record[name]
+        own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], dict.fromkeys(COUNTED, 0))
+        for sums in (own, counts["total"]):
+            for name in COUNTED:
+                sums[name] += record[name]
     return counts
 
 
@@ -261,9 +262,7 @@ def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
     return tokenizer
 
 
-@lru_cache(maxsize=1)
-def _fast(folder: Path, sha256: str) -> FastEncoder:
-    return FastEncoder(_tokenizer(folder, sha256), folder)
+_fast = lru_cache(maxsize=1)(FastEncoder)
 
 
 if __name__ == "__main__":

@@ -124,8 +124,6 @@ def _made(work: Work, shards: Path, train: list[TextRecord]) -> Record:
         of_shards=len(train)))], make, "vocabulary")
     for note in made["notes"]:
         work.say(note)
-    if made["sample"]["nul_characters"]:
-        work.say(f"{made['sample']['nul_characters']} NUL characters were left out of the training text")
     return made
 
 
@@ -140,6 +138,8 @@ def make(folder: Path, payload: VocabularyTask) -> Record:
         records = payload["records"]
         sample = Sample(shards=len(records), of_shards=payload["of_shards"], read_bytes=text_bytes(records))
         _train(settings, placed(folder, payload["shards"]), payload, path, sample)
+        if sample.nul_characters:
+            notes = [f"{sample.nul_characters} NUL characters were left out of the training text"]
     tokenizer = open_tokenizer(settings.kind, ready or path)  # a file next to a ready one may name its BOS and EOS
     if ready and path:
         copy_file(ready, path)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ from drover.pipeline.core.errors import UnusableInputError, UserError, installed
 from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.text_shards import TextRecord, refuse_changed_shard
-from drover.pipeline.tokenization.conversion import agreement
+from drover.pipeline.tokenization.conversion import Agrees, agreement
 from drover.pipeline.tokenization.files import FILES, placed
 from drover.pipeline.tokenization.reporting import Tally, summed
 from drover.pipeline.tokenization.tokenizer import (
@@ -49,54 +48,6 @@ COUNT = "fast_encoder"
 """The key of the result in the counts of the tokenizer stage."""
 
 
-@dataclass
-class Check:
-    """A check of a tokenizer on documents, against transformers with its export and its own library: counts, ids that
-    occurred, the first failures, the time."""
-
-    tokenizer: Tokenizer
-    exported: Any
-    agrees: Callable[[str, list[int]], bool] | None = None
-    tally: Counter[str] = field(default_factory=Counter)
-    seen: set[int] = field(default_factory=set)
-    failures: list[str] = field(default_factory=list)
-    encode_s: float = 0.0
-
-    def document(self, document: Document) -> None:
-        """Encode and decode the beginning of a document, and compare."""
-        text, tokenizer = document.text[:PIECE], self.tokenizer
-        began = time.perf_counter()
-        ids = tokenizer.encode(text)
-        self.encode_s += time.perf_counter() - began
-        decoded, parts = tokenizer.decode(ids), tokenizer.parts(text)
-        self.seen.update(ids)
-        self.tally.update(
-            documents=1, text_bytes=len(text.encode()), characters=len(text), words=len(text.split()), tokens=len(ids),
-            fallback_tokens=sum(map(tokenizer.byte_fallback_ids.__contains__, ids)),
-            unknown_tokens=ids.count(-1 if tokenizer.unk_id is None else tokenizer.unk_id),
-            literal_marks=decoded != text and reads_back(text, decoded),
-            cut_documents=len(document.text) > PIECE or len(parts) > 1)
-        # Names of special tokens in a text are text here; the settings of a ready tokenizer may match them.
-        plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        theirs = [token for part in parts for token in self.exported(part, **plain)["input_ids"]]
-        begins = tokenizer.kind == "huggingface" or \
-            self.exported(text[:BEGINNING], verbose=False)["input_ids"][0] == tokenizer.bos_id
-        back = self.exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        count, problem = "hugging_face_failures", ""
-        if not reads_back(text, decoded):
-            at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071 - texts, not paths
-            count = "round_trip_failures"
-            problem = (f"is decoded to other text: {text[at:at + 12]!r} at character {at} became "
-                       f"{decoded[at:at + 12]!r}")
-        elif ids != theirs or not begins or back != decoded:
-            problem = "has other ids in the export"
-        elif self.agrees and not self.agrees(text, ids):
-            problem = f"has other ids by {tokenizer.kind} itself"
-        if problem:
-            self.tally[count] += 1
-            self.failures = [*self.failures, f"the document {document.id} of {document.source} {problem}"][:EXAMPLES]
-
-
 class ShardCheck(TypedDict):
     """A text shard to check with the tokenizer of a hash, by the place of its folder and its record. limit: bytes of
     text in which the documents begin that are checked; None for all."""
@@ -109,15 +60,49 @@ class ShardCheck(TypedDict):
 
 def check_shard(folder: Path, payload: ShardCheck) -> Record:
     """Task: check documents of a text shard with the finished tokenizer in `folder` and its export."""
-    check, shards = Check(*_loaded(folder, payload["sha256"])), placed(folder, payload["shards"])
-    if payload["limit"] is None:  # otherwise only texts are read, each of which is compared with its own hash
-        refuse_changed_shard(shards, payload["record"])
-    for document in documents_of(shards, payload["record"], payload["limit"]):
-        check.document(document)
-    seen = np.zeros(check.tokenizer.size, np.uint8)
-    seen[[*check.seen]] = 1
-    return {"outputs": [], "tally": summed([check.tally]), "seen": np.packbits(seen).tobytes().hex(),
-            "failures": check.failures, "encode_s": check.encode_s}
+    shards, record, limit = placed(folder, payload["shards"]), payload["record"], payload["limit"]
+    if limit is None:  # otherwise only texts are read, each of which is compared with its own hash
+        refuse_changed_shard(shards, record)
+    return {"outputs": [], **check(documents_of(shards, record, limit), *_loaded(folder, payload["sha256"]))}
+
+
+def check(documents: Iterable[Document], tokenizer: Tokenizer, exported: Any, agrees: Agrees | None = None) -> Record:
+    """Encode and decode the beginnings of documents, and compare with transformers and the export, and the tokenizer's
+    own library. Returns counts (FIELDS), ids that occurred as a bitmap, the first failures, and the seconds."""
+    tally, failures, encode_s = Counter[str](), list[str](), 0.0
+    seen = np.zeros(tokenizer.size, np.uint8)
+    for document in documents:
+        text, failure = document.text[:PIECE], ""
+        began = time.perf_counter()
+        ids = tokenizer.encode(text)
+        encode_s += time.perf_counter() - began
+        seen[ids] = 1
+        decoded, parts = tokenizer.decode(ids), tokenizer.parts(text)
+        # Names of special tokens in a text are text here; the settings of a ready tokenizer may match them.
+        plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
+        begins = tokenizer.kind == "huggingface" or \
+            exported(text[:BEGINNING], verbose=False)["input_ids"][0] == tokenizer.bos_id
+        back = exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        is_read_back = reads_back(text, decoded)
+        is_as_exported = ids == theirs and begins and back == decoded and (agrees is None or agrees(text, ids))
+        tally.update(
+            documents=1, text_bytes=len(text.encode()), characters=len(text), words=len(text.split()), tokens=len(ids),
+            fallback_tokens=sum(map(tokenizer.byte_fallback_ids.__contains__, ids)),
+            unknown_tokens=ids.count(-1 if tokenizer.unk_id is None else tokenizer.unk_id),
+            round_trip_failures=int(not is_read_back), hugging_face_failures=int(not is_as_exported),
+            literal_marks=int(decoded != text and is_read_back),
+            cut_documents=int(len(document.text) > PIECE or len(parts) > 1))
+        if not is_read_back:
+            at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071 - texts, not paths
+            failure = (f"is decoded to other text: {text[at:at + 12]!r} at character {at} became "
+                       f"{decoded[at:at + 12]!r}")
+        elif not is_as_exported:
+            failure = f"has other ids {'in the export' if ids != theirs else f'by {tokenizer.kind} itself or no BOS'}"
+        if failure and len(failures) < EXAMPLES:
+            failures.append(f"the document {document.id} of {document.source} {failure}")
+    return {"tally": summed([tally]), "seen": np.packbits(seen).tobytes().hex(), "failures": failures,
+            "encode_s": encode_s}
 
 
 def from_bitmap(text: str) -> set[int]:
@@ -126,7 +111,7 @@ def from_bitmap(text: str) -> set[int]:
 
 
 @lru_cache(maxsize=1)
-def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any, Callable[[str, list[int]], bool] | None]:
+def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any, Agrees | None]:
     import transformers
     tokenizer = load_tokenizer(folder)
     assert tokenizer.sha256 == sha256, "the tokenizer changed between planning and checking"
@@ -146,19 +131,21 @@ def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any, Callable[[str, l
 def refuse_other_special_ids(tokenizer: Tokenizer, exported: Any) -> None:
     """UnusableInputError if transformers takes other ids for BOS and EOS than training, puts others around a text, or
     adds an id that the model will not have. The files next to a ready tokenizer.json decide that."""
-    (bos, eos), ids = tokenizer.bounds, exported("a", verbose=False)["input_ids"]
+    ids = exported("a", verbose=False)["input_ids"]
     plain = exported("a", add_special_tokens=False, verbose=False)["input_ids"]
+    bounds = {"BOS": (exported.bos_token_id, tokenizer.bos_id), "EOS": (exported.eos_token_id, tokenizer.eos_id)}
+    problems = [f"its {name} is {theirs}, not {ours}" for name, (theirs, ours) in bounds.items()
+                if theirs not in (None, ours)]
+    if ids not in tokenizer.surrounded(plain):
+        problems.append(f"it encodes 'a' as {ids}, not as {plain} between BOS and EOS")
     unused = {exported.unk_token, exported.mask_token}  # some classes of transformers always add one
-    beyond = [name for name, token in exported.get_added_vocab().items()
-              if token >= tokenizer.size and name not in unused]
-    if beyond or ids not in tokenizer.surrounded(plain) or exported.bos_token_id not in (None, tokenizer.bos_id) or \
-            exported.eos_token_id not in (None, tokenizer.eos_id):
-        raise UnusableInputError(
-            f"transformers does not read the exported tokenizer as training does, with BOS {tokenizer.bos_id} ({bos}), "
-            f"EOS {tokenizer.eos_id} ({eos}) and {tokenizer.size:,} ids: its BOS is {exported.bos_token_id} "
-            f"({exported.bos_token}), its EOS {exported.eos_token_id} ({exported.eos_token}), 'a' becomes {ids}, "
-            f"without special tokens {plain}, and it adds {len(beyond)} tokens ({', '.join(beyond[:EXAMPLES])}). "
-            f"{CORRECT}")
+    if beyond := [name for name, token in exported.get_added_vocab().items()
+                  if token >= tokenizer.size and name not in unused]:
+        problems.append(f"it adds {len(beyond):,} tokens ({', '.join(beyond[:EXAMPLES])}) beyond the "
+                        f"{tokenizer.size:,} ids of the model")
+    if problems:
+        raise UnusableInputError(f"transformers does not read the exported tokenizer as training does: "
+                                 f"{'; '.join(problems)}. {CORRECT}")
 
 
 def refuse_failures(tally: Tally, failures: list[str]) -> None:

@@ -47,6 +47,8 @@ LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{
 """How Llama 3 splits text before merging."""
 NEVER = -1e6
 """A score that keeps a token out of every best path: in a unigram model of `tokenizers` any token can match."""
+Agrees = Callable[[str, list[int]], bool]
+"""Whether a library gives these ids for a text."""
 AGAIN = "Run --stage tokenizer with --force."
 BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
 EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
@@ -109,7 +111,7 @@ def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
     return paths
 
 
-def agreement(tokenizer: Tokenizer, path: Path | None) -> Callable[[str, list[int]], bool] | None:
+def agreement(tokenizer: Tokenizer, path: Path | None) -> Agrees | None:
     """Whether the library of a tokenizer's file gives the same ids for a text; None for kinds without such a library.
 
     sentencepiece adds the scores of a unigram path in single precision over the whole text, so that rounding decides

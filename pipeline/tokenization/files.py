@@ -46,13 +46,10 @@ class Exported(TypedDict, total=False):
 class Vocabulary(Exported):
     """The content of `vocabulary.json`: a tokenizer's size and ids, known without its library."""
 
-    format: int
     kind: Literal["sentencepiece", "tiktoken", "huggingface", "char", "byte"]
     size: Count
-    used: Count
     bos_id: Count
     eos_id: Count
-    unk_id: Count | None
     file: Inside | None
     sha256: str
     special_tokens: dict[str, Count]

@@ -124,12 +124,8 @@ class Tokenizer:
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         """The result of `encode` for each text, without a Python object for each id."""
-        return self.encoded_in_parts(texts, self._encode)
-
-    def encoded_in_parts(self, texts: Sequence[str], encode: Callable[[list[str]], Flat]) -> Flat:
-        """The ids of texts by an encoder of parts."""
         parts = [self.parts(text) for text in texts]
-        ids, offsets = encode([part for own in parts for part in own])
+        ids, offsets = self._encode([part for own in parts for part in own])
         return ids, offsets[np.cumsum([0, *map(len, parts)])]
 
     def parts(self, text: str) -> list[str]:
@@ -225,29 +221,25 @@ def one_thread() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class FastEncoder:
-    """Texts to ids by fastokens, as `reference` gives them. Very long texts are cut where the reference cuts them."""
+class FastEncoder(Tokenizer):
+    """A finished tokenizer (`reference`) that encodes by fastokens."""
 
     def __init__(self, reference: Tokenizer, folder: Path) -> None:
         """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it or is absent."""
         if installed_version(NAME) is None:
             raise EncoderError(f"it is several times faster, but not installed ({install(NAME)} installs it)")
         one_thread()
+        vars(self).update(vars(reference))  # it is the same but for `_encode`
         self.reference = reference
         self._native = _guarded(lambda: _opened(folder / EXPORT))
 
-    def encode_flat(self, texts: Sequence[str]) -> Flat:
-        """As `Tokenizer.encode_flat`; EncoderError if the library fails, or gives an id outside the vocabulary, BOS or
-        EOS."""
-        reference = self.reference
-        ids, offsets = reference.encoded_in_parts(texts, lambda parts: _guarded(lambda: self._encode(parts)))
-        if ((ids >= reference.size) | (ids == reference.bos_id) | (ids == reference.eos_id)).any():
+    def _encode(self, texts: list[str]) -> Flat:
+        """EncoderError if the library fails, or gives an id outside the vocabulary, BOS or EOS."""
+        given = _guarded(lambda: self._native.encode_batch_flat(texts, False, True))
+        ids, offsets = np.frombuffer(given[0], "<u4"), np.frombuffer(given[1], "<u8").astype(np.int64)
+        if ((ids >= self.size) | (ids == self.bos_id) | (ids == self.eos_id)).any():
             raise EncoderError("it made BOS, EOS or an id outside the vocabulary of text")
         return ids, offsets
-
-    def _encode(self, parts: list[str]) -> Flat:
-        ids, offsets = self._native.encode_batch_flat(parts, False, True)
-        return np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64)
 
 
 def _opened(path: Path) -> Any:

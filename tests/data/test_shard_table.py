@@ -53,7 +53,7 @@ def open_files():
 
 
 def test_a_table_says_of_each_shard_what_its_record_does(tmp_path):
-    """Which shards a split and a source have, sampling/test_over_phases.py and stages/test_encode.py tell."""
+    """Which shards a split and a source have, sampling/test_phases.py and stages/test_encode.py tell."""
     records = make_shards(tmp_path, 11)
     table, kept = ShardTable.of(records), ("path", "sha256", "split", "source", "dtype", *NUMBERS)
     assert [table.record(row) for row in range(len(table))] == [{key: record[key] for key in kept}

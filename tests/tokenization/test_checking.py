@@ -6,7 +6,7 @@ from tokenizers.normalizers import NFC, Lowercase, Strip
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
 from drover.pipeline.tokenization import checking
-from drover.pipeline.tokenization.checking import Check, refuse_failures
+from drover.pipeline.tokenization.checking import check, refuse_failures
 from drover.pipeline.tokenization.conversion import open_tokenizer, write_hugging_face
 from tests.refusal import refused
 from tests.tokenization.conftest import with_special
@@ -23,15 +23,13 @@ def exported(tmp_path):
 
 
 def checked(vocabulary, exported, *texts):
-    check = Check(vocabulary, exported)
-    for number, text in enumerate(texts):
-        check.document(Document(text, "web", f"page-{number}", {}))
-    return check
+    return check((Document(text, "web", f"page-{number}", {}) for number, text in enumerate(texts)), vocabulary,
+                 exported)
 
 
 def test_numbers_of_a_source(vocabularies, exported):
     vocabulary = vocabularies["char"]
-    tally = checked(vocabulary, exported(vocabulary), "ab cd", "漢 x\0").tally
+    tally = checked(vocabulary, exported(vocabulary), "ab cd", "漢 x\0")["tally"]
     assert {name: count for name, count in tally.items() if count} == {
         "documents": 2, "text_bytes": 11, "characters": 9, "words": 4, "tokens": 5 + 3 + 2 + 1,
         "fallback_tokens": 3 + 1}
@@ -41,20 +39,19 @@ def test_numbers_of_a_source(vocabularies, exported):
 def test_of_a_very_long_document_the_beginning_is_checked(vocabularies, exported, monkeypatch):
     vocabulary, text = vocabularies["bpe"], "漢字 and words, 😀\n" * 40
     monkeypatch.setattr(checking, "PIECE", 100)
-    tally = checked(vocabulary, exported(vocabulary), text, "short").tally
+    tally = checked(vocabulary, exported(vocabulary), text, "short")["tally"]
     assert (tally["documents"], tally["cut_documents"], tally["characters"]) == (2, 1, 105)
 
 
 def test_an_export_with_other_ids_or_without_bos_is_refused(vocabularies, exported):
     other = exported(vocabularies["unigram"])
-    check = checked(vocabularies["bpe"], other, "def function(self): return None")
-    assert check.tally["hugging_face_failures"] == 1
+    result = checked(vocabularies["bpe"], other, "def function(self): return None")
     refused(UserError, r"1 of 1 documents differ \(the document page-0 of web has other ids", refuse_failures,
-            check.tally, check.failures)
+            result["tally"], result["failures"])
     from tokenizers.processors import TemplateProcessing
     bare = exported(vocabularies["byte"])
     bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    assert checked(vocabularies["byte"], bare, "text").tally["hugging_face_failures"] == 1
+    assert checked(vocabularies["byte"], bare, "text")["tally"]["hugging_face_failures"] == 1
 
 
 @pytest.mark.parametrize(("normalizer", "text"), [(NFC(), "cafe\u0301"), (Lowercase(), "One"), (Strip(), " a ")])
@@ -63,6 +60,6 @@ def test_a_vocabulary_that_loses_text_is_refused(tmp_path, byte_level, exported,
     lossy.normalizer = normalizer
     lossy.save(str(tmp_path / "lossy.json"))
     vocabulary = open_tokenizer("huggingface", tmp_path / "lossy.json")
-    check = checked(vocabulary, exported(vocabulary), "plain", text)
+    result = checked(vocabulary, exported(vocabulary), "plain", text)
     refused(UserError, r"1 of 2 documents are decoded to other text .*page-1 of web .*became.*filter `normalization`",
-            refuse_failures, check.tally, check.failures)
+            refuse_failures, result["tally"], result["failures"])

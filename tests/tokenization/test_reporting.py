@@ -9,6 +9,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.reporting.chapters.data import data
 from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.tokenization.checking import from_bitmap
 from drover.pipeline.tokenization.reporting import described, outliers, rare_counts, summed, warnings
 from tests.tokenization.test_checking import checked, exported  # noqa: F401
 
@@ -19,8 +20,9 @@ REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
 
 def test_the_report_says_what_the_tokens_are_like(vocabularies, exported, texts):  # noqa: F811
     vocabulary = vocabularies["bpe"]
-    check = checked(vocabulary, exported(vocabulary), *texts[:3])
-    report = described(vocabulary, {"web": (total := summed([check.tally]))}, summed([]), check.seen, 0, 3)
+    result = checked(vocabulary, exported(vocabulary), *texts[:3])
+    total = result["tally"]
+    report = described(vocabulary, {"web": total}, summed([]), from_bitmap(result["seen"]), 0, 3)
     assert report["sources"]["web"]["bytes_per_token"] == round(total["text_bytes"] / total["tokens"], 6) > 1.5
     assert report["pieces"] == 1024 - 1 - 256 - 256 and 0 < report["unused_pieces"] < report["pieces"]
     assert report["training_sample"]["bytes_per_token"] is None and "validation_documents" not in report

@@ -24,7 +24,7 @@ from tests.waiting import HANG_S
 def test_batches_are_their_samples_whatever_was_read_before(tmp_path_factory, documents, length, shares, wanted,
                                                              packed):
     """In steps and at random. The shards that a batch is read from are known before. What a sample is made of,
-    test_over_phases.py has."""
+    test_phases.py has."""
     folder, read, plain = tmp_path_factory.mktemp("shards"), set(), Shards.__getitem__
     table, mixture = write_numbered(folder, documents), shares and dict(zip(SOURCES, shares, strict=True))
     data, alone = (training_data(folder, table, length, mixture, packed) for _ in range(2))

@@ -1,5 +1,5 @@
 """Best-fit packing beside the plainest one, a piece at a time; and its plan: found, remade or refused. What it makes,
-test_over_phases.py compares."""
+test_phases.py compares."""
 
 import shutil
 from itertools import pairwise
