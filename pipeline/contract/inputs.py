@@ -20,13 +20,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from drover.pipeline.contract.manifest import ExternalFile, ListedFile
 from drover.pipeline.core.background import BackgroundWorker, ordered_map
 from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.core.files import Ledger, Record, changed_ns, opened, sha256_file, sha256_json
+from drover.pipeline.core.files import Ledger, changed_ns, opened, sha256_file, sha256_json
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, content_hash
 
 HASHES = ".hashes"
