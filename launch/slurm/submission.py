@@ -198,9 +198,9 @@ def take_snapshot(code: Path, repository: Path = REPOSITORY) -> None:
     """
     contents = _contents(repository)
     # Everyone who can read the run folder can read the copy.
-    if found := [f"{name.removeprefix(f'{PACKAGE}/')} has {what}" for name, content in contents.items()
+    if leaks := [f"{name.removeprefix(f'{PACKAGE}/')} has {what}" for name, content in contents.items()
                  if (what := known_form(content.decode(errors="replace")))]:
-        raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(found)}\nNothing was "
+        raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(leaks)}\nNothing was "
                         f"submitted. Move them out of {repository} or into a file that git ignores. To pass variables "
                         f"to the jobs, use launch.secrets.")
     if _name(contents) != code.name:
