@@ -1,8 +1,6 @@
 """No module of ours may hide one that somebody else imports; and what is imported from submitit and webdataset."""
 
 import ast
-import sys
-from importlib import metadata
 
 import pytest
 
@@ -10,16 +8,6 @@ from drover.pipeline.contract.stages import REPOSITORY, STAGES
 
 STAGE_NAMES_THAT_ARE_LIBRARIES = {"evaluate"}
 """A library that lm_eval imports; the stage's name is fixed, and the start of every script keeps it safe."""
-
-
-def test_no_module_has_the_name_of_a_library():
-    ours = {path.stem for folder in ("launch", "pipeline") for path in (REPOSITORY / folder).iterdir()
-            if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
-    assert {"submit", "contract", "config"} <= ours
-    assert not ours & set(sys.stdlib_module_names)
-    installed = {name: packages for name, packages in metadata.packages_distributions().items()
-                 if packages != ["drover"]}
-    assert {name: installed[name] for name in (ours & set(installed)) - STAGE_NAMES_THAT_ARE_LIBRARIES} == {}
 
 
 START = """

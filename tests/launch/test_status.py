@@ -12,12 +12,11 @@ import yaml
 
 from drover.launch import status as program
 from drover.launch.run_status import judge, read_run
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo
+from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, show
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import write_text
 from tests.launch.run_folders import NOW, SETTINGS, HandMade
-from tests.launch.slurm.test_scheduler import DOWN
 from tests.refusal import table
 
 DEPENDENTS = dict.fromkeys(("17", "18", "19"), "PENDING Dependency")
@@ -76,12 +75,6 @@ def test_its_word_and_the_queue(run, message, answer, state, remark):
     assert re.search(remark, " ".join(seen.remarks))
     # What waits behind one that failed waits in vain, and so does who watches.
     assert seen.outcome == ("failed" if state == "failed" else None)
-
-
-def test_a_reason_of_which_squeue_shows_a_part(run):
-    run.submitted(run.job("16", "train"))
-    remark, = run.status({"16": f"PENDING {DOWN[:dict(COLUMNS)['Reason']]}"}).remarks
-    assert remark.startswith("train (job 16) waits for nodes that are down") and "fewer --nodes" in remark
 
 
 def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):

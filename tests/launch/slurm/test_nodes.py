@@ -1,6 +1,5 @@
 """Strikes of nodes, and what Slurm is asked and told about nodes."""
 
-import json
 import socket
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -15,7 +14,7 @@ from drover.launch.slurm.nodes import NODES, failing, failures, few, lost
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
-from tests.launch.fake_job import Slurm, chain_of
+from tests.launch.fake_job import chain_of
 from tests.refusal import table
 
 
@@ -109,12 +108,6 @@ def test_who_was_late_when_training_hung(job):
     assert "rank 3" in late(2, nodes=2) and failures(job.run) == {"n3": 2}, "of two nodes it is not the nodes"
 
 
-@pytest.mark.parametrize("count, recorded", [(3, 3), (4, 0)])
-def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, recorded):
-    nodes = [f"n{number}" for number in range(count)]
-    assert runner(job, 64)._record_failures(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:recorded], 1)
-
-
 def test_starts_are_counted_over_restarts(job):
     """Those that left a log, which is not written over, and one that no launcher made."""
     assert runner(job, 1, restart=1).number == 0
@@ -124,14 +117,3 @@ def test_starts_are_counted_over_restarts(job):
     for holder, expected in (("13", 5), ("12", 7)):
         write_sealed(job.stage / "STATE.json", asdict(StageState("running", job=holder, attempt=6)))
         assert runner(job, 1, restart=1).number == expected
-
-
-@pytest.mark.parametrize("state, restarts, current", table("""
-    RUNNING -> 1 -> true
-    RUNNING -> 2 -> false
-    PENDING -> 1 -> false
-    unknown -> 0 -> true
-    silent -> 0 -> true""", str, int, json.loads))
-def test_whether_slurm_still_runs_this_start_of_the_job(state, restarts, current):
-    slurm = Slurm({"12": state}, silent=state == "silent", restarts=restarts)
-    assert SlurmHost("12", "12", 1, ("n1",), None, slurm).is_current() == current

@@ -4,8 +4,6 @@ code, and what a submission makes of a rehearsal.
 What the jobs do is tested on a real cluster in tests/slurm.
 """
 
-import errno
-import fcntl
 import re
 import subprocess
 import sys
@@ -262,15 +260,6 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     assert "are free at" in slurm.refused(
         "--stage all train.checkpoint.permanent_every=1 train.steps=200000000 train.warmup_steps=3")
     slurm.accepted("--stage all launch.cpus=1 launch.time=60 launch.gpu_memory_gb=1")
-
-
-def test_a_file_system_without_locks(slurm, monkeypatch):
-    def none(*_, **more):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    slurm.accepted("--stage all launch.encode.array=2")
-    assert len(slurm.chain.jobs) == 7
 
 
 # ---- the copy of the code
