@@ -66,20 +66,17 @@ def _cancel(options: argparse.Namespace) -> int:
 def _stop(options: argparse.Namespace) -> int:
     """Ask training to save and end, through the stop file."""
     status, = query([options.run], Scheduler())
-    row = next(row for row in status.rows if row.stage == "train")
-    last = status.files.stages["train"].last
-    silent = SILENT in status.remarks
-    never_ran = row.state == "waiting" and not silent and (last is None or last.job != row.job)
-    if row.state not in ("running", "waiting") or never_ran:
-        echo(f"training of {options.run} does not run (it is: {row.state}), so there is nothing to stop",
-             *[f"`drover cancel {options.run}` removes it from the queue"] * never_ran)
+    state = next(row.state for row in status.rows if row.stage == "train")
+    if state not in ("running", "waiting"):
+        echo(f"training of {options.run} does not run (it is: {state}), so there is nothing to stop")
         return 0
     write_text(options.run / STOP, "drover stop\n")
-    if silent:
+    if SILENT in status.remarks:
         echo("Slurm does not answer, so training may not be running", file=sys.stderr)
-    echo(f"training will stop after its current step, or when its job starts again: it saves a checkpoint and ends; "
-         f"the stages after it do not start.\nThe request is the file {options.run / STOP}. To withdraw it, delete "
-         f"the file before training sees it.\nto continue: {continue_command(status.files)}")
+    echo(f"training will stop after its current step, or when its job starts (`drover cancel {options.run}` removes the "
+         f"job from the queue instead): it saves a checkpoint and ends; the stages after it do not start.\nThe request "
+         f"is the file {options.run / STOP}. To withdraw it, delete the file before training sees it.\nto continue: "
+         f"{continue_command(status.files)}")
     return 0
 
 

@@ -85,8 +85,21 @@ def add_options(parser: Parser) -> None:
 def _launch(options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this machine or to Slurm."""
     request = _planned(options)
-    say_absent(request.run, request.jobs)
-    return _show(request, options) if options.dry_run else _start(request, options)
+    run, jobs, local = request.run, request.jobs, request.options.cluster == "local"
+    say_absent(run, jobs)
+    if options.dry_run:
+        if options.rehearse:
+            rehearse_training(run, jobs, request.options)
+        return _show(request)
+    for stage in {job.stage: None for job in jobs if not job.to_run}:
+        clear_done(run, stage, locked=False)
+    refuse_unusable_stores(run.config, jobs, os.environ, local=local)
+    if not local:
+        return submit_chain(run, jobs, request.options, rehearse=options.rehearse)
+    if any(job.to_run for job in jobs):
+        make_folder(run.folder)
+    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
+    return run_jobs(run.config, jobs, request.options)
 
 
 def _planned(options: argparse.Namespace) -> Request:
@@ -99,23 +112,22 @@ def _planned(options: argparse.Namespace) -> Request:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     config, stages = configuration(options), parse_stages(options.stage)
     cluster, where, problems = _cluster(options)
-    local = cluster == "local"
     showing = options.dry_run
     machine = find_machine(config.launch.device)
     refuse_unusable_places(config, options.config)
     run = Run(config)
     requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_changes,
                         machine)
-    if local:
+    if cluster == "local":
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
     else:
         requested = for_slurm(run, requested)
     jobs = plan(config, run, stages, requested)
     request = Request(run, jobs, requested, disk(config, jobs))
-    invalid = configuration_problems(config, jobs, local=local or not showing)
+    invalid = configuration_problems(config, jobs, local=cluster == "local" or not showing)
     if not showing:
         problems += absence(run, jobs)
-        problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
+        problems += [] if cluster == "local" else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
         if not options.json:
             print_plan(run, jobs, requested, where, request.disk)
@@ -128,51 +140,35 @@ def _planned(options: argparse.Namespace) -> Request:
     return request
 
 
-def _show(request: Request, options: argparse.Namespace) -> int:
+def _show(request: Request) -> int:
     """Print the commands, or for Slurm the parameters of submitit."""
-    run, running = request.run, [job for job in request.jobs if job.to_run]
-    if options.rehearse:
-        rehearse_training(run, request.jobs, request.options)
-    if request.options.cluster == "local":
-        shown = [f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n"
-                 for job in running]
-    else:
-        ids = {job.key: f"ID_OF_{job.key}" for job in running}
-        shown = [f"# ---- {job.key}: submitit would get these parameters, and the job would do\n#      {by_hand(job)}\n"
-                 + yaml.safe_dump(parameters(run.config, job, ids), sort_keys=False, width=1000) for job in running]
-    echo(*shown or ["nothing to do: all asked stages are done"])
+    running = [job for job in request.jobs if job.to_run]
+    ids = {job.key: f"ID_OF_{job.key}" for job in running}
+    for job in running:
+        if request.options.cluster == "local":
+            echo(f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n")
+        else:
+            echo(f"# ---- {job.key}: submitit would get these parameters, and the job would do\n#      {by_hand(job)}\n"
+                 + yaml.safe_dump(parameters(request.run.config, job, ids), sort_keys=False, width=1000))
+    if not running:
+        echo("nothing to do: all asked stages are done")
     return 0
-
-
-def _start(request: Request, options: argparse.Namespace) -> int:
-    """Run the stages here, or submit them."""
-    run, jobs, local = request.run, request.jobs, request.options.cluster == "local"
-    for stage in {job.stage: None for job in jobs if not job.to_run}:
-        clear_done(run, stage, locked=False)
-    refuse_unusable_stores(run.config, jobs, os.environ, local=local)
-    if not local:
-        return submit_chain(run, jobs, request.options, rehearse=options.rehearse)
-    if any(job.to_run for job in jobs):
-        make_folder(run.folder)
-    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
-    return run_jobs(run.config, jobs, request.options)
 
 
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:
     """Where to run, why there, and why that cannot be."""
-    requested = options.cluster
-    has_sbatch = shutil.which("sbatch") is not None
-    if requested not in ("auto", "local"):
-        unusable = ["There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use "
-                    "--cluster local, or use --dry-run to see what it would get."]
-        return ("slurm", "as asked" if requested == "slurm" else f"profile {requested}",
-                [] if has_sbatch or options.dry_run else unusable)
+    requested, has_sbatch = options.cluster, shutil.which("sbatch") is not None
+    for_slurm_alone = options.nodes is not None or options.gpus_per_node is not None or bool(options.rehearse)
     if requested == "auto" and has_sbatch:
         return "slurm", "sbatch is on PATH", []
-    why = "as asked" if requested == "local" else "no sbatch on PATH"
-    for_slurm_alone = options.nodes is not None or options.gpus_per_node is not None or bool(options.rehearse)
-    if for_slurm_alone and requested == "auto" and options.dry_run:
+    if requested == "auto" and for_slurm_alone and options.dry_run:
         return "slurm", "no sbatch here: only shown", []
+    if requested not in ("auto", "local"):
+        why = "as asked" if requested == "slurm" else f"profile {requested}"
+        return "slurm", why, [] if has_sbatch or options.dry_run else [
+            "There is no sbatch on PATH, so nothing can be submitted. Log in to a machine with Slurm, use --cluster "
+            "local, or use --dry-run to see what it would get."]
+    why = "as asked" if requested == "local" else "no sbatch on PATH"
     return "local", why, [
         f"--nodes, --gpus-per-node and --rehearse are for Slurm, but this runs here ({why}). Leave them out "
         f"(launch.processes=N sets the ranks here, `drover rehearse` shows a layout's memory), or use --cluster slurm "

@@ -66,10 +66,6 @@ class HandMade:
         write_text(self.folder / "logs" / path, text)
         return self.folder / "logs" / path
 
-    def job_log(self, id: str, text: str = "words\n") -> None:
-        """The log of a job itself."""
-        write_text(self.folder / f"launch/submitit/{id}_0_log.out", text)
-
     def submitted(self, *jobs: ChainJob, seconds: float = 900, planned: int = 0, refused: str = "") -> None:
         """The newest submission."""
         JobChain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",

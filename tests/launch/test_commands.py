@@ -48,7 +48,7 @@ def test_why_a_run_stopped(run, slurm, capsys):
     """Each start of the newest submission with the last lines of the rank that failed, and the log of a job that never
     started the stage. Starts of stages that are done, and of earlier submissions, are not shown."""
     slurm.queue("16 FAILED")
-    run.done("shard", "tokenizer", "encode")
+    run.done("encode")
     run.state("train", "failed", reason="given up", job="16")
     run.attempt("attempt", "encode", "15_0", ranks=1, nodes=["n1"])
     run.attempt("attempt", "train", "7", ranks=4, nodes=["n1", "n2"], chain="earlier")
@@ -57,18 +57,14 @@ def test_why_a_run_stopped(run, slurm, capsys):
         run.log(f"train/16.{start}/node1.log", f"2: not me\n3: start {start}\x1b[2J\n3: it broke\n")
         if start != 11:
             run.attempt("ended", "train", "16", start=start, status="crashed", reason="rank 3 on n2: killed")
-    for element, status in (0, "done"), (1, "failed"):
-        run.attempt("attempt", "report", f"19_{element}", ranks=1, nodes=["n1"])
-        run.attempt("ended", "report", f"19_{element}", status=status, reason="")
-    run.job_log("17", "refused: the code changed\n")
+    write_text(run.folder / "launch/submitit/17_0_log.out", "refused: the code changed\n")
     message = printed(capsys, commands.why, run.folder)
     assert "! train failed: given up" in message
     assert message.count("on n1, n2: crashed: rank 3 on n2: killed\n    rank 3: start ") == 9
     assert "rank 3: start 2\\x1b[2J\n    rank 3: it broke\n" in message and "start 1\\x1b" not in message
     assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: it runs, or nothing is known of its end" in message
     assert f"convert, job 17, without a start: {run.folder}/launch/submitit/17_0_log.out\n    refused: " in message
-    assert "report, job 19_1, start 0, at 2026-11-21T11:50 UTC on n1: failed\n    no log is in " in message
-    assert not [words for words in ("19_0", "encode, job", "job 7,", "not me") if words in message]
+    assert not [words for words in ("encode, job", "job 7,", "not me") if words in message]
 
 
 def test_why_a_run_on_this_machine_stopped_before_its_first_start(tmp_path, capsys):
@@ -94,9 +90,8 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
 
 
 @pytest.mark.parametrize("status, line, written, message", table("""
-    preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> when its job starts again
-    null -> 16 PENDING Dependency -> false -> removes it from the queue
-    null -> 16 RUNNING -> true -> after its current step
+    preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> when its job starts
+    failed -> 16 FAILED -> false -> does not run (it is: failed)
     running -> 16 RUNNING -> true -> training will stop after its current step
     running -> null -> true -> Slurm does not answer, so training may not be running""", *[yaml.safe_load] * 3))
 def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, line, written, message):
