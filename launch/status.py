@@ -46,7 +46,6 @@ def add_options(parser: Parser) -> None:
                         "is the same. Without one: all runs")
     parser.add_argument("--run", metavar="RUN", help=argparse.SUPPRESS)
     parser.add_argument("--watch", action="store_true", help="show it again every 5 seconds")
-    parser.add_argument("--runs-dir", default=RUNS, metavar="FOLDER", help="where runs are (default: runs)")
     add_json(parser)
 
 
@@ -55,7 +54,7 @@ def work(options: argparse.Namespace) -> int:
     run = options.named or options.run
     if run is None and options.watch:
         raise UserError("--watch follows one run. Name the run.")
-    folders = [find_run(run, options.runs_dir)] if run else runs_in(Path(options.runs_dir))
+    folders = [find_run(run)] if run else runs_in(Path(RUNS))
     if options.watch:
         return watch(folders[0])
     seen = query(folders, Scheduler())
@@ -63,7 +62,7 @@ def work(options: argparse.Namespace) -> int:
         print(json.dumps([{"run": str(one.files.folder), "outcome": one.outcome, "remarks": one.remarks,
                            "stages": [asdict(row) for row in one.rows]} for one in seen], indent=1))
     else:
-        print(*(show(seen[0]) if run else overview(seen) if seen else [f"no runs in {options.runs_dir}"]), sep="\n")
+        print(*(show(seen[0]) if run else overview(seen) if seen else [f"no runs in {RUNS}"]), sep="\n")
     return 0
 
 

@@ -20,11 +20,8 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
-import json
 import os
 import shutil
-from contextlib import redirect_stdout
-from dataclasses import dataclass
 from typing import Literal
 
 import yaml
@@ -37,34 +34,24 @@ from drover.launch.checks import (
     say_absent,
     start_problems,
 )
-from drover.launch.describe import Disk, by_hand, disk, print_plan
+from drover.launch.describe import by_hand, disk, print_plan
 from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.slurm.options import parameters
 from drover.launch.slurm.submission import for_slurm, rehearse_training, submit_chain
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.section import make_folder
+from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.core.console import Parser, Program, add_json, echo
+from drover.pipeline.core.console import Parser, Program, echo
 from drover.pipeline.core.errors import UserError, absent, all_problems
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was planned and is not refused. disk: what it may write."""
-
-    run: Run
-    jobs: list[Job]
-    options: Options
-    disk: Disk
 
 
 def add_options(parser: Parser) -> None:
     """What to do, where and how."""
-    parser.set_defaults(json=False)
     what = parser.add_argument_group("what")
     what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
                                                         "several with commas, or all")
@@ -83,27 +70,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """Plan, show the plan, refuse what cannot work, and hand the rest to this machine or to Slurm."""
-    request = _planned(options)
-    run, jobs, local = request.run, request.jobs, request.options.cluster == "local"
-    say_absent(run, jobs)
-    if options.dry_run:
-        if options.rehearse:
-            rehearse_training(run, jobs, request.options)
-        return _show(request)
-    for stage in {job.stage: None for job in jobs if not job.to_run}:
-        clear_done(run, stage, locked=False)
-    refuse_unusable_stores(run.config, jobs, os.environ, local=local)
-    if not local:
-        return submit_chain(run, jobs, request.options, rehearse=options.rehearse)
-    if any(job.to_run for job in jobs):
-        make_folder(run.folder)
-    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
-    return run_jobs(run.config, jobs, request.options)
-
-
-def _planned(options: argparse.Namespace) -> Request:
-    """Plan, and print the plan unless it is for programs.
+    """Plan, show the plan, refuse what cannot work, and hand the rest to this machine or to Slurm.
 
     Raises:
         UserError: names all that cannot work.
@@ -112,47 +79,59 @@ def _planned(options: argparse.Namespace) -> Request:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     config, stages = configuration(options), parse_stages(options.stage)
     cluster, where, problems = _cluster(options)
-    showing = options.dry_run
+    local, showing = cluster == "local", options.dry_run
     machine = find_machine(config.launch.device)
     refuse_unusable_places(config, options.config)
     run = Run(config)
     requested = Options(cluster, options.config, tuple(overrides(options)), options.force, options.accept_changes,
                         machine)
-    if cluster == "local":
+    if local:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
     else:
         requested = for_slurm(run, requested)
     jobs = plan(config, run, stages, requested)
-    request = Request(run, jobs, requested, disk(config, jobs))
-    invalid = configuration_problems(config, jobs, local=cluster == "local" or not showing)
+    invalid = configuration_problems(config, jobs, local=local or not showing)
     if not showing:
         problems += absence(run, jobs)
-        problems += [] if cluster == "local" else absent("Slurm", "submitit", "use --cluster local")
+        problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
-        if not options.json:
-            print_plan(run, jobs, requested, where, request.disk)
-        problems += start_problems(run, jobs, requested, request.disk, os.environ, showing=showing)
+        needed = disk(config, jobs)
+        print_plan(run, jobs, requested, where, needed)
+        problems += start_problems(run, jobs, requested, needed, os.environ, showing=showing)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:
         refused.append(all_problems(problems, "This cannot be started", len(problems)))
     if refused:
         raise UserError("\n".join(refused))
-    return request
+    say_absent(run, jobs)
+    if showing:
+        if options.rehearse:
+            rehearse_training(run, jobs, requested)
+        _show(config, jobs, local=local)
+        return 0
+    for stage in {job.stage: None for job in jobs if not job.to_run}:
+        clear_done(run, stage, locked=False)
+    refuse_unusable_stores(config, jobs, os.environ, local=local)
+    if not local:
+        return submit_chain(run, jobs, requested, rehearse=options.rehearse)
+    if any(job.to_run for job in jobs):
+        make_folder(run.folder)
+    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
+    return run_jobs(config, jobs, requested)
 
 
-def _show(request: Request) -> int:
+def _show(config: Config, jobs: list[Job], *, local: bool) -> None:
     """Print the commands, or for Slurm the parameters of submitit."""
-    running = [job for job in request.jobs if job.to_run]
+    running = [job for job in jobs if job.to_run]
     ids = {job.key: f"ID_OF_{job.key}" for job in running}
     for job in running:
-        if request.options.cluster == "local":
+        if local:
             echo(f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n")
         else:
             echo(f"# ---- {job.key}: submitit would get these parameters, and the job would do\n#      {by_hand(job)}\n"
-                 + yaml.safe_dump(parameters(request.run.config, job, ids), sort_keys=False, width=1000))
+                 + yaml.safe_dump(parameters(config, job, ids), sort_keys=False, width=1000))
     if not running:
         echo("nothing to do: all asked stages are done")
-    return 0
 
 
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:
@@ -175,20 +154,6 @@ def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], st
         f"where Slurm is; `drover plan --cluster slurm` shows what it would get."] * for_slurm_alone
 
 
-def _plan(options: argparse.Namespace) -> int:
-    """With --json, notes for people go to stderr."""
-    if not options.json:
-        return _launch(options)
-    with redirect_stdout(sys.stderr):
-        request = _planned(options)
-    print(json.dumps({"run": str(request.run.folder), "cluster": request.options.cluster,
-                      "disk_bytes": request.disk.parts, "jobs": [
-        {"job": job.key, "stage": job.stage, "state": "absent" if job.forced else job.state.kind,
-         "reasons": job.state.reasons, "nodes": job.nodes, "ranks": job.ranks, "after": job.dependencies,
-         "command": by_hand(job)} for job in request.jobs]}, indent=1))
-    return 0
-
-
 def _run_options(parser: Parser) -> None:
     add_options(parser)
     parser.set_defaults(stage="all")
@@ -196,7 +161,6 @@ def _run_options(parser: Parser) -> None:
 
 def _plan_options(parser: Parser) -> None:
     _run_options(parser)
-    add_json(parser)
     parser.set_defaults(dry_run=True)
 
 
@@ -211,7 +175,7 @@ INTERRUPTED = "stopped before anything was started"
 main = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
 run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
 show_plan = Program("drover plan", "Show what `drover run` would do with these options. Nothing is started.",
-                    _plan_options, _plan, mixed=True)
+                    _plan_options, _launch, mixed=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,5 @@
 """The command `drover`: every subcommand, and what a shell completes."""
 
-import json
 import shlex
 import subprocess
 from functools import partial
@@ -8,8 +7,7 @@ from functools import partial
 import pytest
 
 from drover.__main__ import COMMANDS, completion, main
-from drover.pipeline.contract.stages import STAGES
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import run_python
 from tests.refusal import refused, table
 from tests.test_house import HEAVY, imported_by
 
@@ -51,14 +49,6 @@ def test_a_run_that_is_not_there_is_told_in_one_way(arguments, tmp_path, monkeyp
     completion fish -> error: drover completion takes bash or zsh.""", shlex.split))
 def test_a_wrong_command_is_answered(arguments, message, capsys):
     assert main(arguments) == 2 and capsys.readouterr().err == f"{message}\n"
-
-
-def test_a_plan_is_told_to_programs(tmp_path, capsys):
-    config = ["--config", str(REPOSITORY / "configs/demo.yaml"), "--cluster", "local", f"runs_dir={tmp_path}"]
-    assert main(["plan", "--json", *config]) == 0
-    result = json.loads(capsys.readouterr().out)  # notes for people are not in it
-    assert [job["stage"] for job in result["jobs"]] == list(STAGES) and result["disk_bytes"]
-    assert result["jobs"][0]["state"] == "absent" and result["jobs"][1]["after"] == ["shard"]
 
 
 @pytest.mark.parametrize(("words", "offered"), table("""

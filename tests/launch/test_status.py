@@ -199,7 +199,8 @@ def test_overview(run, programs, monkeypatch, capsys):
     assert [" ".join(line.split()[:4]) for line in capsys.readouterr().out.splitlines()] == [
         "run done stage state", "demo 3/7 train running", "new 0/7 shard to", "old 7/7 report done"]
     assert len(programs.calls()) == 1, "Slurm is asked once for all runs"
-    assert main(["--runs-dir", "nothing"]) == 0 and capsys.readouterr().out == "no runs in nothing\n"
+    monkeypatch.chdir("runs/new")
+    assert main([]) == 0 and capsys.readouterr().out == "no runs in runs\n"
 
 
 def test_watch_ends_when_nothing_goes_on_at_two_looks(run, monkeypatch, capsys):

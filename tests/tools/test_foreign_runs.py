@@ -112,4 +112,4 @@ def test_a_run_names_no_other_files_that_its_configuration_is_read_from(tmp_path
     (tmp_path / "config.yaml").write_text(settings)
     refused(UserError, f"config.yaml:1: unknown key '{key}'", run_in, tmp_path)
     assert verify([str(tmp_path)]) == 1
-    assert tmp_path.name in printed(capsys, status.main, "--runs-dir", tmp_path.parent)
+    assert tmp_path.name in printed(capsys, status.main, tmp_path)
