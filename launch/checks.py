@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -50,11 +51,10 @@ def configuration_problems(config: Config, jobs: list[Job], *, local: bool = Tru
     return reasons
 
 
-def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
-                   showing: bool) -> list[str]:
+def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, showing: bool) -> list[str]:
     """All that this machine or the cluster would refuse or fail at later, of a valid configuration.
 
-    environment: of the shell that submits. showing: jobs are only shown, perhaps not on the machine that will submit.
+    showing: jobs are only shown, perhaps not on the machine that will submit.
     """
     config = run.config
     running = [job for job in jobs if job.to_run]
@@ -64,7 +64,7 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, envi
         reasons.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if slurm:
         reasons += [f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
-                    for name in config.launch.secrets if not environment.get(name)]
+                    for name in config.launch.secrets if not os.environ.get(name)]
         if "PYTHONPATH" in config.launch.environment:
             reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
                            "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")

@@ -40,8 +40,7 @@ def work(options: argparse.Namespace) -> int:
     kinds = scheduler.node_kinds()
     if not kinds:
         raise UserError("sinfo shows no partition. Look at `sinfo`: the controller may be down.")
-    chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
-    if absent := {*options.partition} - {kind.partition for kind in chosen}:
+    if absent := {*options.partition} - {kind.partition for kind in kinds}:
         raise UserError(f"There is no partition {', '.join(sorted(absent))}. `sinfo` lists them.")
     settings = scheduler.site_settings()
     accounts = [" ".join(filter(None, row)) for row in scheduler.associations(getpass.getuser())]
@@ -50,6 +49,7 @@ def work(options: argparse.Namespace) -> int:
            f"{kind.memory_mb / 1000:,.0f} GB, {kind.gpus} GPUs; time limit {kind.longest or 'unknown'}, node limit "
            f"{kind.most}" for kind in kinds))
     if options.write:
+        chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
         write_text(Path(options.write), profile(chosen, requeue=settings.get("JobRequeue") != "0"))
         echo(f"\nwrote {options.write}; use it with --cluster {options.write}")
     return 0

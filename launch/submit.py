@@ -97,7 +97,7 @@ def _launch(options: argparse.Namespace) -> int:
     if not invalid:
         needed = disk(config, jobs)
         print_plan(run, jobs, requested, where, needed)
-        problems += start_problems(run, jobs, requested, needed, os.environ, showing=showing)
+        problems += start_problems(run, jobs, requested, needed, showing=showing)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:
         refused.append(all_problems(problems, "This cannot be started", len(problems)))

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from drover.launch.credentials import known_form
-from drover.launch.plan import Job, Options
+from drover.launch.plan import Job, Options, code_path
 from drover.launch.processes import answer_of
 from drover.launch.slurm.chain import CHAIN, ChainJob, JobChain, in_queue
 from drover.launch.slurm.nodes import failing, named
@@ -27,7 +27,7 @@ from drover.launch.slurm.options import FOLDER, outer_python, parameters, spec_p
 from drover.launch.slurm.scheduler import OWN, Scheduler, of_another_job, refusal
 from drover.launch.slurm.trust import refuse_foreign_files
 from drover.pipeline.config.checks import network
-from drover.pipeline.config.kinds import plugin_files, plugin_folders
+from drover.pipeline.config.kinds import plugin_files
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.section import make_folder
 from drover.pipeline.config.tree import Config
@@ -258,8 +258,8 @@ def rehearse_training(run: Run, jobs: list[Job], options: Options) -> None:
     made = run.manifest("tokenizer")
     if made is not None and network(run.config).vocab_size is None:
         command.append(f"model.vocab_size={made.counts['vocab_size']}")
-    path = filter(None, [str(IMPORTED_FROM), *plugin_folders(), os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
+    path = os.pathsep.join(filter(None, [code_path(str(IMPORTED_FROM)), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
     try:
         status, output, errors = answer_of(command, environment, REHEARSAL_S)

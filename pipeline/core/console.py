@@ -271,13 +271,13 @@ class Program:
             return UserError.exit_status
 
 
-def find_run(text: str, runs: str = RUNS) -> Path:
+def find_run(text: str) -> Path:
     """The folder of a run, from its path or its name; UserError if there is none."""
-    for folder in (Path(text), Path(runs) / text):
+    for folder in (Path(text), Path(RUNS) / text):
         if is_run(folder):
             return folder if folder.name else folder.resolve()  # for `.`: the folder's name is the run's name
-    known = ", ".join(folder.name for folder in runs_in(Path(runs)))
-    raise UserError(f"There is no run {text}. The runs in {runs} are: {known or 'none'}.")
+    known = ", ".join(folder.name for folder in runs_in(Path(RUNS)))
+    raise UserError(f"There is no run {text}. The runs in {RUNS} are: {known or 'none'}.")
 
 
 def find_model(text: str) -> Path:
