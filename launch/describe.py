@@ -24,8 +24,8 @@ from drover.pipeline.core.errors import UserError
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
-SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
-"""Cores, GPUs and memory are per node."""
+SLURM_COLUMNS = ("job", "state", "nodes", "work", "GPUs", "memory", "time", "partition", "after")
+"""GPUs and memory are per node."""
 WEIGHT_BYTES = 4
 """Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
 state comes on top."""
@@ -71,18 +71,10 @@ def _row(job: Job, options: Options) -> list[str]:
             f"{job.processes} process{'es' * (job.processes > 1)}")
     if not slurm:
         return [job.key, state, work + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)]
-    nodes = str(job.nodes)
-    if job.spare_nodes:
-        nodes += f" + {job.spare_nodes} spare"
-    if job.elements:
-        nodes += f", {len(job.elements)} elements"
-    extra = job.resources.extra or {}
-    where = [job.resources.partition, extra.get("qos"), extra.get("constraint"),
-             f"link {job.link} of {job.links}" * (job.links > 1)]
-    memory = "all" if job.resources.mem == "0" else job.resources.mem or ""
-    return [job.key, state, nodes, work, str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or ""),
-            memory, duration(60 * job.minutes), ", ".join(str(part) for part in where if part) or "-",
-            ", ".join(job.dependencies)]
+    nodes = f"{job.nodes}{f' + {job.spare_nodes} spare' if job.spare_nodes else ''}"
+    nodes += f", {len(job.elements)} elements" if job.elements else ""
+    return [job.key, state, nodes, work, str(job.gpus_per_node or ""), job.resources.mem or "",
+            duration(60 * job.minutes), job.resources.partition or "-", ", ".join(job.dependencies)]
 
 
 def training_facts(config: Config, job: Job) -> list[str]:

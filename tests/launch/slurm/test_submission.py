@@ -113,8 +113,8 @@ def test_the_plan_for_four_nodes(launcher):
         evaluate -> afterok:ID_OF_convert -> None -> 8 -> 1 -> 8
         report -> afterok:ID_OF_evaluate -> None -> None -> 1 -> 1""")
     rows = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "shard absent 1, 4 elements 2 processes 6 500G 10 h 00 m -" in rows
-    assert "train absent 4 32 ranks x 6 threads 48 8 500G 25 h 00 m gpu, high, h100 encode" in rows
+    assert "shard absent 1, 4 elements 2 processes 500G 10 h 00 m -" in rows
+    assert "train absent 4 32 ranks x 6 threads 8 500G 25 h 00 m gpu encode" in rows
 
 
 def test_links_arrays_and_sites_without_requeue(launcher):
@@ -141,7 +141,6 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert all(job["no-requeue"] is True and "requeue" not in job and not any("requeue" in line for line in
                job["teardown"]) and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", job["comment"])
                and [job["qos"], job["constraint"]] == ["high", "h100"] for job in result.values())
-    assert "link 2 of 3" in shown
 
 
 def test_submission_chains_what_is_not_done(slurm):
