@@ -104,6 +104,14 @@ def test_a_variable_that_no_shell_can_export_is_refused(launcher, name):
     assert f"'launch.environment.{name}': {name!r} must be letters" in message
 
 
+@pytest.mark.parametrize("folder", ["r%u", "50%N of it"])
+def test_the_log_is_where_its_path_says(launcher, folder):
+    result = planned(launcher.accepted(f"--stage all --nodes 2 {DRY}", f"runs_dir={launcher.work}/{folder}"))
+    path = f"{launcher.work}/{folder}/trial/launch/submitit".replace("%", "%%")
+    assert [result[key]["output"] for key in ("train", "encode")] == [
+        f"{path}/%j_0_log.out", f"{path}/%A_%a_0_log.out"]
+
+
 @pytest.mark.parametrize("folder", ["a\\b", "r%j", "%A", "x%a"])
 def test_what_slurm_cannot_write_to_is_refused(launcher, folder):
     message = launcher.refused(f"--stage all {DRY}", f"runs_dir={launcher.work}/{folder}")
