@@ -54,7 +54,7 @@ def problems(config: Config) -> list[str]:
 
 def convert(work: Work) -> None:
     """Make the folder unless that is done, and upload it to `convert.copy_to`."""
-    from drover.pipeline.storage.export import copy_export
+    from drover.pipeline.storage.mirror import copy_export
 
     if work.run.manifest(work.name) is None:
         _convert(work)

@@ -54,13 +54,15 @@ class Cached:
         self._keys: dict[str, str] = {}
         self._made_by = [code_hashes(STAGES[work.name]), library_versions()]
 
-    def get(self, name: str, identity: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+    def get(self, name: str, stages: Sequence[str], settings: Sequence[str], measure: Callable[[], Any],
+            **more: Any) -> Any:
         """The part `name`: from disk if its inputs are equal, else the result of `measure`, a JSON value.
 
-        identity: all inputs of the result, as JSON, besides the code and the libraries that measure. If those change,
-        the part is measured again, so that the manifest names the code that made it.
+        Its inputs are these stages, settings of the section evaluate, and `more`, as JSON; and the code and the
+        libraries that measure. If those change, the part is measured again, so that the manifest names the code that
+        made it.
         """
-        record = self.ranks.by_leader(lambda: self.record(name, identity))
+        record = self.ranks.by_leader(lambda: self.record(name, stages, settings, **more))
         how = "measured before, kept"
         if record is None:
             start = time.monotonic()
@@ -74,9 +76,11 @@ class Cached:
             self.work.say(f"{name}: {how}")
         return record["value"]
 
-    def record(self, name: str, identity: Mapping[str, Any]) -> Any:
+    def record(self, name: str, stages: Sequence[str], settings: Sequence[str], **more: Any) -> Any:
         """What is on disk of a part, if its inputs are equal, else None. For rank 0."""
-        self._keys[name] = key = sha256_json([identity, self._made_by])
+        inputs = {stage: self.work.fingerprint["inputs"][stage] for stage in stages}
+        values = {setting: getattr(self.work.config.evaluate, setting) for setting in settings}
+        self._keys[name] = key = sha256_json([inputs, values, more, self._made_by])
         return self.ledger.recorded({name: key}).get(name)
 
     def forget(self) -> None:
@@ -106,22 +110,19 @@ def evaluate(work: Work) -> None:
         opened = _load(work, ranks)
         length = settings.sequence_length or opened.config.context_length
         cached = Cached(work, ranks)
-        identity = _identity(work, ("shard", "encode"), ("validation_tokens", "compressed_mb"))
-        due = ranks.is_rank_zero and cached.record("baselines", identity) is None
+        of_baselines = ("baselines", ("shard", "encode"), ("validation_tokens", "compressed_mb"))
+        due = ranks.is_rank_zero and cached.record(*of_baselines) is None
         baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
-        validation = cached.get(
-            "validation text",
-            _identity(work, ("encode", "convert"), ("validation_tokens", "sequence_length", "dtype")),
-            lambda: measure_validation(work, ranks, opened, length))
-        continuations = cached.get(
-            "continuations", _identity(work, ("tokenizer", "convert"), (
-                "prompts", "prompt_tokens", "temperature", "top_p", "dtype")),
+        validation = cached.get("validation text", ("encode", "convert"), (
+            "validation_tokens", "sequence_length", "dtype"), lambda: measure_validation(work, ranks, opened, length))
+        continuations = cached.get("continuations", ("tokenizer", "convert"), (
+            "prompts", "prompt_tokens", "temperature", "top_p", "dtype"),
             lambda: continue_prompts(work, ranks, opened))
         tasks = measure_tasks(work, ranks, cached, opened, length)
         if settings.contamination:
             search_items(work, ranks, cached, tasks)
         try:
-            compared = cached.get("baselines", identity, lambda: ranks.by_leader(baselines.result))
+            compared = cached.get(*of_baselines, lambda: ranks.by_leader(baselines.result))
         except UserError:  # on every rank: the text has changed or is damaged; report a damaged input first
             _refuse_changed_inputs(ranks, inputs, cached)
             raise
@@ -142,12 +143,6 @@ def evaluate(work: Work) -> None:
     finally:
         background.shutdown(wait=False)
         stop_ranks()
-
-
-def _identity(work: Work, stages: Sequence[str], settings: Sequence[str] = ()) -> dict[str, Any]:
-    """The values that decide a result: digests of the stages that it needs, and settings of the section evaluate."""
-    return {**{stage: work.fingerprint["inputs"][stage] for stage in stages},
-            **{name: getattr(work.config.evaluate, name) for name in settings}}
 
 
 def _files_of_rank(work: Work, ranks: Ranks, table: ShardTable) -> list[Expected]:
@@ -186,11 +181,8 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
         raise UserError(f"evaluate.dp_shard is {settings.dp_shard}, which does not divide the "
                         f"{counted(ranks.world, 'rank')} of the stage. Give another, or null.")
     tokenizer = load_tokenizer(work.input("tokenizer")[0])
-    try:
-        return open_model(work.input("convert")[0] / "hf", ranks.device, getattr(torch, settings.dtype),
-                          tokenizer=tokenizer, ranks=ranks, dp_shard=settings.dp_shard, say=work.say)
-    except UserError as error:
-        raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
+    return open_model(work.input("convert")[0] / "hf", ranks.device, getattr(torch, settings.dtype),
+                      tokenizer=tokenizer, ranks=ranks, dp_shard=settings.dp_shard, say=work.say)
 
 
 def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel, length: int
@@ -210,15 +202,14 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
     results: dict[str, TaskResult] = {}
     failed = list[str]()
     model = HarnessModel(opened, batch=settings.batch, length=length, ranks=ranks)
-    identity = _identity(work, ("tokenizer", "convert"), (
-        "sequence_length", "dtype", "task_limit", "bootstrap_iters"))
     for task in tasks:
         files = {name: digest for name, digest in work.fingerprint["files"].items()
                  if name.startswith(f"{task.name}/")}
         try:
             results[task.name] = cached.get(
-                f"task {task.name}", {**identity, "files": files},
-                partial(measure_task, model, task, settings.task_limit, settings.bootstrap_iters, log))
+                f"task {task.name}", ("tokenizer", "convert"), (
+                    "sequence_length", "dtype", "task_limit", "bootstrap_iters"),
+                partial(measure_task, model, task, settings.task_limit, settings.bootstrap_iters, log), files=files)
         except UserError as error:
             failed.append(str(error))
     if failed:
@@ -232,8 +223,8 @@ def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, T
     from drover.pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
 
     texts = [text for task in tasks.values() for text in task["per_item"]["texts"]]
-    shares = iter(cached.get("contamination", {**_identity(work, ("shard",)), "texts": sha256_json(texts)},
-                             lambda: shares_in_training_text(texts, *work.input("shard"), ranks)))
+    shares = iter(cached.get("contamination", ("shard",), (), lambda: shares_in_training_text(
+        texts, *work.input("shard"), ranks), texts=texts))
     for task in tasks.values():
         task["contamination"] = clean_and_dirty(task["per_item"], [next(shares) for _ in task["per_item"]["texts"]])
 

@@ -139,14 +139,9 @@ class Draft:
                                 f"command. Remove it, or give another folder.")
             write_json(plan, new)
         old = read_json(plan)
-        if differing := [f"{key} was {_short(old.get(key))} and is {_short(new.get(key))}"
-                         for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
-            raise UserError(f"{self.folder} was started with other inputs: {'; '.join(differing)}. Remove it to start "
+        if old != new:
+            differing = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+            raise UserError(f"{self.folder} was started with other inputs ({', '.join(differing)}). Remove it to start "
                             f"from scratch, or give the command that started it.")
         remove_temporary(self.folder)
         self.done = self._ledger.of_key(self._key)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -23,7 +23,6 @@ def add_options(parser: Parser) -> None:
     add_run_and_plugins(parser)
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="which split (train)")
-    parser.add_argument("--source", help="only this source")
     parser.add_argument("--without-bos", action="store_true", help="leave out the BOS before each document; its EOS "
                                                                    "stays")
 
@@ -33,7 +32,7 @@ def work(options: argparse.Namespace) -> None:
     run = run_in(options.run)
     from drover.tools.megatron import export
 
-    export(run, options.out, options.split, options.source, without_bos=options.without_bos)
+    export(run, options.out, options.split, without_bos=options.without_bos)
 
 
 main = Program("python -m drover.tools.export_tokens", __doc__, add_options, work)

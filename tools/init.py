@@ -17,7 +17,6 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from drover.launch.local import find_machine
@@ -28,7 +27,6 @@ from drover.pipeline.config.training import read_tokens, tokens_text
 from drover.pipeline.core.console import Parser, Program, duration, echo, refuse_low
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
-from drover.pipeline.data.streams import UTF8
 from drover.tools.presets import CHINCHILLA
 from drover.tools.survey import Corpus, look
 
@@ -203,10 +201,9 @@ def _sources(corpus: Corpus) -> str:
     """A line for each kind of files."""
     lines = dict[str, str]()
     for kind, paths in corpus.sources.items():
-        parts = (kind.text_field or "text", "records" if kind.text_field == "text" else "",
-                 "" if kind.encoding == UTF8 else kind.encoding, "long" if kind.separator else "")
-        base = re.sub(r"[^A-Za-z0-9_]+", "-", "-".join(filter(None, parts))).strip("-")[:40] or "records"
-        name = next(own for number in count(1) if (own := base if number == 1 else f"{base}-{number}") not in lines)
+        name = re.sub(r"[^A-Za-z0-9_]+", "-", kind.text_field or "text").strip("-")[:40] or "records"
+        while name in lines:
+            name += "-2"
         more = "".join(f", {key}: {_quoted(value)}" for key, value in kind.settings().items())
         lines[name] = f"    - {{kind: files, name: {name}, paths: {_flow(paths)}{more}}}"
     return "\n".join(lines.values())

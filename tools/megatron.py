@@ -93,21 +93,20 @@ class Export:
         return np.diff(TokenShard(self.folder / record["path"], record).read_offsets()) - self.without_bos
 
 
-def export(run: Run, out: Path, split: str, source: str | None, *, without_bos: bool) -> None:
-    """Make the folder `out`. source: only this one.
+def export(run: Run, out: Path, split: str, *, without_bos: bool) -> None:
+    """Make the folder `out`.
 
     Raises:
         UserError: the run has no such tokens, a shard has changed, or something else is at `out`.
     """
     encode, folder = run.finished("encode"), run.stage_folder("encode")
-    names = [own.name for own in run.config.shard.sources]
-    if source not in (None, *names):
-        raise UserError(f"{run.folder} has no source {source}; it has {', '.join(names)}.")
-    shards = {name: [record for record in encode.outputs if (record["split"], record["source"]) == (split, name)]
-              for name in names if source in (None, name)}
-    shards = {name: records for name, records in shards.items() if records}
+    shards = dict[str, Outputs]()
+    for source in run.config.shard.sources:
+        if records := [record for record in encode.outputs
+                       if (record["split"], record["source"]) == (split, source.name)]:
+            shards[source.name] = records
     if not shards:
-        raise UserError(f"{folder} has no token shards of the split {split}{f' of {source}' if source else ''}.")
+        raise UserError(f"{folder} has no token shards of the split {split}.")
     vocabulary = vocabulary_record(run.stage_folder("tokenizer"))
     dtype = np.dtype("<u2" if encode.counts["dtype"] == "uint16" else "<i4")
     tokens = Export(folder, shards, dtype, without_bos)

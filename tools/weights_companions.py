@@ -15,7 +15,6 @@ from drover.pipeline.formats.huggingface import OutputFile, text_file
 from drover.pipeline.formats.record import weights_record
 from drover.pipeline.formats.weights import Weights
 from drover.pipeline.records.weight_files import IDS, read_settings, settings_file
-from drover.pipeline.tokenization.conversion import open_tokenizer, refuse_inexact, write_hugging_face
 from drover.pipeline.tokenization.files import (
     CODE,
     MODEL_FILE,
@@ -46,7 +45,6 @@ class Companions:
     Attributes:
         files: by their name in a Hugging Face folder.
         vocabulary: a tokenizer.model.
-        tokenizer: the tokenizer of that file; None if there are files that transformers reads.
         token_ids: as config.json names them.
         context_length: of a run's model, which its tokenizer files do not have; None for other weights.
         trained_with: the tokenizer of a run, if it is a sentencepiece model.
@@ -54,7 +52,6 @@ class Companions:
 
     files: dict[str, Path] = field(default_factory=dict)
     vocabulary: Path | None = None
-    tokenizer: Tokenizer | None = None
     token_ids: Record = field(default_factory=dict)
     context_length: int | None = None
     trained_with: Tokenizer | None = None
@@ -77,10 +74,6 @@ def companions_of(weights: Weights) -> Companions:
     else:
         return _of_run(folder, weights.config.context_length)
     result = _in_folder(folder)
-    if result.vocabulary and not {*TOKENIZER} & result.files.keys():
-        result.tokenizer = _tokenizer(result.vocabulary, weights.config.vocab_size or 0)
-    if result.tokenizer and not ids:
-        ids = {"bos_token_id": result.tokenizer.bos_id, "eos_token_id": result.tokenizer.eos_id}
     result.token_ids = ids
     return result
 
@@ -128,23 +121,8 @@ def carried_files(companions: Companions, form: str) -> tuple[list[OutputFile], 
                   else kind_of_model(companions.vocabulary) == "sentencepiece")
         as_hub_has_it = form == "hf" and not scored
         files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, companions.vocabulary)
-    carried = [*files]
-    if form == "hf" and (tokenizer := companions.tokenizer):
-        for name in TOKENIZER:
-            files[name] = lambda path: write_hugging_face(tokenizer, path.parent)
-            carried.append(f"{name} (made of {MODEL_FILE})")
-    elif form == "hf" and companions.vocabulary and TOKENIZER[0] not in companions.files:
-        sentences.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
-    sentences.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
+    if form == "hf" and companions.vocabulary and TOKENIZER[0] not in companions.files:
+        sentences.append(f"There is no {TOKENIZER[0]}; transformers makes one of {MODEL_FILE} "
+                         f"(AutoTokenizer.save_pretrained).")
+    sentences.insert(0, f"Carried over: {', '.join(files)}." if files else "No tokenizer was carried over.")
     return [OutputFile(name, 0, write) for name, write in files.items()], sentences
-
-
-def _tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer in a tokenizer.model. None if the file is not one, has a larger vocabulary than the weights, or
-    cannot be converted exactly."""
-    try:
-        tokenizer = open_tokenizer(kind_of_model(path), path)
-        refuse_inexact(tokenizer, path)
-    except UserError:
-        return None
-    return tokenizer if tokenizer.used <= vocab_size else None

@@ -47,7 +47,7 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
     "train": {"files": "drover.pipeline.records.weight_files:input_files",
               "renews": "drover.pipeline.config.phases:only_phases_differ",
               "external_code": "drover.pipeline.records.weight_files:training_code"},
-    "convert": {"due": "drover.pipeline.storage.export:due", "problems": "drover.pipeline.convert:problems"},
+    "convert": {"due": "drover.pipeline.storage.mirror:due", "problems": "drover.pipeline.convert:problems"},
     "evaluate": {"files": "drover.pipeline.evaluation.tasks:input_files",
                  "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}
 """Functions of stages that the contract calls (`drover.pipeline.contract.stages.Stage.functions`)."""

@@ -19,7 +19,7 @@ from drover.pipeline.contract.manifest import digest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import ProgressBar, first
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record, lock_file, problem_of, remove_temporary
+from drover.pipeline.core.files import Outputs, Record, lock_file, problem_of, remove_temporary
 from drover.pipeline.data.token_shards import Shards, ShardTable, open_shards
 from drover.pipeline.storage.mirror import COPY, Copied, DamagedCopyError, Mirror, copy_files, ledger_of
 from drover.pipeline.storage.store import Missing, Store
@@ -27,7 +27,7 @@ from drover.pipeline.storage.store import Missing, Store
 UPLOAD = "drover copy-tokens RUN --to"
 
 
-def upload_shards(folder: Path, outputs: Sequence[Record], url: str,
+def upload_shards(folder: Path, outputs: Outputs, url: str,
                   advance: Callable[[], None] = lambda: None) -> Copied:
     """Upload an encode stage's shards to a place of theirs alone; UserError as of `copy_files`.
 

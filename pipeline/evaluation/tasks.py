@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from drover.pipeline.config.loading import read_task
 from drover.pipeline.core.errors import REPOSITORY, UserError, meant
-from drover.pipeline.core.files import Record
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
@@ -49,7 +49,7 @@ class TaskFile:
 
     name: str
     path: Path
-    settings: Record
+    settings: Mapping[str, Any]
     files: tuple[Path, ...]
 
     @cached_property
@@ -131,13 +131,13 @@ def _yaml_files(root: Path) -> list[Path]:
     return sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(".yaml"))
 
 
-def _read(path: Path, including: tuple[Path, ...]) -> tuple[Record, list[Path]]:
+def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list[Path]]:
     """The settings in a YAML file and the files they came from."""
     if path in including:
         raise UserError(f"The task file {path} includes itself: {' -> '.join(map(str, (*including, path)))}.")
     own = read_task(path, _Loader)
     included = own.pop("include", None) or []
-    merged: Record = {}
+    merged = dict[str, Any]()
     files = [path]
     for entry in [included] if isinstance(included, str) else included:
         below, more = _read(path.parent / entry, (*including, path))
@@ -152,7 +152,7 @@ def go_offline() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
 
 
-def only_kept_differs(old: Record, new: Record) -> bool:
+def only_kept_differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether two fingerprints of the stage evaluate differ only in the list of tasks, in whether contamination is
     measured, and in how much validation text is measured and compressed.
 
@@ -161,7 +161,7 @@ def only_kept_differs(old: Record, new: Record) -> bool:
     tasks = [set(fingerprint["config"]["evaluate"]["tasks"]) for fingerprint in (old, new)]
     both = tuple(f"{name}/" for name in tasks[0] & tasks[1])
 
-    def rest(fingerprint: Record) -> Record:
+    def rest(fingerprint: Mapping[str, Any]) -> object:
         settings = {name: value for name, value in fingerprint["config"]["evaluate"].items()
                     if name not in ("tasks", "contamination", "validation_tokens", "compressed_mb")}
         return {**fingerprint, "config": {**fingerprint["config"], "evaluate": settings},

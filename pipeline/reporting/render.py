@@ -1,18 +1,37 @@
-"""The report: facts to a document, and the document as one HTML page or as Markdown."""
+"""The report: facts to a document, and the document as one HTML page or as Markdown.
+
+Line charts are inline SVG with the page's colours, so that they are readable in light and dark mode and on paper.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from drover.pipeline.reporting.chapters.data import data, tokenizer
-from drover.pipeline.reporting.chapters.provenance import provenance
 from drover.pipeline.reporting.chapters.results import export, samples, tasks, validation
-from drover.pipeline.reporting.chapters.summary import notices, result, tiles
+from drover.pipeline.reporting.chapters.summary import notices, provenance, result, tiles
 from drover.pipeline.reporting.chapters.training import goodput, training
-from drover.pipeline.reporting.document import Chapter, ReportDocument
+from drover.pipeline.reporting.document import Chapter, Lines, ReportDocument, compact, spread
 from drover.pipeline.reporting.facts import Facts
-from drover.pipeline.reporting.plots import TEMPLATES, draw
 
 CHAPTERS = {"Validation": validation, "Training": training, "Tasks": tasks, "Samples": samples, "Data": data,
             "Tokenizer": tokenizer, "Exported model": export, "Goodput": goodput, "Provenance": provenance}
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).resolve().parent / "templates"), autoescape=True,
+                        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 346.0, 18.0, 158.0
+"""The edges of the plot. A phone shows the whole chart at about this size."""
+MOST_POINTS = 1500
+"""Points of a line; longer ones are thinned."""
+MOST_DOTS = 40
+"""Points of a line that are marked."""
+TOO_LARGE = 1e300
+"""Values from here on, and NaN, are not drawn."""
+COLOURS = 6
 
 
 def compose(facts: Facts) -> ReportDocument:
@@ -52,3 +71,46 @@ def _fenced(text: str) -> str:
     while fence in text:
         fence += "`"
     return f"{fence}text\n{text}\n{fence}"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps numbers from `low` to `high` to positions from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """The position of a number."""
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """About `most` round numbers at equal distances."""
+        span = self.high - self.low
+        step = 10.0 ** math.floor(math.log10(span / most))
+        step *= next(factor for factor in (1, 2, 5, 10) if factor * step * most >= span * 0.999)
+        return [step * number for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+
+def draw(chart: Lines) -> str:
+    """The chart as an <svg> element for a page."""
+    curves = [spread([(x, y) for x, y in zip(line.x, line.y, strict=True) if abs(y) < TOO_LARGE], MOST_POINTS)
+              for line in chart.series]
+    across = _axis([x for curve in curves for x, _ in curve], LEFT, RIGHT, 0.0)
+    up = _axis([*(y for curve in curves for _, y in curve), *([0.0] if chart.from_zero else [])], BOTTOM, TOP, 0.04)
+    lines = [{"name": line.name, "points": [(across.at(x), up.at(y)) for x, y in curve],
+              "colour": 0 if line.faint else 1 + (number - chart.series[0].faint) % COLOURS,
+              "dots": not line.faint and len(curve) <= MOST_DOTS}
+             for number, (line, curve) in enumerate(zip(chart.series, curves, strict=True))]
+    x_ticks = [(across.at(tick), compact(tick)) for tick in across.ticks() if tick % 1 == 0]  # steps, tokens
+    y_ticks = [(up.at(tick), compact(tick)) for tick in up.ticks()]
+    return TEMPLATES.get_template("lines.svg.j2").render(
+        chart=chart, lines=lines, left=LEFT, right=RIGHT, bottom=BOTTOM, x_ticks=x_ticks, y_ticks=y_ticks)
+
+
+def _axis(values: Sequence[float], start: float, end: float, margin: float) -> Axis:
+    """An axis for these values, with some room above them."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return Axis(low, high + margin * (high - low) if high > low else low + max(1.0, abs(low)), start, end)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from drover.pipeline.core.console import Parser, Program, echo
-from drover.pipeline.storage.export import fetch_copy
+from drover.pipeline.storage.mirror import fetch_copy
 
 
 def add_options(parser: Parser) -> None:

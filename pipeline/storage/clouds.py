@@ -18,7 +18,7 @@ from typing import Any
 
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError, require
-from drover.pipeline.storage.outcomes import Changed, Exists, Missing, StoredObject
+from drover.pipeline.storage.folders import Changed, Exists, Missing, StoredObject
 
 RETRIES = 8
 """Retries of a request, after FIRST_WAIT_S, about twice that ..., at most LONGEST_WAIT_S."""
@@ -186,7 +186,7 @@ class _BeyondError(UserError):
 def _kind(root: str) -> str:
     """The cloud of a URL: s3, gs or az, which has several schemes."""
     scheme = root.partition(":")[0]
-    return "az" if scheme.startswith("abfs") else "s3" if scheme == "memory" else scheme
+    return "az" if scheme.startswith("abfs") else scheme
 
 
 def client(root: str) -> Any:
@@ -206,14 +206,10 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
     require(root, "obstore")
     import obstore.store
 
-    if root.startswith("memory:"):
-        return obstore.store.MemoryStore()
     plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
     try:
-        more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
-            {"config": _azures_other_names(dict(settings), root)} if _kind(root) == "az" else {}
         return obstore.store.from_url(
-            root, **more,
+            root, **(_shared_credentials(dict(settings)) if root.startswith("s3:") else {}),
             client_options={"timeout": timedelta(seconds=REQUEST_S), **({"allow_http": True} if plain else {})},
             retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S),
                           "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT_S),
@@ -234,7 +230,7 @@ def _written(settings: dict[str, str]) -> tuple[tuple[str, int, int], ...]:
     return tuple(result)
 
 
-def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
+def _shared_credentials(settings: dict[str, str]) -> Any:
     """Keys from where boto3 finds them, AWS's own files first, if the environment has none: obstore reads no files."""
     if settings.keys() & {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
                           "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE"}:
@@ -250,15 +246,6 @@ def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
         raise ValueError(str(error)) from None
 
 
-def _azures_other_names(settings: dict[str, str], root: str) -> Any:
-    """Account (unless the URL has it) and key from the variables of Azure's own command line; obstore has other
-    names."""
-    names = {"account_name": ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME"),
-             "account_key": ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")}
-    return {ours: settings[theirs] for ours, (theirs, usual) in names.items()
-            if theirs in settings and usual not in settings and not (ours == "account_name" and "@" in root)} or None
-
-
 def plainly(text: str) -> str:
     """A library's message as one short line, without the environment's secrets."""
     for name, value in os.environ.items():
@@ -272,4 +259,3 @@ def plainly(text: str) -> str:
     text = re.sub(r"\?[^\s]*(sig|Signature|token)=[^\s]*", "?***", text)
     text_and_codes = " ".join([text, *(result[1] for result in (code, message) if result)])
     return " ".join(text_and_codes.split()).rstrip(".: ")[:600]
-

@@ -1,4 +1,5 @@
-"""`file://`: a folder as an object store, so that what runs on a cluster's object store also runs on a disk.
+"""What operations on objects give; and `file://`, a folder as an object store, so that what runs on a cluster's object
+store also runs on a disk.
 
 Objects appear complete and survive a power cut. A conditional write creates a hard link, which fails if the object
 exists.
@@ -12,16 +13,45 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, sync
 from drover.pipeline.core.folders import folders_below
-from drover.pipeline.storage.outcomes import Changed, Exists, Missing, StoredObject
 
 _TEMPORARY = re.compile(r"\.[^/]*-[0-9]+\.tmp$")
 """Names that `atomic_file` gives to unfinished files."""
 _COPY = 1 << 20
+
+
+class Missing(UserError):  # noqa: N818 - the names say what is so
+    """There is no such object."""
+
+
+class Exists(UserError):  # noqa: N818
+    """It was to be written only if new, but exists."""
+
+
+class Changed(UserError):  # noqa: N818
+    """The object has changed: its ETag is another."""
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object.
+
+    Attributes:
+        path: relative to the store's prefix.
+        size: in bytes.
+        etag: the store's identifier of this content; empty if it gives none.
+        modified: seconds since 1970.
+    """
+
+    path: str
+    size: int
+    etag: str
+    modified: float
 
 
 class Folder:

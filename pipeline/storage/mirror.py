@@ -1,4 +1,4 @@
-"""A run's files in an object store: first their owner, last the list of them.
+"""A run's files in an object store, such as its export: first their owner, last the list of them.
 
     owner.json    who owns the place, and which process writes there now
     ...           the files, by their paths
@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from uuid import uuid4
 
 from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.errors import UserError, all_problems
-from drover.pipeline.core.files import Ledger, Outputs, Record, parsed_json, problem_of, typed
+from drover.pipeline.core.files import Ledger, Outputs, Record, parsed_json, problem_of, publish, typed
 from drover.pipeline.storage.store import CHECKED, Exists, Missing, Store, StoredObject, preflight
 
 COPY = "copy.json"
@@ -33,6 +34,8 @@ OWNER = "owner.json"
 FORMAT = 1
 SENT = "copies"
 """In a stage's folder: ledgers of uploads, one for each place."""
+EXPORT = "hf/"
+"""In the folder of the stage convert: what it exports."""
 AT_ONCE = 8
 """Files that a process transfers at the same time; a large one is sent in several parts at once anyway."""
 
@@ -57,14 +60,20 @@ class _Named(TypedDict):
 
 
 class OwnerRecord(_Named, total=False):
-    """The content of owner.json. name: of the owner; writer: of the process that claimed it last.
+    """The content of owner.json. name: of the owner; writer, host, process, job, at: of the process that claimed it
+    last.
 
-    id, fingerprint, accepted: of the training whose checkpoints are there. files: paths of an unfinished copy.
+    id, fingerprint, accepted, folder: of the training whose checkpoints are there. files: paths of an unfinished copy.
     """
 
+    host: str
+    process: int
+    job: str
+    at: str
     id: str
     fingerprint: Record
     accepted: list[str]
+    folder: str
     files: list[str]
 
 
@@ -72,7 +81,7 @@ class Owner:
     """The owner of a place.
 
     Attributes:
-        content: an `OwnerRecord`, as found or written; None if nobody owns the place.
+        content: as found or written; None if nobody owns the place.
     """
 
     def __init__(self, store: Store) -> None:
@@ -80,9 +89,10 @@ class Owner:
         self._writer = uuid4().hex
         self.content = self._read()
 
-    def _read(self) -> Record | None:
+    def _read(self) -> OwnerRecord | None:
         try:
-            return dict(typed(parsed_json(self.store.read(OWNER)), OwnerRecord))
+            owner: OwnerRecord = typed(parsed_json(self.store.read(OWNER)), OwnerRecord)
+            return owner
         except Missing:
             return None
         except ValueError as error:
@@ -98,7 +108,7 @@ class Owner:
             self.store.put(OWNER, data, only_new=self.content is None)
         except Exists:
             self.refuse_lost()  # passes if our own write succeeded and only its answer was lost
-        self.content = mine
+        self.content = typed(mine, OwnerRecord)
 
     def refuse_lost(self) -> None:
         """UserError if another process has claimed the place since this one did."""
@@ -109,7 +119,7 @@ class Owner:
                             f"each run an address of its own.")
 
 
-def describe(owner: Record) -> str:
+def describe(owner: OwnerRecord) -> str:
     """The process that claimed a place, in words."""
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
     return f"process {owner.get('process', '?')} on {owner.get('host', '?')}{job} (at {owner.get('at', '?')})"
@@ -121,15 +131,16 @@ class Mirror:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def read(self) -> Record:
-        """The `CopyRecord` of a finished copy.
+    def read(self) -> CopyRecord:
+        """The list of a finished copy.
 
         Raises:
             Missing: there is none.
             DamagedCopyError: copy.json is invalid.
         """
         try:
-            return dict(typed(parsed_json(self.store.read(COPY)), CopyRecord))
+            copy: CopyRecord = typed(parsed_json(self.store.read(COPY)), CopyRecord)
+            return copy
         except ValueError as error:
             raise DamagedCopyError(f"{self.store.url}/{COPY} is damaged ({error})") from None
 
@@ -137,12 +148,12 @@ class Mirror:
         """Invalidate the copy, if there is one, so that files may be replaced or removed."""
         self.store.delete([COPY])
 
-    def finish(self, of: str, files: Sequence[Record]) -> None:
+    def finish(self, of: str, files: Outputs) -> None:
         """Complete the copy: all of `files` have been put."""
         listed = [{name: record[name] for name in ("path", "bytes", "sha256")} for record in files]
         self.store.put(COPY, (json.dumps({"format": FORMAT, "of": of, "files": listed}, indent=1) + "\n").encode())
 
-    def send(self, folder: Path, records: Sequence[Record], check: Callable[[], None] = lambda: None,
+    def send(self, folder: Path, records: Outputs, check: Callable[[], None] = lambda: None,
              sent: Callable[[Record, StoredObject], None] = lambda record, entry: None) -> int:
         """Upload files of `folder`, several at a time; returns their bytes.
 
@@ -162,7 +173,7 @@ class Mirror:
             sent(record, entry)
         return sum(int(record["bytes"]) for record in records)
 
-    def fetch(self, folder: Path, records: Sequence[Record], advance: Callable[[], None] = lambda: None) -> int:
+    def fetch(self, folder: Path, records: Outputs, advance: Callable[[], None] = lambda: None) -> int:
         """Download files into `folder`, each complete or not at all; returns their bytes. advance: called after each.
 
         Raises:
@@ -184,7 +195,7 @@ class Mirror:
             advance()
         return size
 
-    def compare(self, records: Sequence[Record], advance: Callable[[], None]) -> None:
+    def compare(self, records: Outputs, advance: Callable[[], None]) -> None:
         """Read every file back; UserError names those whose content differs from their records."""
         def digest(record: Record) -> str:
             with self.store.stream(record["path"]) as stream:
@@ -222,7 +233,7 @@ def ledger_of(stage_folder: Path, url: str) -> Ledger:
     return Ledger(stage_folder / SENT / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
 
 
-def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Record], *, ledger: Ledger,
+def copy_files(url: str, name: str, of: str, folder: Path, files: Outputs, *, ledger: Ledger,
                advance: Callable[[], None] = lambda: None) -> Copied:
     """Upload files to a place, and then their list. What an earlier upload sent is not sent again.
 
@@ -250,7 +261,8 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
                         f"the files there.")
     sent = ledger.recorded({record["path"]: record["sha256"] for record in files})
 
-    old, finished = (owner.content or {}).get("files", []), False
+    old = owner.content.get("files", []) if owner.content is not None else []
+    finished = False
     with suppress(Missing, DamagedCopyError):
         result = mirror.read()
         old, finished = [record["path"] for record in result["files"]], result["of"] == of
@@ -276,3 +288,43 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
         mirror.finish(of, files)
     ledger.add("", of, "")
     return Copied(len(todo), sum(record["bytes"] for record in todo), len(files) - len(todo))
+
+
+def due(config: Any, folder: Path, manifest: Any) -> str:
+    """What the finished stage in `folder` still has to do, as a phrase; "" if the upload is done or not configured."""
+    url = config.convert.copy_to
+    done = url is None or ledger_of(folder, url).recorded({"": manifest.digest})
+    return "" if done else f"the upload to {url} is pending"
+
+
+def copy_export(url: str, name: str, folder: Path, manifest: Any, say: Callable[[str], None]) -> None:
+    """Upload the outputs of the stage convert in `folder`; UserError like `copy_files`. name: of the run."""
+    files = [{**record, "path": record["path"].removeprefix(EXPORT)} for record in manifest.outputs]
+    say(f"{copy_files(url, name, manifest.digest, folder / EXPORT, files, ledger=ledger_of(folder, url))} in {url}")
+
+
+def fetch_copy(url: str, folder: Path) -> int:
+    """Download an export or a checkpoint into a new folder and compare each file with its hash; returns the bytes.
+
+    Raises:
+        UserError: there is no complete copy, or the folder exists and is not empty.
+    """
+    mirror = Mirror(Store(url))
+    try:
+        files = mirror.read()["files"]
+    except Missing:
+        if owner := Owner(mirror.store).content:
+            raise UserError(f"The copy in {url} is not finished. Wait for the run {owner['name']} that makes it, or "
+                            f"have it continued.") from None
+        raise UserError(f"{url} holds no copy that Drover made: there is no {COPY}. Give the address of an export "
+                        f"(convert.copy_to), or of a checkpoint (train.checkpoint.copy_to/step-...).") from None
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already. Give a new folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Download next to it under a unique name and rename: `<folder>.tmp` may be the user's.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        staging = Path(scratch) / folder.name
+        staging.mkdir()
+        size = mirror.fetch(staging, files)
+        publish(staging, folder)
+    return size

@@ -17,22 +17,22 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file
-from drover.pipeline.storage.clouds import Cloud
+from drover.pipeline.storage.folders import Changed as Changed
+from drover.pipeline.storage.folders import Exists as Exists
 from drover.pipeline.storage.folders import Folder
-from drover.pipeline.storage.outcomes import Changed as Changed
-from drover.pipeline.storage.outcomes import Exists as Exists
-from drover.pipeline.storage.outcomes import Missing as Missing
-from drover.pipeline.storage.outcomes import StoredObject as StoredObject
+from drover.pipeline.storage.folders import Missing as Missing
+from drover.pipeline.storage.folders import StoredObject as StoredObject
+
+if TYPE_CHECKING:
+    from drover.pipeline.storage.clouds import Cloud
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file")
-FOR_TESTS = "memory"
-"""One more scheme, whose objects last as long as the process."""
 BLOCK_BYTES = 8 << 20
 """Objects are read in ranges of this size, with AHEAD of them prefetched."""
 AHEAD = 3
@@ -61,7 +61,7 @@ class Store:
     def __init__(self, url: str) -> None:
         scheme, mark, rest = url.partition("://")
         self.url = url.rstrip("/") if rest.strip("/") else url
-        if not mark or scheme not in (*SCHEMES, FOR_TESTS):
+        if not mark or scheme not in SCHEMES:
             raise UserError(f"{url} cannot be opened. Give a URL that begins with "
                             f"{', '.join(f'{name}://' for name in SCHEMES)}.")
         bucket, _, prefix = rest.partition("/")
@@ -200,7 +200,10 @@ class Store:
                                range(start, stop, BLOCK_BYTES), AHEAD)
 
     def _backend(self) -> Folder | Cloud:
-        return Folder() if self._root == "file://" else Cloud(self._root)
+        if self._root == "file://":
+            return Folder()
+        from drover.pipeline.storage.clouds import Cloud
+        return Cloud(self._root)
 
     def _key(self, path: str) -> str:
         return "/".join(part for part in (self._prefix, path.strip("/")) if part)

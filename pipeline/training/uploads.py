@@ -24,7 +24,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from drover.pipeline.contract.manifest import STARTED, change_start, differences
+from drover.pipeline.contract.manifest import STARTED, Fingerprint, change_start, differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.background import BackgroundWorker
@@ -32,12 +32,12 @@ from drover.pipeline.core.console import Say
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import (
     Outputs,
-    Record,
     atomic_file,
     output_record,
     read_record,
     renamed,
     sha256_file,
+    typed,
     write_sealed,
 )
 from drover.pipeline.parallel.host_channel import HostChannel
@@ -51,7 +51,7 @@ from drover.pipeline.records.checkpoints import (
 )
 from drover.pipeline.records.metrics import ROLLBACKS
 from drover.pipeline.records.weight_files import FILE
-from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, describe
+from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, OwnerRecord, describe
 from drover.pipeline.storage.store import Missing, Store, preflight
 from drover.pipeline.training.checkpoints import Checkpoints, Event, in_turn, tried
 from drover.pipeline.training.hooks import Hook
@@ -291,7 +291,7 @@ class Uploads(Hook):
         self._remove(aside, "Copies of checkpoints that were renamed, in")
         return [step for step in result.complete if step not in aside], accepted
 
-    def _conflict(self, theirs: Record | None, mine: CopiedTraining | None) -> str:
+    def _conflict(self, theirs: OwnerRecord | None, mine: CopiedTraining | None) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
         name = self.work.config.name
         if theirs is None:
@@ -315,9 +315,9 @@ class Uploads(Hook):
         elif mine is not None or complete_checkpoints(self.work.folder):
             problem = (f"of another training of {name} than the one in {self.work.folder}: they were started "
                        f"separately, so one must not replace the other")
-        elif STAGES["train"].may_renew(theirs["fingerprint"], self.work.fingerprint):
+        elif STAGES["train"].may_renew(typed(theirs["fingerprint"], Fingerprint), self.work.fingerprint):
             return ""  # other phases: `changed_future` checks with the checkpoint whether they have started
-        elif changed := differences(theirs["fingerprint"], self.work.fingerprint):
+        elif changed := differences(typed(theirs["fingerprint"], Fingerprint), self.work.fingerprint):
             problem = (f"of {name}, but trained with other inputs or settings than are configured now. Differences, "
                        f"old -> new:\n{listed([str(one) for one in changed])}\n")
         else:

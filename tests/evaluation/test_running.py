@@ -125,7 +125,7 @@ class Simplest(LM):
     def loglikelihood(self, requests, disable_tqdm=False):
         return [direct(self.network, *request.args) for request in requests]
 
-    loglikelihood_rolling = generate_until = None  # tests/evaluation/test_task_packs.py has tasks of these
+    loglikelihood_rolling = generate_until = None  # test_harness.py has tasks of these
 
 
 def ours(model, folder, *names, log=os.devnull):

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.reporting import plots
+from drover.pipeline.reporting import render
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html
 
@@ -20,7 +20,7 @@ PICTURE, RECORD = (REPOSITORY / "docs" / name for name in ("report.png", "report
 
 def hashes():
     """Of the picture, and of the report's templates."""
-    looks = b"".join(path.read_bytes() for path in sorted(Path(plots.__file__).parent.glob("templates/*"))
+    looks = b"".join(path.read_bytes() for path in sorted(Path(render.__file__).parent.glob("templates/*"))
                      if path.name != "report.md.j2")
     return {"templates": sha256(looks).hexdigest(), "picture": sha256(PICTURE.read_bytes()).hexdigest()}
 

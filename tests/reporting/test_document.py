@@ -1,8 +1,13 @@
 import json
+import math
+import re
+from xml.etree import ElementTree
 
 import pytest
 
-from drover.pipeline.reporting.document import Table, filled, written
+from drover.pipeline.reporting.document import Lines, Series, Table, filled, written
+from drover.pipeline.reporting.facts import shareable
+from drover.pipeline.reporting.render import LEFT, RIGHT, TOP, draw
 from tests.refusal import table
 
 RECORD = {"steps": 1200, "text": {"train": 11_828_804, "gzip -9": 2.05}, "part": 3, "whole": 8, "nothing": 0,
@@ -60,3 +65,39 @@ def test_columns_without_values_are_omitted():
     table = Table("", {"a": "{a}", "b": "{b:,}", "c": "{c:,}"}, [{"a": "all"}, {"c": 10 ** 9}])
     assert table.columns == {"a": ["all", "–"], "c": ["–", "1,000,000,000"]} and table.numbers == [False, True]
     assert table.rows == [(True, ("all", "–")), (False, ("–", "1,000,000,000"))]
+
+
+@pytest.mark.parametrize(("text", "shared"), [("runs_dir: /home/me/runs\n", "runs_dir: …/runs\n"), *table("""
+    paths: [/home/me/data/notes/**/*.txt, data/x/y.txt] -> paths: […/**/*.txt, data/x/y.txt]
+    "/Users/me/a/b/c" -> "…/b/c"
+    (/data/web) -> (…/data/web)
+    in /data/web. -> in …/data/web.
+    /mnt/store/x/y -> …/x/y
+    s3://bucket/a/b/c -> s3://bucket/a/b/c
+    1/2/3 and a/b/c/d -> 1/2/3 and a/b/c/d""")])
+def test_paths_are_cut_to_their_ends(text, shared):
+    assert shareable(text) == shared
+
+
+STEPS = [1, 2, 3]
+CHARTS = {
+    "flat": Lines("One", "nats per token", [Series("x", [7], [1e18])]),
+    "lines": Lines("Two", "norm", [Series("a", STEPS, [5.0, 1e-300, 1.0], faint=True),
+                                   Series("b & <c>", STEPS, [4.0, math.inf, math.nan])], from_zero=True),
+    "huge": Lines("Three", "tokens", [Series("x", [1, 10 ** 15], [1e299, -1e299])]),
+    "nothing finite": Lines("Five", "nats", [Series("x", STEPS, [math.nan, math.inf, 1e308])])}
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_a_chart_is_a_labelled_svg_in_the_pages_colours(name):
+    svg, chart = draw(CHARTS[name]), CHARTS[name]
+    root = ElementTree.fromstring(svg)
+    assert root.get("aria-label") == chart.title
+    assert not re.search(r"http|<style|<script|\bid=|nan|inf\b|#[0-9a-f]{6}\b", svg)
+    texts = [text.text for text in root.iter("text")]
+    names = [line.name for line in chart.series] if len(chart.series) > 1 else []
+    assert {chart.unit, "step", *names} <= set(texts) and 2 <= len(texts) - len(names) <= 15
+    points = [line.get("points").split() for line in root.findall("polyline")]
+    assert [len(line) for line in points] == [sum(abs(y) < 1e300 for y in line.y) for line in chart.series]
+    for x, y in (point.split(",") for line in points for point in line):
+        assert LEFT <= float(x) <= RIGHT and float(y) >= TOP

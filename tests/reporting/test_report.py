@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from drover.pipeline.core.files import read_json
 from drover.pipeline.records.goodput import goodput
 from drover.pipeline.records.metrics import RunFacts
 from drover.pipeline.reporting.document import Table
@@ -15,6 +16,7 @@ from drover.pipeline.reporting.render import compose, html, markdown
 from tests.records.recorded_time import Recorded
 from tests.records.test_goodput import LAUNCHED
 from tests.reporting.made_up import EVIL, write_run
+from tests.reporting.picture import RECORD, REPOSITORY, hashes
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +106,9 @@ def test_no_number_makes_the_report_fail(facts, odd):
         results=every(facts.results, None if odd == "nan" else odd), tokenizer=every(facts.tokenizer, odd))
     document = compose(strange)
     assert ElementTree.fromstring(html(document)) is not None and markdown(document)
+
+
+def test_the_picture_is_of_todays_demo():
+    record = read_json(RECORD)
+    assert record == {**record, **hashes()}, "make it again: make demo picture"
+    assert f"**{record['bits_per_byte']:.2f} bits per byte**" in (REPOSITORY / "README.md").read_text()

@@ -70,13 +70,7 @@ def nothing_set(monkeypatch):
     return monkeypatch
 
 
-def test_azures_keys_are_taken_by_the_names_of_its_own_program(nothing_set):
-    nothing_set.setenv("AZURE_STORAGE_ACCOUNT", "another")
-    nothing_set.setenv("AZURE_STORAGE_KEY", "aw==")
-    for url, account in (("az://box", "another"), ("abfs://box", "another"), ("abfss://box", "another"),
-                         ("abfss://box@drover.dfs.core.windows.net", "drover")):
-        assert clouds.client(url).config == {"account_name": account, "account_key": "aw==", "container_name": "box"}
-    nothing_set.delenv("AZURE_STORAGE_ACCOUNT")
+def test_an_azure_account_that_is_not_named_is_asked_for(nothing_set):
     refused(UserError, r"Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME", Store("az://box").head, "az")
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Ledger, output_record
-from drover.pipeline.storage.export import fetch_copy
-from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
+from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files, fetch_copy
 from drover.pipeline.storage.store import Missing, Store
 from drover.pipeline.training.uploads import CopiedCheckpoints, StoredCopies
 from tests.refusal import refused

@@ -26,7 +26,7 @@ from tests.refusal import printed, refused, table
 from tests.stages.test_shard import files_source, folder_of, run, write_config
 
 TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(number).encode()).hexdigest()
-         for number in range(1200)]
+         for number in range(600)]
 
 
 def make_files(folder):

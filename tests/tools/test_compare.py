@@ -1,13 +1,16 @@
 """Models and checkpoints on the same items: the table, and what cannot be compared."""
 
 import json
+import random
 import shlex
 
 import pytest
+from scipy import stats
 
 from drover.pipeline.core.files import read_json, write_json
+from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.tools.compare import main, rows
+from drover.tools.compare import as_text, difference, main
 from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import corpus, text_of
 from tests.refusal import printed, table
@@ -64,23 +67,8 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys):
         assert second["low"] <= second["difference"] <= second["high"]
         assert second["difference"] == pytest.approx(second["value"] - first["value"], rel=1e-4, abs=2e-6)
         assert export["value"] == pytest.approx(second["value"], rel=1e-5), "the same weights in another form"
-    heading, *lines = compared(home, capsys, *arguments).strip().splitlines()
+    heading, *lines = as_text(results).strip().splitlines()
     assert heading.split()[:5] == ["task", "metric", "n", "chance", "model"] and len(lines) == len(results["rows"])
-
-
-def part(hashes, **metrics):
-    """Results of a task, as `measured` has them."""
-    return {"t": {"metrics": {name: {"value": value, "stderr": None} for name, value in metrics.items()}, "items": 2,
-                  "few_shot": 0, "version": "1", "chance": None, "per_item": {
-                      "hashes": hashes,
-                      "metrics": {name: [(value, 1.0)] * 2 for name, value in metrics.items() if value is not None}}}}
-
-
-def test_a_metric_without_a_value_has_no_difference():
-    items = ["x", "y"]
-    _, acc, _, bleu = rows({"a": part(items, acc=0.5, bleu=0.1), "b": part(items, acc=1.0, bleu=None)})
-    assert (acc["metric"], acc["difference"], acc["low"]) == ("acc", 0.5, 0.5)
-    assert (bleu["metric"], bleu["value"]) == ("bleu", None) and "difference" not in bleu
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("""
@@ -95,3 +83,30 @@ def test_a_metric_without_a_value_has_no_difference():
 def test_what_cannot_be_compared_is_refused(home, arguments, message, capsys):
     output = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
     assert message.format(home=home) in output
+
+
+def ratio(items):
+    return sum(value for value, _ in items) / sum(weight for _, weight in items)
+
+
+def test_ratios_are_paired():
+    """Of items of very different weight: the interval is what redrawing them, for both, shows."""
+    chance = random.Random(3)
+    first = [(size * chance.uniform(1, 2), float(size)) for size in (chance.randint(5, 80) for _ in range(300))]
+    second = [(nats - size * chance.gauss(0.02, 0.1), size) for nats, size in first]
+    alone, result = scored(first), difference(first, second)
+    assert alone["value"] == pytest.approx(ratio(first))
+    assert result["difference"] == pytest.approx(ratio(second) - ratio(first)) and result["difference"] < 0
+    draws = [ratio([second[place] for place in places]) - ratio([first[place] for place in places])
+             for places in (chance.choices(range(300), k=300) for _ in range(1000))]
+    assert result["high"] - result["low"] == pytest.approx(2 * 1.96 * stats.tstd(draws), rel=0.1)
+    assert result["high"] - result["low"] < 2 * 1.96 * alone["stderr"] / 2, "what both find hard does not count"
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), table("""
+    [null] -> [[1, 1]] -> [NaN, null, null]
+    [[1, 2], null, [3, 4]] -> [[2, 2], [9, 1], null] -> [0.5, null, null]
+    [[1, 1], [1, 1], [1, 1]] -> [[1, 1], [1, 1], [1, 1]] -> [0, 0, 0]""", json.loads, json.loads, json.loads))
+def test_items_without_a_value_are_left_out_of_both(first, second, expected):
+    result = difference(first, second)
+    assert [result["difference"], result["low"], result["high"]] == pytest.approx(expected, nan_ok=True)

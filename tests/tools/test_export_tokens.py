@@ -75,6 +75,7 @@ def test_megatron_reads_every_document_in_order(run, split, tmp_path, exported):
         assert (path.stat().st_size, sha256_file(path)) == (record["bytes"], record["sha256"])
 
 
+@pytest.mark.slow
 def test_datasets_reads_the_token_shards_themselves(run):
     rows = datasets.load_dataset("arrow", data_files=str(run / "encode/train/*.arrow"), split="train").to_list()
     documents = [document for source in ("web", "notes") for document in documents_of(run, "train", source)]
@@ -89,9 +90,7 @@ def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, ex
     assert "web.bin has other content than was written there" in output and not (tmp_path / "out").exists()
 
 
-def test_a_source_that_is_not_there_and_a_changed_token_shard_are_refused(run, tmp_path, exported):
-    output = exported(run, tmp_path / "out", "--source", "books", expect=2)
-    assert "has no source books; it has web, notes" in output and not [*tmp_path.iterdir()]
+def test_a_changed_token_shard_is_refused(run, tmp_path, exported):
     shutil.copytree(run, tmp_path / "mini")
     path = next((tmp_path / "mini/encode/train").iterdir())
     for change, manifest in ((lambda: path.write_bytes(path.read_bytes()[:-1] + b"x"), "is not what the stage encode"),

@@ -33,7 +33,6 @@ TOOLS = table("""
     compare --models {out} {tasks} --validation {data} -> 2
     weights --from {model} --to {out} --format hf -> 0""", str, int)
 REUSING = {
-    "why": (commands.why, "encode"),
     "--dry-run": (submit.main, "--stage encode --cluster local --dry-run"),
     "a stage": (lambda arguments: stage_main("encode", encode, arguments), ""),
 }

@@ -23,7 +23,7 @@ def shown(capsys, recorded, words):
     return head, sorted({int(piece.split()[1]) for piece in pieces})
 
 
-@pytest.mark.parametrize("step, first", [(1, 0), (13, 208), (14, 224), (30, 496), (31, 512)])
+@pytest.mark.parametrize("step, first", [(1, 0), (13, 208), (31, 512)])
 def test_a_step_is_shown_with_its_own_samples(capsys, recorded, step, first):
     head, numbers = shown(capsys, recorded, f"--step {step}")
     assert f"step {step}: samples [{first}, {first + 16})" in head and numbers == list(range(first, first + 16))
