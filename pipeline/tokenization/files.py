@@ -1,5 +1,5 @@
 """The files of a tokenizer: those of a finished tokenizer stage, the ready ones that `tokenizer.path` names, and the
-settings of transformers beside a tokenizer.json."""
+settings of transformers next to a tokenizer.json."""
 
 from __future__ import annotations
 
