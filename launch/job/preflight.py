@@ -67,7 +67,6 @@ class RankReport:
     problem: the first one of the node, from its first rank. shared: it is in what all nodes share: the run folder, or
     the site's own test.
     times: seconds of each measurement, the best of several; empty before it has met the others.
-    failed: the error that ended the measurements.
     """
 
     rank: int
@@ -75,7 +74,6 @@ class RankReport:
     problem: str = ""
     shared: bool = False
     times: dict[str, float] = field(default_factory=dict)
-    failed: str = ""
 
 
 @dataclass
@@ -120,12 +118,14 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
     in_time = has_time()
     seconds = time.monotonic() - began
     result = judge(reports, rank_nodes, began + seconds - newest_at, GPU_FLOOR_S if spec.gpus_per_node else CPU_FLOOR_S)
-    if not reports and end.exit_code and in_time:  # no rank could even begin
+    times = [report.times for report in reports if report.times]
+    if not times and end.exit_code and in_time:  # no rank could begin, or all failed
         lines = [line for rank in range(0, spec.ranks, spec.tasks_per_node)
                  for line in last_lines(folder, rank, spec.tasks_per_node, 1)]
-        if len(lines) == spec.nodes:
-            result.reason = _common_error(lines)
-    times = [report.times for report in reports if report.times]
+        if len(lines) == spec.nodes and len({re.sub("[0-9]+", "#", line) for line in lines}) == 1:
+            result.reason = result.reason or (
+                f"{lines[0]} (the same on all nodes, so none is to blame. If it names a network interface, look at "
+                f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in launch.environment)")
     if len(times) == spec.ranks:
         best = ", ".join(f"{what} {1000 * median(each[what] for each in times):.1f} ms" for what in times[0])
         result.lines.append(f"{counted(spec.nodes, 'node')} answered in {seconds:.0f} s ({best})")
@@ -169,13 +169,6 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: flo
         result.reason = (f"{next(iter(bad.values()))} ({named(bad)}: {len(bad)} {common}. If these nodes are bad, "
                          f"exclude them by launch.exclude and submit the same command again)")
         return result
-    errors = {report.node: report.failed for report in reports if report.failed}
-    if len(errors) == count and (reason := _common_error([*errors.values()])):
-        result.reason = reason
-        return result
-    if errors:
-        result.lines.append(f"{len(errors)} of {counted(count, 'node')} failed: {named(errors)}, with "
-                            f"{next(iter(errors.values()))}")
 
     def blame(causes: Mapping[str, str]) -> None:
         """Blame these nodes if they are less than half and, with those already blamed, few; else add a line."""
@@ -200,14 +193,6 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: flo
     return result
 
 
-def _common_error(errors: Sequence[str]) -> str:
-    """The error of all nodes, with advice; empty if they have several."""
-    if len({re.sub(r"[0-9]+", "#", error) for error in errors}) > 1:
-        return ""
-    return (f"{errors[0]} (the same on all nodes, so none is to blame. If it names a network interface, look at "
-            f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in launch.environment)")
-
-
 # ---- a rank's part
 
 
@@ -223,12 +208,12 @@ def try_node(run_folder: Path, limit_s: float, gpus: int, *health_check: str) ->
     send(report)
     try:
         measure(report, limit_s, gpus)
-    except Exception as error:  # whatever torch raises is a finding, and this rank's end
+    except Exception as error:  # noqa: BLE001 - whatever torch raises is a finding, and this rank's end
         text = str(error).partition("Exception raised from")[0]
-        report.failed = f"{type(error).__name__}: {' '.join(text.split())}"
-        send(report)
-        time.sleep(min(GRACE_S, limit_s))
-        raise
+        for pause_s in (min(GRACE_S, limit_s), 0.0):  # said again at the end: other threads may have had the last line
+            print(f"{type(error).__name__}: {' '.join(text.split())}", flush=True)
+            time.sleep(pause_s)
+        os._exit(1)
     send(report)
 
 

@@ -35,6 +35,7 @@ class Soak:
 
     def disturb(self, fault):
         """Let it happen. Nodes that failed are taken for mended: it was the soak that made them fail."""
+        print(f"{time.strftime('%H:%M:%S')} {fault}", flush=True)
         if fault in KILLS:
             word, number = KILLS[fault]
             if result := self.training.running(word):
