@@ -20,11 +20,9 @@ SEED = int(os.environ.get("DROVER_SOAK_SEED", "41"))
 SETTINGS = {"train": {"steps": 160, "guards": {"hang_minutes": 0.3}}}
 BOUND = 1e-9
 """Relative, in fp64: other numbers of ranks add in another order."""
-KILLS = {"a rank is killed": ("drover.pipeline.train", signal.SIGKILL),
-         "a rank hangs": ("drover.pipeline.train", signal.SIGSTOP),
-         "the runner is killed": ("submitit.core._submit", signal.SIGKILL)}
+KILLS = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}
 COMMANDS = {"the time limit is near": ("scancel", "--signal=USR2"), "the job is queued again": ("scontrol", "requeue")}
-FAULTS = [*KILLS, *COMMANDS, "a node is lost", "the controller goes", "other nodes"]
+FAULTS = [*KILLS, *COMMANDS, "the runner is killed", "a node is lost", "the controller goes", "other nodes"]
 
 
 class Soak:
@@ -37,9 +35,11 @@ class Soak:
         """Let it happen. Nodes that failed are taken for mended: it was the soak that made them fail."""
         print(f"{time.strftime('%H:%M:%S')} {fault}", flush=True)
         if fault in KILLS:
-            word, number = KILLS[fault]
-            if result := self.training.running(word):
-                os.kill(self.dice.choice(sorted(result)), number)
+            for pid in self.training.running("drover.pipeline.train", f"RANK={self.dice.randrange(self.nodes)}"):
+                os.kill(pid, KILLS[fault])
+        elif fault == "the runner is killed":
+            for pid in self.training.running("submitit.core._submit"):
+                os.kill(pid, signal.SIGKILL)
         elif fault in COMMANDS:
             self.lab.run(*COMMANDS[fault], self.training.job(), check=False)
         elif fault == "a node is lost":
