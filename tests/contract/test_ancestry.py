@@ -87,12 +87,6 @@ def test_sources_that_were_deleted_have_not_changed_and_that_is_said_once(made, 
         assert "t/corpus.txt has other content" in refused(capsys, made, "encode")
 
 
-def test_a_file_that_leaves_or_enters_a_glob_is_a_change(made, capsys):
-    (made / "more/one.txt").rename(made / "more/three.txt")
-    printed = refused(capsys, made, "encode")
-    assert "input file g/one.txt is gone" in printed and "input file g/three.txt is new" in printed
-
-
 def test_names_below_a_common_folder_do_not_change_because_files_are_gone(place, refusal):
     """The common folder of what is left is another."""
     for name in ("x/one.txt", "y/two.txt", "y/three.txt"):

@@ -59,6 +59,7 @@ def test_a_killed_element_s_units_are_done_by_the_others(twelve):
         "manifest.json", "units", *(f"{number}.txt" for number in range(12))}
 
 
+@pytest.mark.slow
 def test_an_element_that_only_waits_has_time_enough(twelve):
     """Two starts in a row that finish no task are the last, but not if the tasks that are left are those of others."""
     at_work = twelve.start("--element", "a", "launch.processes=12", held=0)

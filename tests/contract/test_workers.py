@@ -11,6 +11,7 @@ import pytest
 from drover.pipeline.contract import workers as module
 from drover.pipeline.contract.workers import StopRequest, Task, Workers
 from drover.pipeline.core.errors import UserError
+from tests.conftest import slow
 from tests.refusal import refused
 from tests.waiting import HANG_S, wait_for
 
@@ -74,7 +75,7 @@ def forked(monkeypatch):
 
 
 @pytest.mark.parametrize("event", HAPPENS)
-@pytest.mark.parametrize("ends", [0, PHASES - 1])
+@pytest.mark.parametrize("ends", [*slow(0), PHASES - 1])
 def test_in_every_phase(tmp_path, forked, event, ends):
     stage = os.getpid()
     done = []
