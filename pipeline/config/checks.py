@@ -1,7 +1,8 @@
 """Combinations of settings that cannot work, each as a sentence with the numbers.
 
 A rule is a condition and the sentence to print if it holds. In a sentence, `<train.steps>` is replaced by the setting
-and its value. What concerns one setting alone is part of its type.
+and its value. What concerns one setting alone is part of its type. Also which optional packages a configuration needs,
+and which of them are missing.
 """
 
 from __future__ import annotations

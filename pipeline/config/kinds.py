@@ -4,6 +4,12 @@ A kind is a class that holds its own settings: `{kind: length, min_characters: 2
 `Length(min_characters=200)`. Settings of built-in kinds are checked when a configuration is read, with file and line.
 A module of your own is imported only shortly before its class is used. Programs that merely inspect a run therefore
 execute none of its code.
+
+Plugins are modules outside of the package that register filters, optimizers and more when they are imported.
+`plugins: [filters/ours.py, our_package.optimizers]` in a configuration names them. Every process that gets the
+configuration on its command line imports them: launcher, stages, ranks, workers. A process that opens the folder of a
+run (a tool, `reuse`) imports none that the folder names: a folder is data. There the user names them with `--plugin`.
+docs/extending.md says what can be added.
 """
 
 from __future__ import annotations

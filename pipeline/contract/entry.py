@@ -402,7 +402,8 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     if state.kind == "changed" and not (options.accept_changes and follows_training(name)):
         raise run.refusal(name, state.differences)
     if state.differences and state.kind != "resumable" and not STAGES[name].checkpoints:
-        _report_lost_units(run, name, state)
+        say(name, f"settings or input have changed: {first([str(difference) for difference in state.differences])}. It "
+                  f"starts from scratch; finished tasks that are removed: {finished_tasks(run.own_folder(name)):,}")
         return _start_from_scratch(run, name, options)
     record = run.record(name)
     accepted = list(record.accepted) if record is not None else []
@@ -413,7 +414,10 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
             _accept(run, name, replace(record, accepted=accepted))
             return None
     fingerprint = run.fingerprint(name)  # refuses missing files before the manifest is removed
-    report_changes(name, state)
+    for difference in state.differences:
+        say(name, f"changed: {difference}")
+    if any(OTHER_FILES in reason for reason in state.reasons):
+        say(name, f"{OTHER_FILES}; these files are read again")
     if isinstance(record, Manifest):
         missing = record.missing_outputs(run.stage_folder(name))
         if missing and run.is_reused(name):
@@ -426,12 +430,6 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     return begin(run, name, fingerprint, accepted, options.element, options.force_id)
 
 
-def _report_lost_units(run: Run, name: str, state: State) -> None:
-    """Print what has changed, and how many finished tasks are lost."""
-    say(name, f"settings or input have changed: {first([str(difference) for difference in state.differences])}. It "
-              f"starts from scratch; finished tasks that are removed: {finished_tasks(run.own_folder(name)):,}")
-
-
 def _start_from_scratch(run: Run, name: str, options: argparse.Namespace) -> Work:
     listed_files(STAGES[name].input_files(run.config))  # refuses missing files before the outputs are removed
     keep = STAGES[name].checkpoints
@@ -442,14 +440,6 @@ def _start_from_scratch(run: Run, name: str, options: argparse.Namespace) -> Wor
     work = begin(run, name, run.fingerprint(name), [], options.element, options.force_id)
     work.from_scratch = True
     return work
-
-
-def report_changes(name: str, state: State) -> None:
-    """Print what has changed since the record of a stage that continues."""
-    for difference in state.differences:
-        say(name, f"changed: {difference}")
-    if any(OTHER_FILES in reason for reason in state.reasons):
-        say(name, f"{OTHER_FILES}; these files are read again")
 
 
 def report_done(run: Run, name: str) -> None:
