@@ -58,11 +58,9 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("links", "pattern", "wanted"), [
     ({"alias": "real", "real/loop": ".."}, "**/*.txt", ["real/sub/a.txt"]),
-    ({"real/loop": "sub", "real/sub/back": ".."}, "**/*.txt", ["real/sub/a.txt"]),
     ({"all": "/", "up": "../.."}, "**/*.txt", ["real/sub/a.txt"]),
-    ({"real/loop": "..", "real/sub/loop": "../.."}, "**/sub/**/*.txt", ["real/sub/a.txt"]),
     ({"b": "elsewhere", "a": "elsewhere"}, "**", ["a/b.txt", "real/sub/a.txt"]),
-    ({"alias": "real"}, "*/*/*.txt", ["real/sub/a.txt"]), ({"itself": "itself"}, "*/sub/*", ["real/sub/a.txt"])])
+    ({"itself": "itself"}, "*/sub/*", ["real/sub/a.txt"])])
 def test_links_lead_to_a_folder_once(tmp_path, links, pattern, wanted):
     for folder, name in ((tmp_path / "d/real/sub", "a.txt"), (tmp_path / "elsewhere", "b.txt")):
         folder.mkdir(parents=True)

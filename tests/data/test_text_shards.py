@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record
-from drover.pipeline.data.documents import Document, from_json, to_json
+from drover.pipeline.data.documents import Document, to_json
 from drover.pipeline.data.text_shards import read_shard, read_texts, write_members
 from tests.conftest import REPOSITORY, run_python
 from tests.refusal import refused
@@ -103,13 +103,7 @@ def test_a_member_that_is_no_document_is_named(tmp_path, member):
     refused(UserError, r"s\.tar is no text shard", list, read_texts(tmp_path, record, 10))
 
 
-@given(text=st.text(),
-       value=st.integers(-2**63, 2**64 - 1) | st.text() | st.floats(allow_nan=False, allow_infinity=False))
-def test_a_member_reads_back_as_it_was(text, value):
-    document = Document(text, "s", "1", {"m": [value, None, {"n": True}]})
-    assert from_json(to_json(document), "") == document
-
-
+@pytest.mark.slow
 def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     """What a user of webdataset writes; every document once, as it is."""
     page = (REPOSITORY / "docs/tokens.md").read_text()

@@ -1,13 +1,27 @@
-"""What each kind of filter keeps, drops and changes; what it is told wrongly is refused when it is made."""
+"""What each kind of filter keeps, drops and changes, and how it is counted; what it is told wrongly is refused when it
+is made. The small fastText models, and their making: tests/data/filters/models/README.md."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from drover.pipeline.config.section import identity
 from drover.pipeline.config.shipped import FILTERS
-from drover.pipeline.data.documents import Document
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.counts import total
+from drover.pipeline.data.documents import Document, to_json
+from drover.pipeline.data.filters.base import (
+    MOST_REASONS,
+    OTHER_REASONS,
+    Chain,
+    Dropped,
+    Filter,
+    few_reasons,
+    no_counts,
+)
 from tests.refusal import refused, table
 
 
@@ -93,3 +107,101 @@ def test_masks_can_be_chosen_left_out_and_added():
 def test_expressions_that_cannot_mask_are_refused(expression, message):
     refused(ValidationError, message, FILTERS.read,
             {"kind": "masking", "patterns": [{"find": expression, "mask": ""}]})
+
+
+MODELS = Path(__file__).parent / "models"
+TWO, WITH_SCRIPTS = MODELS / "two_letters.ftz", MODELS / "with_scripts.bin"
+ENGLISH = "The ship and the rain\nhave been seen by them, and she would come\r\nif you had asked."
+GERMAN = "Der Regen und das Schiff sind nicht gekommen,\nund wenn du mich gefragt hättest."
+FRENCH = "Le soir la ville est à nous et ils ont vu la rivière."
+NONE = "0101 // {} []"
+
+
+@pytest.fixture
+def outcomes():
+    """Function: a filter of languages, and what it makes of a text in each."""
+    pytest.importorskip("fasttext", reason="of the extra `clean`")
+
+    def of_languages(languages, path=TWO, **wanted):
+        own = made(kind="language", path=str(path), languages=languages, **wanted)
+        own.open()
+        return own, [outcome(own, text) for text in (ENGLISH, GERMAN, FRENCH, NONE)]
+    return of_languages
+
+
+def test_other_languages_and_doubtful_ones_are_dropped(outcomes):
+    other, doubtful = "of another language", "of no language with a probability of 0.65"
+    own, result = outcomes(["en"])
+    assert own.reads() == [TWO] and "path" not in identity(own)
+    assert result == [None, other, other, doubtful]
+    assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
+    assert outcomes(["de", "fr"])[1] == [other, None, None, doubtful]
+    assert outcomes(["de", "fr"], keep_unknown=True)[1] == [other, None, None, None]
+    assert outcomes(["en"], min_probability=0.0)[1] == [None, other, other, other]
+
+
+def test_labels_are_those_of_the_model(outcomes):
+    assert outcomes(["eng_Latn", "fra_Latn"], WITH_SCRIPTS)[1][:3] == [None, "of another language", None]
+    refused(UserError, r"is to keep eng, but the model .* knows 3 labels.*did you mean eng_Latn",
+            made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    pytest.importorskip("fasttext", reason="of the extra `clean`")
+    path = tmp_path / "lid.ftz"
+    own = made(kind="language", path=str(path), languages=["en"])
+    refused(UserError, "is not there", own.open)
+    path.write_text("no model")
+    refused(UserError, "is no fastText model", own.open)
+
+
+@pytest.mark.parametrize(("text", "repaired"), [
+    ("schÃ¶n", "schön"), ("â€œHello,â€\x9d he said", "“Hello,” he said"), ("schön “so” ﬁn ２ \r\n\x01", None),
+    ("&amp; stays", None), ("L&AMP;AMP;ATILDE;", None)])
+def test_wrongly_decoded_text_is_put_right_and_nothing_else(text, repaired):
+    pytest.importorskip("ftfy", reason="of the extra `clean`")
+    assert changed("encoding_repair", text) == (text if repaired is None else repaired)
+    assert changed("encoding_repair", "fish &amp; chips", entities=True) == "fish & chips"
+
+
+@pytest.mark.parametrize(("settings", "text", "after"), table(r"""
+    {"form": "NFC"} -> "e\u0301 ﬁ ²" -> "é ﬁ ²"
+    {"form": "NFKC"} -> "e\u0301 ﬁ ²\u00a0x" -> "é fi 2 x"
+    {"line_ends": true} -> "a\r\nb\rc\n\r\n" -> "a\nb\nc\n\n"
+    {"line_ends": true} -> "a\u0085b\u2028c" -> "a\u0085b\u2028c"
+    {"control_characters": true} -> "a\u0000b\u001b[0m\tc\u009f\n\f\r" -> "ab[0m\tc\n\f\r"
+    {"zero_width": true} -> "\ufeffa\u200bb\u00adc\u2060 👨\u200d👩" -> "abc 👨\u200d👩"
+    {"trailing_space": true} -> " a \t\n\u3000\nb  \n\n " -> " a\n\nb"
+    {"max_blank_lines": 1} -> "a\n\n \n\nb\n\nc\nd" -> "a\n\nb\n\nc\nd"
+    {"max_blank_lines": 0} -> "a\n\n\nb" -> "a\nb"
+    {"trailing_space": true, "max_blank_lines": 2, "line_ends": true} -> "a \r\n\r\n \r\n\r\nb\r\n" -> "a\n\n\nb"
+    {"form": "NFC", "trailing_space": true, "zero_width": true} -> "é\n  b" -> "é\n  b"
+    """, json.loads, json.loads, json.loads))
+def test_each_setting_changes_its_own_part(settings, text, after):
+    assert changed("normalization", text, **settings) == after
+    assert changed("normalization", after, **settings) == after  # once is enough
+
+
+class Numbered(Filter):
+    """Drops everything, for as many reasons as there are lengths."""
+
+    def __call__(self, document):
+        return f"reason {len(document.text)}"
+
+
+def test_reasons_of_a_filter_that_keeps_to_no_few_are_counted_together():
+    chain = Chain([Numbered(kind="length")])
+    for size in [*range(1, 101), 1, 1, 100]:
+        document = Document("x" * size, "s", "i", {})
+        assert isinstance(chain(document, to_json(document)), Dropped)
+    few = few_reasons(total([no_counts(chain.filters), chain.counts, chain.counts]))["length"]
+    assert few["documents"] == 206 and few["reasons"][OTHER_REASONS] == 100
+    assert len(few["reasons"]) == MOST_REASONS + 1
+    assert list(few["reasons"].items())[:2] == [("reason 1", 6), ("reason 100", 4)]
+
+
+def test_a_filter_with_sources_sees_only_their_documents():
+    chain = Chain([Numbered(kind="length", sources=["web"])])
+    web, code = (Document("x", source, "i", {}) for source in ("web", "code"))
+    assert isinstance(chain(web, to_json(web)), Dropped)
+    assert chain(code, to_json(code)) == (code, to_json(code))

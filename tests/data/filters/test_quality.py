@@ -146,14 +146,6 @@ def real_or_dirty(draw):
     return (dirty(text, draw) if draw.random() < 0.7 else text)[:3000]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_defaults_say_of_real_and_of_dirty_texts_what_datatrove_says(kind):
-    draw, texts = random.Random(7), real_texts()
-    texts = texts + [dirty(text, draw) for text in texts for _ in range(2)]
-    reasons = {compare(kind, text) for text in texts}
-    assert None in reasons and len(reasons) > 2  # some pass, and several rules have dropped others
-
-
 SHARES = [0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]
 VALUES = [*table("""
     short_line_length -> [1, 10, 60]

@@ -4,37 +4,40 @@ without spaces between words, too (`near_duplicates.words: characters`)."""
 import ast
 import random
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from drover.pipeline.config.data import NearDuplicates
-from drover.pipeline.data.planning import near_duplicates, runs
+from drover.pipeline.data.planning import near_duplicates
 from drover.pipeline.data.planning.near_duplicates import (
     NONE,
+    followers_path,
+    join_components,
     shingles,
     signature_settings,
     signatures,
     similarity,
     words,
 )
+from drover.pipeline.data.planning.runs import DIGEST, LINK, CorpusLayout, read_rows, write_links
 from tests.conftest import run_python
 from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import cut_into, firsts, in_order, passes, texts_of
 
 FINEWEB = signature_settings(NearDuplicates())
-HAN = [*map(chr, range(0x4e00, 0x5bb8))]
-
-
 def article(rng):
     return [f"w{rng.randrange(4000)}" for _ in range(200)]
 
 
-def edited(rng, own, edits, new=lambda rng: f"new{rng.randrange(10**6)}"):
+def edited(rng, own, edits):
     """Words with so many of them replaced at random places."""
     own = list(own)
     for place in rng.sample(range(len(own)), edits):
-        own[place] = new(rng)
+        own[place] = f"new{rng.randrange(10**6)}"
     return own
 
 
@@ -119,19 +122,6 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
     assert len({component for component, _ in of_component}) == len(of_component), "a component lies in one split"
 
 
-def test_many_copies_of_a_page_are_a_row_a_group_and_no_pairs(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "GROUP_UNITS", 2)
-    page = " ".join(article(random.Random(4)))
-    corpus = {"a": [[page, *(f"{page} {number}" for number in range(99))] for _ in range(8)]}
-    passes(tmp_path, corpus, config_of(corpus))
-
-    def size(pattern):
-        return sum(path.stat().st_size for path in (tmp_path / "staging").glob(pattern))
-    assert size("runs/000/*") == 4 * (100 * runs.DIGEST_RUN.itemsize + 8 * 2)
-    assert size("runs/*/*") <= 4 * 15 * (100 * runs.DIGEST_RUN.itemsize + 8 * 2)
-    assert size("links/*/*") < 17 * runs.LINK.itemsize * 900, "of 800 documents; pairs were 319,600 a band"
-
-
 def test_signatures_are_a_function_of_the_text_alone():
     """In any process, alone or beside others, of words without their case and marks."""
     code = ("from drover.pipeline.data.planning.near_duplicates import *; "
@@ -168,14 +158,44 @@ def test_what_a_word_is(text, own):
     assert words(text, "characters") == own
 
 
-def test_the_stage_drops_chinese_copies_by_characters_and_not_by_runs(tmp_path):
-    """A copy of which few characters differ, and a text of which half is the same."""
-    rng = random.Random(6)
-    own = rng.choices(HAN, k=600)
-    own[::12] = "，" * 50
-    texts = ["".join(result) for result in (own, edited(rng, own, 6, lambda rng: rng.choice(HAN)),
-                                          [*own[:300], *rng.choices(HAN, k=300)])]
-    for kind, stay in (("runs", texts), ("characters", [texts[0], texts[2]])):
-        corpus = {"s": [texts]}
-        passes(tmp_path / kind, corpus, config_of(corpus, verify=0.8, bands=60, rows=2, words=kind))
-        assert sorted(texts_of(tmp_path / kind).values()) == sorted(stay)
+def write_edges(folder, plan, edges, seed):
+    """Edges (n, 2) in the files of links, in any order."""
+    plan.write(folder)
+    names = [(column, name) for column in range(DIGEST + 1, plan.bands + 1)
+             for name in (*plan.group_names, *plan.partition_names)]
+    of = np.random.default_rng(seed).integers(0, len(names), len(edges))
+    rows = np.array(edges, np.int64).reshape(-1, 2)
+    for number, (column, name) in enumerate(names):
+        write_links(folder, plan, column, name, *rows[of == number].T)
+
+
+@st.composite
+def graphs(draw):
+    """(documents, edges): a path or none, in any order of the documents, and edges at random."""
+    documents = draw(st.integers(2, 120) | st.just(400))
+    seed, numbers = draw(st.integers(0, 2**32 - 1)), np.arange(documents)
+    shuffled = np.random.default_rng(seed).permutation(documents)
+    path = draw(st.sampled_from([numbers[:0], numbers, numbers[::-1], shuffled]))
+    edges = draw(st.lists(st.tuples(st.integers(0, documents - 1), st.integers(0, documents - 1)), max_size=120))
+    return documents, [*pairwise(path), *(edge for edge in edges if edge[0] != edge[1])], seed
+
+
+@settings(max_examples=40)
+@given(graph=graphs(), last=st.booleans(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
+       bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
+@example(graph=(0, [], 0), last=False, rows=5, groups=1, bands=1, partitions=1)
+def test_components_are_those_of_union_find(tmp_path_factory, monkeypatch, graph, last, rows, groups, bands,
+                                            partitions):
+    """The plan has groups of one unit each."""
+    folder, (documents, edges, seed) = tmp_path_factory.mktemp("graph"), graph
+    starts = np.linspace(0, documents, groups + 1).astype(int).tolist()
+    plan = CorpusLayout([f"a-{group:05d}" for group in range(groups)], [0] * groups, starts, list(range(groups + 1)),
+                  partitions, last, bands)
+    write_edges(folder, plan, edges, seed)
+    monkeypatch.setattr(near_duplicates, "AT_ONCE", rows)
+    join_components(folder, {})
+    parts = [read_rows(followers_path(folder), LINK, part, partitions).tolist() for part in range(partitions)]
+    followers = [row for row in firsts(edges, max if last else min).items() if row[0] != row[1]]
+    assert [row for part in parts for row in part] == sorted(followers, key=lambda row: row[::-1], reverse=last)
+    full = [first for part in parts for first in {first for _, first in part}]
+    assert len(full) == len(set(full)), "a component lies in one part"

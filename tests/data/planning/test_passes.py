@@ -1,16 +1,22 @@
 """Duplicates, splits and shards in bounded passes: the bytes of the shards are those of one process that holds all."""
 
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.documents import Document, digest, document_key, to_json
 from drover.pipeline.data.planning import passes as planning_passes
-from drover.pipeline.data.planning import runs
 from drover.pipeline.data.planning.passes import decide
-from drover.pipeline.data.planning.runs import equal_rows
-from tests.data.planning import in_memory, staged_corpora
-from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
+from drover.pipeline.data.text_shards import SPLITS, write_members
+from tests.data.planning import staged_corpora
+from tests.data.planning.staged_corpora import Work, cut_into, in_order, passes, stage
 from tests.refusal import refused
 
 TEXTS = st.lists(st.one_of(
@@ -35,8 +41,8 @@ def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, mo
                                                             share, target, sizes, seed):
     config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, validation_share=share,
                                      validation_rule="tail" if tail else "hash", shard_mb=target / 1e6)
-    documents, folder = in_memory.plan(corpus, config), tmp_path_factory.mktemp("passes")
-    written = in_memory.write_shards(folder, documents, corpus, target)
+    documents, folder = plan(corpus, config), tmp_path_factory.mktemp("passes")
+    written = write_shards(folder, documents, corpus, target)
     cut_into(monkeypatch, *sizes)
     result = passes(folder, corpus, config, seed)
     assert result.shards == written
@@ -52,26 +58,6 @@ def test_the_shards_are_those_of_one_process_that_holds_all(tmp_path_factory, mo
         assert result.decided.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
         assert result.decided.cuts(source) * 2 == sum(one.unit == f"{name}-cut" for one in own)
         first += len(units)
-
-
-@given(digests=st.lists(st.tuples(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.sampled_from([0, 7, 2**64 - 1])),
-                        min_size=1, max_size=30))
-def test_digests_that_agree_in_a_half_differ(digests):
-    high, low = np.array(digests, np.uint64).T
-    for last, numbers in ((False, range(len(digests))), (True, reversed(range(len(digests))))):
-        order = sorted(numbers, key=digests.__getitem__)
-        first = {digests[place]: place for place in reversed(order)}
-        others = [place for place in order if first[digests[place]] != place]
-        assert [result.tolist() for result in equal_rows([high, low], last)] == [
-            [place for place in order if place not in others], others, [first[digests[place]] for place in others]]
-
-
-def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
-    cut_into(monkeypatch, 100, 3, 64)
-    result = runs.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
-    assert result.groups == [0, 2, 5, 6, 7, 8] and result.group_starts.tolist() == [0, 100, 101, 101, 601, 608]
-    assert result.partitions == 16, "the power of two above 608 / 64"
-    assert runs.layout("a", [0], [0]).partitions == 1
 
 
 def test_a_torn_file_is_named(tmp_path):
@@ -107,3 +93,73 @@ def test_a_shard_that_reads_back_as_other_bytes_is_refused(tmp_path, monkeypatch
     monkeypatch.setattr(planning_passes, "write_members", harmed)
     refused(UserError, r"a-00000\.tar does not read back as it was written", passes, tmp_path, corpus,
             staged_corpora.settings(corpus, validation_share=0.5, shard_mb=1))
+
+
+@dataclass
+class Planned:
+    """A document, and what becomes of it."""
+
+    unit: str
+    id: str
+    text: str
+    dropped: bool = False
+    validation: bool = False
+
+    @property
+    def source(self):
+        return self.unit.partition("-")[0]
+
+
+def plan(corpus, config):
+    """All documents of a corpus, in order, and how many there are; those that a border cuts as their two parts."""
+    documents = [Planned(*entry) for entry in in_order(corpus)]
+    seen = set()
+    for document in documents if config.keep_duplicate == "first" else reversed(documents):
+        document.dropped = config.drop_duplicates and document.text in seen
+        seen.add(document.text)
+    for document in documents:
+        high = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big")
+        document.validation = high < ceil(config.validation_share * 2**64)
+    if config.validation_rule == "tail":
+        for source in corpus:
+            documents = _with_tail(documents, source, 1 - Fraction(str(config.validation_share)))
+    return documents
+
+
+def _with_tail(documents, source, trained):
+    """The documents, the last share of one source's characters held out."""
+    left = int(sum(len(one.text) for one in documents if one.source == source and not one.dropped) * trained)
+    result = []
+    for document in documents:
+        parts, size = [document], len(document.text)
+        if document.source == source and not document.dropped:
+            document.validation = size > left
+            if 0 < left < size:
+                parts = [Planned(f"{source}-cut", f"{document.id}{place}", text, validation=half)
+                         for half, place, text in ((False, f"[:{left}]", document.text[:left]),
+                                                   (True, f"[{left}:]", document.text[left:]))]
+            left = max(0, left - size)
+        result += parts
+    return result
+
+
+def write_shards(folder, documents, sources, target):
+    """The bytes of all shards, by split and name: runs of documents of about equal size, as few as keep to `target`
+    bytes of text on average."""
+    result = {}
+    for split in SPLITS:
+        for source in sources:
+            own = [one for one in documents if one.source == source and not one.dropped
+                   and one.validation == (split == "validation")]
+            sizes = np.array([len(one.text.encode()) for one in own], np.int64)
+            shards = max(1, ceil(sizes.sum() / target))
+            numbers = (np.cumsum(sizes) - sizes) * shards // max(sizes.sum(), 1)  # a document of several leaves a gap
+            for number in np.unique(numbers).tolist():
+                path, seen, members = folder / "expected.tar", Counter(), []
+                for one in (one for one, where in zip(own, numbers, strict=True) if where == number):
+                    members.append((document_key(digest(one.text.encode()), seen[one.text]),
+                                    to_json(Document(one.text, source, one.id, {"of": one.id.partition("[")[0]}))))
+                    seen[one.text] += 1
+                write_members(path, members)
+                result[f"{split}/{source}-{number:05d}"] = path.read_bytes()
+    return result

@@ -1,9 +1,10 @@
-"""Every format of files, damaged: what is read all the same, and what is named as unreadable."""
+"""Every format of files, damaged or with documents beyond `shard.max_document_mb`: what is read all the same, what is
+named as unreadable; a document that is too long is never held in memory."""
 
-import gzip
 import json
 import random
 import re
+import tracemalloc
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,14 +26,6 @@ from tests.data.source_files import (
 def numbered(count):
     """So many documents as JSON lines."""
     return lines({"text": f"{own} {random.Random(own).random()}"} for own in range(count))
-
-
-def test_zeros_behind_gzip_data_are_padding(tmp_path):
-    """Between members and at the end."""
-    (tmp_path / "f.jsonl.gz").write_bytes(
-        gzip.compress(numbered(2000)) + bytes(3) + gzip.compress(numbered(7)) + bytes(70_000))
-    documents, rejections = read(tmp_path / "f.jsonl.gz")
-    assert rejections == [] and len(documents) == 2007
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
@@ -65,14 +58,6 @@ def test_zstd_data_of_any_window_is_read(tmp_path, window):
     assert len(documents) > 3000 and rejection.lost and "breaks off" in rejection.reason
 
 
-def test_what_the_first_buffer_gives_is_kept(tmp_path):
-    """Also where the next read meets the damage."""
-    complete = gzip.compress(numbered(200))
-    (tmp_path / "f.jsonl.gz").write_bytes(complete[:len(complete) // 2])
-    documents, [rejection] = read(tmp_path / "f.jsonl.gz")
-    assert len(documents) > 50 and rejection.lost
-
-
 def test_a_bad_line_costs_itself_alone(tmp_path):
     rows = [b'{"text": "good"}', b'{"text": "cut', b'{"text": "bad \xff byte"}', b'{"body": "other"}', b'{"text": 7}',
             b'{"text": null}', b'["text"]', b"", b'{"text": "half \\ud83d pair"}', b'{"text": "also good"}', b"NaN",
@@ -85,17 +70,6 @@ def test_a_bad_line_costs_itself_alone(tmp_path):
                "", "", "a str, not an object", "nested too deeply to be read"]
     for rejection, reason in zip(rejections, reasons, strict=True):
         assert reason in rejection.reason and json.loads(rejection.line())["source"] == "s"
-
-
-@pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
-def test_half_of_a_pair_is_no_matter_of_the_encoding(tmp_path, name):
-    for escape in (r"\ud800", r"a\ud83d", r"\udc80 b", r"\udfff\ud800", "é \\ude00"):
-        (tmp_path / name).write_text(f'{{"text": "{escape}"}}\n{{"text": "\\ud83d\\ude00"}}\n', encoding="utf-8")
-        documents, [rejection] = read(tmp_path / name)
-        assert "half of a surrogate pair" in rejection.reason and "iconv" not in rejection.reason
-        assert texts(documents) == ["\U0001f600"]
-    (tmp_path / name).write_bytes(b'{"text": "\xe9"}')
-    assert "surrogate" not in read(tmp_path / name)[1][0].reason
 
 
 def test_a_field_that_cannot_be_kept_is_named(tmp_path):
@@ -140,3 +114,50 @@ def test_a_cut_columnar_file_is_named(tmp_path, kind):
     path.write_bytes(data[:len(data) * 3 // 5])
     documents, [rejection] = read(path)
     assert len(documents) < 3 and rejection.lost and rejection.file == path.name
+
+
+REASON = "longer than shard.max_document_mb (1 MB) allows"
+LARGE = 20_000_000
+"""Bytes of a document that is far too long for memory that is bounded."""
+
+
+def refused(path, **fields):
+    """(texts by id, what is rejected), read in little memory."""
+    tracemalloc.start()
+    documents, rejections = read(files_source(path, **fields), max_document_mb=1.0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < LARGE / 2
+    return ({own.id: own.text for own in documents},
+            [(own.record, own.reason, own.documents, own.lost) for own in rejections])
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_line(tmp_path, ending):
+    (tmp_path / f"f.jsonl{ending}").write_bytes(COMPRESS[ending](
+        b'{"text": "first"}\n{"text": "' + b"x" * LARGE + b'"}\n{"text": "last"}\n' + b"[" * LARGE))
+    assert refused(tmp_path / "f.*") == ({f"f.jsonl{ending}:1": "first", f"f.jsonl{ending}:3": "last"},
+                                         [(2, REASON, 1, False), (4, REASON, 1, False)])
+
+
+@pytest.mark.parametrize(("separator", "texts", "record"), [
+    (None, {}, None), ("||", {"f.txt:1": "first", "f.txt:3": "last"}, 2), ("<|end|>", {}, 1)])
+def test_a_text(tmp_path, separator, texts, record):
+    """Whole, between separators, and where a separator never comes."""
+    (tmp_path / "f.txt").write_bytes(b"first||" + b"x" * LARGE + b"||last")
+    assert refused(tmp_path / "f.txt", separator=separator) == (texts, [(record, REASON, 1, False)])
+
+
+@pytest.mark.parametrize("data", [
+    b'[{"text": "first"}, {"text": "' + b"x" * LARGE + b'"}, {"text": "last"}]',
+    b'[{"text": "first"}, {"text": [' + b"1," * (LARGE // 2), b'{"text": "first"}\n{"text": "first"' + b" " * LARGE],
+    ids=["text", "brackets", "spaces"])
+def test_a_value_of_json_costs_what_follows_it(tmp_path, data):
+    (tmp_path / "f.json").write_bytes(data)
+    assert refused(tmp_path / "f.json") == ({"f.json:1": "first"}, [(2, REASON, 1, True)])
+
+
+@pytest.mark.parametrize("text", ["x" * LARGE, '"' + "line\n" * (LARGE // 5) + '"'], ids=["bare", "lines"])
+def test_a_field_of_csv_costs_what_follows_it(tmp_path, text):
+    (tmp_path / "f.csv").write_text(f"id,text\n1,first\n2,{text}\n3,last\n")
+    assert refused(tmp_path / "f.csv", id_field="id") == ({"1": "first"}, [(2, REASON, 1, True)])

@@ -1,21 +1,26 @@
-"""Text files in other encodings than UTF-8, and what is read of them where the encoding is another one."""
+"""Text files in other encodings than UTF-8, and files that are not what their name says, which are named for what they
+are."""
 
 import codecs
+import gzip
+import lzma
+import os
 import random
 
 import pytest
+import zstandard
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import streams
-from drover.pipeline.data.sources import reading_units
 from drover.pipeline.data.streams import recoder
-from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, read, texts, write_batches
+from tests.data.source_files import COMPRESS, batch, file_bytes, files_source, lines, read, texts, write_batches
+from tests.refusal import refused
 
 WORDS = ["größer ü", "“naïve” €", "ein\nzwei"]
 
 
 @pytest.mark.parametrize(("encoding", "words"), [
-    ("cp1252", WORDS), ("utf-16", WORDS), ("utf-16-le", WORDS), ("UTF_32_BE", WORDS), ("koi8-r", ["Это текст"]),
-    ("utf-16", ["\u4e0a\U0001f600 ü"]), ("gb18030", ["这是文字"]), ("shift_jis", ["価格は千円です。"]),
+    ("cp1252", WORDS), ("utf-16", WORDS), ("UTF_32_BE", WORDS), ("utf-16", ["\u4e0a\U0001f600 ü"]),
     ("iso2022_jp", ["価格"])])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.csv", "f.txt", "f.jsonl.gz"])
 def test_text_is_read_in_its_encoding(tmp_path, monkeypatch, name, encoding, words):
@@ -81,9 +86,67 @@ def test_parquet_has_its_own_encoding(tmp_path):
     assert texts(read(files_source(tmp_path / "f.parquet", encoding="utf-16"))[0]) == ["größer"]
 
 
-def test_only_files_in_utf_8_are_read_in_parts(tmp_path):
-    path = tmp_path / "f.jsonl"
-    path.write_bytes(lines([{"text": "a"}]))
-    record = {"name": "s/f.jsonl", "path": str(path), "bytes": 10**9, "mtime_ns": 0}
-    assert [len(reading_units(config_of(files_source(path, encoding=encoding)).shard, [record]))
-            for encoding in ("utf-16", "UTF8")] == [1, 16]
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+GZIPPED, ZSTD = gzip.compress(LINES, mtime=0), zstandard.compress(LINES)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(("name", "data", "reason"), [
+    ("a.jsonl", POINTER, "it is a Git LFS pointer; run `git lfs pull`"),
+    ("a.jsonl", GZIPPED, "it is a gzip file; add .gz to its name"), ("a.txt", ZSTD, "it is a zstd file; add .zst"),
+    ("a.jsonl", b"PK\x03\x04\x14", "it is a zip file; unpack it"),
+    ("a.csv", lzma.compress(LINES), "it is an xz file; unpack"),
+    ("a.jsonl.gz", gzip.compress(GZIPPED, mtime=0), "it is a gzip file"),
+    ("a.jsonl.gz", ZSTD, "its name ends in .gz, but it is a zstd file"),
+    ("a.jsonl.gz", LINES, "its name ends in .gz, but it is no gzip data; rename it"),
+    ("a.txt", "words ü".encode("utf-16"), "it is UTF-16 text with a byte-order mark; set the source's `enc"),
+    ("a.txt", "words and words ".encode("utf-16-le"), "it is UTF-16 text without a byte-order mark; set the "
+                                                      "source's `encoding: utf-16-le`"),
+    ("a.txt", b"\x01\x02\0\xff" * 9, "binary data, not text"),
+    ("a.txt", b"w" * 144 + bytes(16), "binary data, not text"),
+    ("a.jsonl", b"\n<!DOCTYPE html><html>", "it is an HTML page, as a server sends"),
+    ("a.txt", b"<html>", "it is an HTML page, of which the model would learn the markup"),
+    ("a.md.gz", gzip.compress(b"\xef\xbb\xbf <?xml version='1.0'?>\n<!-- of a\nserver --><HTML lang=en>"),
+     "`html: keep`"),
+    ("a.md", b"---\nlayout: page\ntitle: a\n---\n\n<html>", "`html: keep`"),
+    ("a.jsonl", "parquet", "it is a Parquet file; name it .parquet, or set the source's `format: parquet`"),
+    ("a.parquet", "arrow", "it is an Arrow file")])
+def test_a_file_is_named_for_what_it_is(tmp_path, name, data, reason):
+    (tmp_path / name).write_bytes(file_bytes(data, tmp_path) if isinstance(data, str) else data)
+    documents, (rejection,) = read(tmp_path / name)
+    assert documents == [] and rejection.lost and rejection.record is None
+    assert reason in rejection.reason and "latin1" not in rejection.reason, rejection.reason
+
+
+@pytest.mark.parametrize(("name", "data", "wanted"), [
+    ("a.txt", b"<header>", ["<header>"]),
+    ("a.txt", b"---\na\n---\nb <html>", ["---\na\n---\nb <html>"]), ("a.txt", b"BZh is a word", ["BZh is a word"]),
+    ("a.txt", b"w" * 145 + bytes(16), ["w" * 145 + "\0" * 16]),
+    ("a.txt", ("x" * 4095 + "ü\0").encode(), ["x" * 4095 + "ü\0"]), ("a.txt.gz", b"", [""]),
+    ("a.jsonl", b"\xef\xbb\xbf" + LINES, ["one", "two"]), ("a.JSONL.GZ", GZIPPED, ["one", "two"]),
+    ("a.jsonl.zst", (b"\x50\x2a\x4d\x18\4\0\0\0" + bytes(4) + ZSTD) * 2, ["one", "two"] * 2)])  # as pzstd writes it
+def test_what_is_right_is_read(tmp_path, name, data, wanted):
+    (tmp_path / name).write_bytes(data)
+    documents, rejections = read(tmp_path / name)
+    assert texts(documents) == wanted and rejections == []
+
+
+@pytest.mark.parametrize("name", ["a.html", "A.HTM", "a.xhtml.gz", "a.txt"])
+def test_pages_are_read_where_they_are_to_be_kept(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"<html>") if name.endswith(".gz") else b"<html>")
+    if name != "a.txt":
+        refused(UserError, rf"1 files are HTML pages \({name}\).*html: keep", read, tmp_path / name)
+    assert texts(read(files_source(tmp_path / name, html="keep"))[0]) == ["<html>"]
+
+
+def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 5000 + b"\n\n\0\xff\0" + b"\n\ncaf\xe9")
+    _, rejections = read(files_source(tmp_path / "a.txt", separator="\n\n"))
+    assert ["binary" in rejection.reason for rejection in rejections] == [True, False]
+    assert "iconv -f latin1" in rejections[1].reason
+
+
+def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
+    for name in (b"a\xe9.txt", b"a\\xe9.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("x")
+    refused(UserError, "two files are called s/a", read, tmp_path / "*.txt")

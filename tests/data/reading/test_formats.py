@@ -1,7 +1,6 @@
 """Every format of files, whole: what is read, and which fields."""
 
 import json
-from itertools import product
 
 import pyarrow as pa
 import pytest
@@ -47,17 +46,6 @@ def test_what_cannot_be_read_of_json_is_told(tmp_path, content, reason):
     assert texts(documents) == ["a"] and lost([rejection]) == [(2, True)] and reason in rejection.reason
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv", "arrow"])
-def test_a_column_that_is_missing_or_holds_numbers_is_no_text(tmp_path, kind):
-    path = tmp_path / f"f.{kind}"
-    path.write_bytes(file_bytes(kind, tmp_path))
-    documents, [rejection] = read(files_source(path, text_field="body"))
-    assert documents == [] and "body" in rejection.reason and "text, name, stars" in rejection.reason
-    if kind != "csv":
-        _, rejections = read(files_source(path, text_field="stars"))
-        assert rejections and all("int64" in rejection.reason for rejection in rejections)
-
-
 def test_ids_and_meta_become_plain_json(tmp_path):
     (tmp_path / "f.jsonl").write_text(f'{{"text": "a", "name": {2**100}}}')
     assert read(files_source(tmp_path / "f.jsonl", id_field="name"))[0][0].id == str(2**100)
@@ -74,17 +62,15 @@ JSON = [json.dumps(record) for record in LONG]
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz", "json.zst"])
 @pytest.mark.parametrize("content", [
-    "\r".join(JSON), "".join(JSON), " ".join(JSON), ", ".join(JSON), json.dumps(LONG), json.dumps(LONG, indent=1),
+    "\r".join(JSON), "".join(JSON), json.dumps(LONG),
     "\n".join(json.dumps(record, indent=1) for record in LONG), "[\n" + ",\n".join(JSON) + "\n]\n",
     ",\n".join(JSON) + ",", f"{JSON[0]}\n{JSON[1]}{JSON[2]}\n" + "\r".join(JSON[3:]),
-    f"{JSON[0]}\n{json.dumps(LONG[1:])}\n", "\n".join(f"\ufeff{own}" for own in JSON),
+    "\n".join(f"\ufeff{own}" for own in JSON),
     "".join(f"\x1e{own}\n" for own in JSON),
-    json.dumps({"version": 1, "data": LONG}), json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n\r\n\n",
-    f" {json.dumps(LONG[:3])}\n{json.dumps(LONG[3:])} []\n",
+    json.dumps({"a": {"b": LONG}, "c": [1]}) + "\r\n\r\n\n",
     f"{json.dumps(LONG[:3])} {JSON[3]}\n" + "\n".join(JSON[4:])],
-    ids=["cr", "nothing", "spaces", "commas", "array", "indented array", "indented values", "array of lines",
-         "commas at ends", "mixed", "array in a line", "marks", "sequence", "wrapped", "wrapped twice", "arrays",
-         "array and values"])
+    ids=["cr", "nothing", "array", "indented values", "array of lines", "commas at ends", "mixed", "marks", "sequence",
+         "wrapped twice", "array and values"])
 def test_records_that_do_not_stand_on_lines_of_their_own_are_read(tmp_path, monkeypatch, content, ending):
     monkeypatch.setattr(readers, "CHUNK", 7)  # values are cut by the end of what was read
     path = tmp_path / f"f.{ending}"
@@ -100,12 +86,6 @@ def test_a_first_line_that_is_broken_or_long_makes_no_other_json(tmp_path):
         documents, [rejection] = read(tmp_path / "f.jsonl")
         assert texts(documents) == [record["text"] for record in LONG] and rejection.record == 1 and not rejection.lost
         assert rejection.lost_bytes == len(first) + 1
-
-
-def test_a_broken_line_after_two_records_in_one_costs_itself_alone(tmp_path):
-    (tmp_path / "f.jsonl").write_text('{"text": "a"}{"text": "b"}\n{"text": "cut\n{"text": "c"}\n')
-    documents, [rejection] = read(tmp_path / "f.jsonl")
-    assert texts(documents) == ["a", "b", "c"] and rejection.record == 2
 
 
 def test_a_large_object_is_named_with_what_to_do_and_many_fields_are_not_listed(tmp_path):
@@ -128,20 +108,19 @@ def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("record", [
-    '{"text": "%s", "id": 5, "text": "x"}', '{"text": "x", "text": "%s"}', '{"text": "", "t\\u0065xt": "%s"}',
-    '{"\\u0074ext": "x", "text": "%s"}', '{"type": "text", "text" : "%s", "text":"x"}', '{"text": "%s", "text": "%s"}'])
-@pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.jsonl.gz"])
+    '{"text": "%s", "id": 5, "text": "x"}', '{"type": "text", "text" : "%s", "text":"x"}',
+    '{"text": "%s", "text": "%s"}'])
+@pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
 def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
     for text in ("x", "y" * 3000, r'é\n\"' * 500):
         content = f'{{"text": "a"}}\n{record.replace("%s", text)}\n{{"text": "b", "m": {{"text": "c", "text": "d"}}}}\n'
-        (tmp_path / name).write_bytes(COMPRESS[".gz" * name.endswith("gz")](content.encode()))
+        (tmp_path / name).write_bytes(content.encode())
         documents, [rejection] = read(tmp_path / name)
         assert texts(documents) == ["a", "b"] and "'text' occurs more than once" in rejection.reason
 
 
 @pytest.mark.parametrize("record", [
-    '{"id": 1, "text": "x", "id": 2}', '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}',
-    '{"text": "x", "id": 1, "m": {"lang": "en", "l\\u0061ng": "de"}}', '{"id": 1, "\\u0069d": 1, "text": "x"}'])
+    '{"id": 1, "text": "x", "id": 2}', '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}'])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
 def test_a_record_with_two_ids_or_meta_fields_is_rejected(tmp_path, name, record):
     good = '{"text": "the \\"id\\": 5, \\u0061", "id": 7, "m": {"lang": "en", "id": 8}, "n": {"id": 9}}\n'
@@ -170,17 +149,10 @@ def test_a_text_in_an_object_is_read(tmp_path, name):
         assert "the column 'content' holds struct" in rejection.reason
 
 
-def test_a_name_with_a_dot_and_two_texts_within_an_object(tmp_path):
-    (tmp_path / "f.jsonl").write_text('{"a.b": "x", "a": {"b": "y"}}\n{"a": {"b": "x", "b": "y"}}\n'
-                                      '{"a": {"b": "x"}, "a": {"b": "y"}}\n{"c": {"b": 1}, "a": {"b": "z"}}\n')
-    documents, rejections = read(files_source(tmp_path / "f.jsonl", text_field="a.b"))
-    assert texts(documents) == ["x", "z"] and [own.record for own in rejections] == [2, 3]
-
-
 @pytest.mark.parametrize(("name", "content", "fields"), [
     ("f.csv", 'n;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}), ("f.tsv", 'n\ttext\n1\t"a;\nb"\n2\tc, d\n', {}),
     ("f.csv", "n|text\n1|'a;\nb'\n2|c, d\n", {"delimiter": "|", "quote": "'"}),
-    ("f.csv", 'n,text\r1,"a;\nb"\r2,"c, d"\r', {}), ("f.csv", '\ufeffn,text\n1,"a;\nb"\n\ufeff"2","c, d"\n', {}),
+    ("f.csv", 'n,text\r1,"a;\nb"\r2,"c, d"\r', {}),
     ("f.csv", '\ufeffsep=;\r\n"n";"text"\r\n1;"a;\nb"\r\n2;c, d\r\n', {}),
     ("f.csv.gz", 'SEP=|\n\nn;text\n1;"a;\nb"\n2;c, d\n', {"delimiter": ";"}),
     ("f.csv", '\n\nn,text\n1,"a;\nb"\n2,"c, d"\n', {})])
@@ -196,20 +168,10 @@ def test_values_without_quotes_and_a_hint_at_the_delimiter(tmp_path):
     (tmp_path / "f.tsv").write_text('n\ttext\n1\t"Yes" she said\n')
     assert "set the source's `quote: \"\"`" in read(tmp_path / "f.tsv")[1][0].reason
     assert texts(read(files_source(tmp_path / "f.tsv", quote=""))[0]) == ['"Yes" she said']
-    for own, header in product(";\t|", ("n{}text", '"n"{}"text"')):
-        (tmp_path / "f.csv").write_text(f"{header.format(own)}\n1{own}a\n")
+    for own in ";\t|":
+        (tmp_path / "f.csv").write_text(f"n{own}text\n1{own}a\n")
         _, [rejection] = read(tmp_path / "f.csv")
         assert f"set the source's `delimiter: {json.dumps(own)}`" in rejection.reason
         [problem] = absent_columns(config_of(files_source(tmp_path / "f.csv")).shard, [("s/f", f"{tmp_path}/f.csv")])
         assert f"`delimiter: {json.dumps(own)}`" in problem
         assert texts(read(files_source(tmp_path / "f.csv", delimiter=own))[0]) == ["a"]
-    (tmp_path / "f.csv.gz").write_bytes(COMPRESS[".gz"](b'"n";"text"\n1;a\n')[:-8])
-    assert lost(read(tmp_path / "f.csv.gz")[1]) == [(None, True)]
-
-
-@pytest.mark.parametrize("ending", COMPRESS)
-@pytest.mark.parametrize("name", ["f.csv", "f.tsv", "f.parquet", "f.arrow", "f.json", "f.jsonl"])
-def test_a_file_of_no_bytes_has_no_records(tmp_path, name, ending):
-    for content in (b"", COMPRESS[ending](b"")):
-        (tmp_path / f"{name}{ending}").write_bytes(content)
-        assert read(tmp_path / f"{name}{ending}") == ([], [])

@@ -163,14 +163,6 @@ def cut(folder, files, shard_mb=0.001, **source):
             for payload in units_of(folder, files, source, shard_mb=shard_mb)]
 
 
-def test_the_first_units_of_a_source_keep_examples_if_there_are_filters(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "EXAMPLE_UNITS", 2)
-    for filters, kept in (([{"kind": "length", "min_words": 1}], [7, 7, None]), ([], [None] * 3)):
-        units = units_of(tmp_path, dict.fromkeys("abc", 1000), {"format": "txt"}, filters=filters, shard_mb=0.001,
-                         dropped_examples=7)
-        assert [payload.get("examples") for payload in units] == kept
-
-
 def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "LEAST_PART", 1000)
     units = cut(tmp_path, {"b.jsonl": 3000, "c.jsonl": 10, "d.jsonl": 20, "e.jsonl.gz": 9000, "f.parquet": 2001,
@@ -179,7 +171,8 @@ def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monk
         "b.jsonl[0:1000]", "b.jsonl[1000:2000]", "b.jsonl[2000:3000]",
         "c.jsonl[0:10] d.jsonl[0:20] e.jsonl.gz[0:9000]", "f.parquet[0:1000]", "f.parquet[1000:2001]",
         "g.jsonl[0:2000]", "h.csv[0:9000]", "i.txt[0:9000]"]
-    for fields, counts in (({"separator": "||", "format": "txt"}, [1, 1]), ({"format": "jsonl"}, [9, 1])):
+    for fields, counts in (({"separator": "||", "format": "txt"}, [1, 1]), ({"format": "jsonl"}, [9, 1]),
+                           ({"format": "jsonl", "encoding": "utf-16"}, [1, 1])):
         assert [len(cut(tmp_path, {name: 9000}, **fields)) for name in ("i.txt", "j.zst")] == counts
     monkeypatch.undo()
     pieces = [piece for [piece] in cut(tmp_path, {"a.jsonl": 50 * 10**9}, ShardConfig().shard_mb)]
