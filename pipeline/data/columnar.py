@@ -6,6 +6,7 @@ Arrow file is read whole.
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from drover.pipeline.data.documents import (
     wanted_columns,
 )
 from drover.pipeline.data.streams import Input, map_file
+from drover.pipeline.storage.object_files import ObjectFile
 
 ROWS = 256
 """Rows taken into memory at a time, where they are not large."""
@@ -179,25 +181,50 @@ def _type(schema: Any, name: str) -> tuple[Any, str]:
 
 @contextmanager
 def _random_access(file: Input) -> Iterator[Any]:
-    """The file as Arrow reads it at any place; a compressed one is unpacked into a temporary file first, and what a
-    piece of an object holds is kept in one."""
+    """The file as Arrow reads it at any place. What is compressed, and a whole object, is copied into a temporary file
+    first; of a part of an object the ranges are fetched that are read."""
     file.is_columnar = True
-    if file.compression:
-        with tempfile.NamedTemporaryFile() as unpacked, file.open() as stream:
-            while data := stream.read1():
-                unpacked.write(data)
-            unpacked.flush()
-            file.content = 0  # its rows are counted
-            with map_file(unpacked.name) as mapped:
-                yield mapped
-    elif file.reader is not None:
+    if file.reader is not None and not file.piece.is_complete:
         import pyarrow as pa
-        with file.spool() as spool, pa.PythonFile(spool, mode="r") as opened:
-            yield opened
+        with pa.PythonFile(io.BufferedReader(Ranges(file.reader), 1), mode="r") as ranges:
+            yield ranges
+    elif file.compression or file.reader is not None:
+        with tempfile.NamedTemporaryFile() as copy, file.open() as stream:
+            while data := stream.read1():
+                copy.write(data)
+            copy.flush()
+            file.content = 0  # its rows are counted
+            with map_file(copy.name) as mapped:
+                yield mapped
     else:
         file.hash()
         with map_file(Path(file.path)) as mapped:
             yield mapped
+
+
+class Ranges(io.RawIOBase):
+    """An object that is read at any place."""
+
+    def __init__(self, reader: ObjectFile) -> None:
+        self._reader = reader
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._reader.size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._position + len(buffer), self._reader.size)
+        data = self._reader.read(self._position, stop) if self._position < stop else b""
+        buffer[:len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 def _rows(batch: Any, first: int, file: Input, source: FilesSource, size: int) -> Records:

@@ -22,6 +22,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -229,7 +230,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     field = source.text_field
     is_nested = "." in source.text_field
     is_complete = file.piece.is_complete
-    has_keys_once = _key_test(source, str.encode)
+    has_keys_once = _key_test(source)
     line: bytes | int = b""
 
     def current() -> tuple[int, bool]:
@@ -248,7 +249,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             record = None
         if type(record) is dict and field:
             text = value_in(record, field) if is_nested else record.get(field)
-            if type(text) is str and has_keys_once(line, text):
+            if type(text) is str and has_keys_once(line):
                 yield place, record
                 continue
         elif record is not None and not field:
@@ -260,31 +261,14 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         file.current = current
 
 
-def _key_test(source: FilesSource, form: Callable[[str], Any] = str) -> Callable[[Any, str], bool]:
-    """A test of a record's JSON: whether the keys of its text, as a parser returns it, and of its other fields surely
-    stand once in it. A parser returns the last one of several. form: makes a string what the JSON is given as:
-    `str.encode` for bytes."""
-    has_text_once = _once(source.text_field.rpartition(".")[2], form)
-    others = [_once(part, form) for part in {part for name in wanted_columns(source) if name != source.text_field
-                                             for part in name.split(".")}]
-
-    def has_keys_once(record: Any, text: str) -> bool:
-        # The last text's key stands before as many characters, and so do those before it.
-        return has_text_once(record[:len(record) - len(text)]) and all(has_once(record) for has_once in others)
-    return has_keys_once
-
-
-def _once(name: str, form: Callable[[str], Any]) -> Callable[[Any], bool]:
-    """A test whether a key surely stands once in JSON."""
-    key = form(json.dumps(name))
-    escape = form("\\u")
-    key_and_colon = re.compile(re.escape(key) + form(r"\s*:"))
-    escapes = [*map(form, {f"\\u{ord(own) >> 4:03x}" for own in name})]  # how those of its characters begin
-
-    def has_once(text: Any) -> bool:
-        return (text.count(key) == 1 or len(key_and_colon.findall(text)) == 1) and (
-            escape not in text or not any(own in text for own in escapes))
-    return has_once
+def _key_test(source: FilesSource) -> Callable[[bytes], bool]:
+    """A test of a record's JSON: whether no key of the fields that the source names stands in it twice, of which a
+    parser returns the last. Keys that are written with escapes are not seen."""
+    names = wanted_columns(source)
+    parts = {*names, *chain.from_iterable(name.split(".") for name in names)}
+    keys = [json.dumps(part, ensure_ascii=False).encode() for part in parts]
+    tests = [(key, re.compile(re.escape(key) + rb"\s*:")) for key in keys]
+    return lambda line: all(line.count(key) < 2 or len(with_colon.findall(line)) < 2 for key, with_colon in tests)
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -393,7 +377,6 @@ def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made if len(made) == len(pairs) else Repeating(pairs)
 
 
-_SIMPLE = json.JSONDecoder()
 _DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
 
 
@@ -410,8 +393,6 @@ def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
-    field = source.text_field
-    has_keys_once = _key_test(source)
     with file.open() as stream:
         text = _JsonText(stream)
         number = 0
@@ -430,12 +411,6 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                 within = "array" if within == "array" else "values"
                 try:
                     value = text.value(limit.bytes)
-                    own = value_in(value, field) if isinstance(value, dict) else None
-                    if not field or (isinstance(own, str) and has_keys_once(text.last, own)):
-                        number += 1
-                        yield number, value
-                        continue
-                    value = text.again()
                 except TooLongError:
                     hint = "" if number or within == "array" else ("; where it holds the records in a field, take them "
                                                                    "out (jq -c '.FIELD[]' FILE.json > FILE.jsonl)")
@@ -445,7 +420,7 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                     wrong = f"not JSON from here on: {_json_problem(error)}"
                     break
                 alone = number == 0 and within == "values" and not text.next(_SPACE)
-                for record in _records_of(file, [value], field, alone):
+                for record in _records_of(file, [value], source.text_field, alone):
                     number += 1
                     yield _unless_twice(file, number, record, source)
                 file.current = text.current
@@ -487,7 +462,7 @@ class _JsonText:
         while True:
             is_long = len(self._held) - self.at > limit
             try:
-                value, end = _SIMPLE.raw_decode(self._held, self.at)
+                value, end = _DECODER.raw_decode(self._held, self.at)
             except json.JSONDecodeError as error:
                 may_be_cut = error.pos >= len(self._held) - LONGEST_TOKEN or error.msg.startswith("Unterminated string")
                 if self._ended or (is_long and not may_be_cut):
@@ -501,10 +476,6 @@ class _JsonText:
                     self.last, self.at = self._held[self.at:end], end
                     return value
             self._fill()
-
-    def again(self) -> Any:
-        """The last value, whose objects show which keys they repeat."""
-        return _DECODER.decode(self.last)
 
     def current(self) -> tuple[int, bool]:
         """Bytes of the last value, and whether they are UTF-8."""

@@ -17,13 +17,12 @@ import io
 import os
 import re
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import Any
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
@@ -194,20 +193,6 @@ class Input:
         """Hash the piece before it is parsed, since parsers read it in any order."""
         self._hash.sha256()
 
-    def spool(self) -> io.BufferedReader:
-        """An object that can be read at any place: its piece is copied to this disk now, and hashed; other ranges are
-        fetched on access. Close it after use."""
-        assert self.reader is not None
-        copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the spool
-        position = self.piece.start
-        buffer = memoryview(bytearray(BUFFER))
-        with self.raw(position, self.piece.stop) as stream:
-            while count := stream.readinto(buffer[:self.piece.stop - position]):
-                self._hash.feed(position, buffer[:count])
-                copy.write(buffer[:count])
-                position += count
-        return io.BufferedReader(_Spool(self.reader, copy, self.piece.start), 1)  # fetches no more than a read needs
-
     def raw(self, position: int, until: int | None) -> Any:
         """The file's own bytes from `position` on, unhashed; of an object those before `until` are prefetched."""
         if self.reader is not None:
@@ -332,44 +317,6 @@ def _broken(error: UnicodeError) -> tuple[str | bytes, int]:
 
 BROKEN = "drover.broken"
 codecs.register_error(BROKEN, _broken)
-
-
-class _Spool(io.RawIOBase):
-    """An object of which the bytes from `start` on lie in `copy`."""
-
-    def __init__(self, reader: ObjectFile, copy: IO[bytes], start: int) -> None:
-        self._reader = reader
-        self._copy = copy
-        self._start = start
-        self._stop = start + copy.tell()
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self._reader.size)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        at, stop = self._position, min(self._position + len(buffer), self._reader.size)
-        if at >= stop:
-            return 0
-        if self._start <= at < self._stop:
-            self._copy.seek(at - self._start)
-            data = self._copy.read(min(stop, self._stop) - at)
-        else:
-            data = self._reader.read(at, min(stop, self._start) if at < self._start else stop)
-        buffer[:len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self._copy.close()
-        super().close()
 
 
 def unpacked(raw: Any, compression: str) -> Any:

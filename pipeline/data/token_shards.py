@@ -96,8 +96,7 @@ class TokenShard:
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
-        if not 0 <= start <= stop <= self.token_count:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.path}, which has {self.token_count}")
+        assert 0 <= start <= stop <= self.token_count, f"tokens [{start}, {stop}) of {self.path}"
         return self._read(self.record["data_offset"], self.dtype, start, stop)
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -168,9 +167,12 @@ class TokenShard:
         """The offsets, if they ascend between `least` and `most`, and with `ends` from the one to the other."""
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
-            raise UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
-                            f"that its manifest lists: its content was changed. {_FIX}")
+            raise self._contradiction()
         return offsets
+
+    def _contradiction(self) -> UserError:
+        return UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
+                         f"that its manifest lists: its content was changed. {_FIX}")
 
     def _starts_in_file(self, start: int, stop: int) -> NDArray[np.int64]:
         """The offsets in [start, stop), the end of the last document left out."""
@@ -219,6 +221,8 @@ class TokenShard:
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""
+        if offset + stop * dtype.itemsize > self.record["bytes"]:
+            raise self._contradiction()
         file, values, at = self._file, np.empty(stop - start, dtype), offset + start * dtype.itemsize
         done = os.preadv(file.number, [values.data], at) if len(values) else 0
         if done == values.nbytes:
@@ -233,8 +237,7 @@ class TokenShard:
         return values
 
     def _checked(self, index: int) -> int:
-        if not 0 <= index < self.documents:
-            raise IndexError(f"document {index} of {self.path}, which has {self.documents}")
+        assert 0 <= index < self.documents, f"document {index} of {self.path}"
         return index
 
 
@@ -255,8 +258,7 @@ def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], te
     """
     import pyarrow as pa
     dtype, names = tokens.dtype.name, np.frombuffer(bytes.fromhex("".join(keys)), np.uint8)
-    if len(names) != KEY_BYTES * len(keys):
-        raise ValueError(f"the {len(keys)} keys of {path} are not of {KEY_BYTES} bytes each")
+    assert len(names) == KEY_BYTES * len(keys), f"keys of {path}"
 
     def column(values: NDArray[Any], kind: Any, count: int) -> Any:
         # Of its buffer: `pa.array` would import pandas, to see whether this is one of its own.
@@ -319,14 +321,6 @@ def is_sha256(text: str) -> None:
         raise ValueError(f"{text[:70]!r} is no sha256")
 
 
-def _beyond(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of each record whether a column ends beyond the file. sizes: bytes of a token."""
-    size, docs, tokens, *offsets = numbers.T
-    counts = (tokens, docs + (docs > 0), docs, docs)
-    return np.any([count > (size - offset) // item for offset, count, item in
-                   zip(offsets, counts, (sizes, 8, 8, KEY_BYTES), strict=True)], axis=0)
-
-
 class TokenRecord(TypedDict):
     """What of a shard's output record is read by."""
 
@@ -363,15 +357,11 @@ class ShardTable:
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
-        """The output records of an encode stage as columns; UserError if a record contradicts itself."""
+        """The output records of an encode stage as columns; UserError if a record lacks something."""
         for record in records:
             check_record(record, TokenRecord, "encode")
         numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
         numbers = numbers.reshape(-1, len(NUMBERS))
-        sizes = np.array([np.dtype(record["dtype"]).itemsize for record in records], np.int64)
-        if (beyond := np.flatnonzero(_beyond(numbers, sizes))).size:
-            raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} is too "
-                            f"small for the documents that it lists. Run the stage again with --force.")
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
         shared = [(record["split"], record["source"], record["dtype"]) for record in records]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}
