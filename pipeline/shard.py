@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from drover.pipeline.data.planning.passes import Decided
 
 REJECTED = "rejected.jsonl"
-FEW = 50
-"""Documents of which the hash may choose none for a split."""
 MANY_PAGES = 0.01
 """If more than this share of a source's documents begins as HTML, a warning says so."""
 
@@ -73,11 +71,6 @@ def shard(work: Work) -> None:
     files = work.listing()
     if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
-    for source in config.sources:
-        if source.kind == "hf" and source.revision is None and not Path(source.dataset).is_dir():
-            work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
-                     f"changes on the Hub")
-
     filters = _filters(work)
     if config.near_duplicates is not None:
         filters["near_duplicates"] = signature_settings(config.near_duplicates)
@@ -104,7 +97,7 @@ def shard(work: Work) -> None:
     _reconcile(counts, shards, files)
     contamination = []
     if searches:
-        counts["contamination"], record = gather_contamination(folder, searches, [own["findings"] for own in read])
+        counts["contamination"], record = gather_contamination(work, searches, [own["findings"] for own in read])
         contamination.append(record)
     _print_counts(work, counts, shards, inputs)
 
@@ -223,19 +216,16 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
                             f"command then continues.")
             break
     documents = counts["train"] + counts["validation"]
-    more = "or give more documents; a `separator` makes many of one text file."
-    # By hash few documents may all fall into one split at any share.
-    tail = "Take the end of each source's text instead (shard.validation_rule: tail)" \
-        if documents < FEW and config.validation_rule == "hash" else ""
     if documents == 1 and config.validation_rule == "hash":
         problems.append("the corpus is a single document, which cannot be used for both training and validation. Cut "
                         "it into documents with the source's `separator`, use its end for validation "
                         "(shard.validation_rule: tail), or give more files.")
     elif documents and not (counts["validation"] and counts["train"]):
-        split, cure = ("train", "Lower it") if counts["validation"] else (
-            "validation", f"Raise it (for example to {min(0.5, 5 / documents):.2g})")
+        split = "train" if counts["validation"] else "validation"
         problems.append(f"none of the {documents:,} documents is in the {split} split. shard.validation_share is "
-                        f"{config.validation_share:g}. {tail or cure}, {more}")
+                        f"{config.validation_share:g}. Change it, take the end of each source's text instead "
+                        f"(shard.validation_rule: tail), or give more documents; a `separator` makes many of one text "
+                        f"file.")
     if problems:
         raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 
@@ -267,13 +257,12 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: lis
 def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]], inputs: list[FileRead]) -> None:
     for remark in chain.from_iterable(counts["remarks"].values()):
         work.say(remark)
-    if little := [file for file in incomplete(inputs) if file.is_little]:
-        work.say(f"warning: little or nothing of {len(little):,} files was read: {named(little)}")
     for source, card in counts["cards"].items():
         for field, result in card.get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {result['in']:,} of {result['of']:,} documents")
-    if counts["rejected"]:
-        work.say(f"warning: {counts['rejected']:,} documents could not be read; {work.folder / REJECTED} names them")
+    if files := incomplete(inputs):
+        work.say(f"warning: {counts['rejected']:,} documents could not be read ({work.folder / REJECTED} names them), "
+                 f"of {len(files):,} files: {named(files)}")
     for name, own in counts.get("filters", {}).items():
         reasons = f" ({_counted(own['reasons'], '; ')})" if own["reasons"] else ""
         work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped{reasons}, "
@@ -286,11 +275,6 @@ def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, An
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['validation']:,} "
              f"validation + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
              f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
-    for name, tasks in counts.get("contamination", {}).items():
-        for task, own in tasks.items():
-            short = f" ({own['too_short']:,} are too short for a search)" if own["too_short"] else ""
-            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} were found in "
-                     f"{own['documents']:,} documents")
 
 
 def _counted(counts: dict[str, int], separator: str = ", ") -> str:

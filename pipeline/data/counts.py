@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.console import first, readable
@@ -24,8 +25,6 @@ FEW_NAMED = 5
 BECAME = ("whole", "partly", "unread", "empty")
 TOGETHER = "together"
 """What became of files of which only together is known what was read."""
-LITTLE = 0.5
-"""A file of which a smaller share was read is named where the stage is done."""
 
 
 @dataclass
@@ -87,12 +86,6 @@ class FileRead:
             return "partly" if self.rejected else "whole"
         return "unread" if self.rejected else "empty"
 
-    @property
-    def is_little(self) -> bool:
-        """Whether so little of it was read, or nobody knows how little, that it is named."""
-        return bool(self.rejected) and (self.lost or not self.documents or
-                                        self.lost_bytes > (1 - LITTLE) * self.bytes)
-
     def __str__(self) -> str:
         rest = f"all {readable(self.bytes)} read, but more is missing" if self.lost and not self.lost_bytes else \
             f"{readable(self.lost_bytes)} of {readable(self.bytes)} not read"
@@ -139,6 +132,9 @@ def named(files: Sequence[FileRead]) -> str:
 
 def dataset_remarks(source: HubSource, dataset: dict[str, Any], documents: int) -> Iterator[str]:
     """What a person should know of what of a dataset was not read, as lines."""
+    if source.revision is None and not Path(source.dataset).is_dir():
+        yield (f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} changes "
+               f"on the Hub")
     for reason in dict.fromkeys(dataset["left_out"].values()):
         names = [name for name, own in dataset["left_out"].items() if own == reason]
         yield f"source {source.name}: {len(names):,} files of {source.dataset} are left out: {reason} ({first(names)})"

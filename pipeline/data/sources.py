@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -51,12 +51,8 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     problems: dict[str, list[str]] = {}
     for source in config.shard.sources:
         paths, wrong = _paths(source)
-        named = named_files(source.name, paths)
-        twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
-        wrong += [f"source {source.name}: two files are called {name} where bytes that are not UTF-8 are written as "
-                  f"\\xNN. Rename one." for name in twice]
         problems |= {source.name: wrong} if wrong else {}
-        result += named
+        result += named_files(source.name, paths)
     if problems:
         every = [problem for wrong in problems.values() for problem in wrong]
         raise AbsentInputError(all_problems(every, "The sources of the corpus cannot all be read", len(every)), result,
@@ -149,7 +145,7 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             except UserError as error:
                 problems.append(f"source {source.name}: {error}")
             continue
-        full = _without_dots(Path(pattern).absolute())
+        full = Path(os.path.abspath(pattern))  # noqa: PTH100 - without `..`, and of links none is followed
         # A name with [ or ] in it that exists is meant literally.
         closed = list[OSError]()
         there = [full] if full.is_file() else matches(full, closed.append)
@@ -163,42 +159,21 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files:
-            problems.append(f"source {source.name}: " + (f"no file matches {pattern}" if has_wildcard else
-                            _what_it_is(pattern, full)) +
-                            f" ({_looked_in(full)}). Correct `paths`.")
+            what = f"no file matches {full}" if has_wildcard else _what_it_is(pattern, full)
+            problems.append(f"source {source.name}: {what}. Correct `paths`.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems
-
-
-def _without_dots(path: Path) -> Path:
-    """An absolute path or glob without `..`, so that a file has one name however it is written; of symbolic links only
-    those that a `..` leads out of are followed."""
-    made = Path(path.anchor)
-    for part in path.parts[1:]:
-        if part != ".." or made.name == ".." or glob.has_magic(made.name):
-            made /= part
-        else:
-            made = (made.resolve() if made.is_symlink() else made).parent
-    return made
 
 
 def _pure(path: InputFile) -> PurePath:
     return path.place if isinstance(path, ObjectFile) else path
 
 
-def _looked_in(pattern: Path) -> str:
-    """The folder in which an absolute path or glob was looked for, as far as it is there."""
-    fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
-    there = next(parent for parent in (fixed, *fixed.parents) if parent.is_dir())
-    missing = "" if there == fixed else f", where there is no {fixed.relative_to(there)}"
-    return f"looked in {there}{missing}"
-
-
 def _what_it_is(pattern: str, path: Path) -> str:
     if path.is_dir():
         return f"{pattern} is a folder: name its files, as in {pattern.rstrip('/')}/**/*.txt"
-    return f"{pattern} is not a file" if path.exists() else f"{pattern} does not exist"
+    return f"{path} is not a file" if path.exists() else f"{path} does not exist"
 
 
 def named_files(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:

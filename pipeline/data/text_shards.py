@@ -145,8 +145,6 @@ def read_texts(folder: Path, record: TextRecord, batch_bytes: int) -> Iterator[T
         UserError: the file is missing, is not what was committed (also after batches were given: nothing that was made
             of them may be kept then), or holds another number of documents.
     """
-    from webdataset.tariterators import tar_file_iterator
-
     expected = output(folder, record, "shard")
     count = 0
     fault = None
@@ -156,12 +154,12 @@ def read_texts(folder: Path, record: TextRecord, batch_bytes: int) -> Iterator[T
     with _open(path) as file, BufferedReader(Watched(file, 0, lambda at, data: digest.update(data)), _BUFFER) as hashed:
         refuse_longer(expected)
         try:
-            for member in tar_file_iterator(hashed):
-                text = orjson.loads(member["data"])["text"]
+            for key, member in _members(hashed, path):
+                text = orjson.loads(member)["text"]
                 encoded = len(text) if text.isascii() else len(text.encode())
                 batch.texts.append(text)
                 batch.lengths.append(encoded)
-                batch.keys.append(member["fname"][:-len(SUFFIX)])
+                batch.keys.append(key)
                 size, count = size + encoded, count + 1
                 if size >= batch_bytes:
                     yield batch
@@ -187,7 +185,5 @@ def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
 def _open(path: Path) -> IO[bytes]:
     try:
         return opened(path, _BUFFER)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None

@@ -4,12 +4,11 @@ The layout is Arrow's own, so anything that reads Arrow reads a shard. Training 
 uncompressed and has one batch, so each column is one run of bytes, and the manifest says where it begins. It is read
 with `os.pread`, not mapped: a file that is cut or gone on a network disk is then an error, not a SIGBUS.
 
-Where documents begin is looked up in the file, by interpolation and bisection; of small shards all of it is kept.
+Where documents begin is looked up in the file, by interpolation and bisection.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,9 +47,6 @@ def open_sized(path: Path, size: int, fix: str) -> Descriptor:
         file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         result = refuse_irregular(file.number).st_size
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise UserError(f"{path} cannot be opened: this process may have no more open files. Raise the hard limit "
-                            f"(ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
         raise UserError(f"{path} cannot be read: {error.strerror}. {fix}") from None
     if result != size:
         raise UserError(_damaged(path, result, size, fix))
@@ -65,10 +61,6 @@ class TokenShard:
     """One token shard: opened, and compared with its record in size, at the first read, and kept open. Threads may
     share it.
 
-    Args:
-        index_limit: largest size, in bytes, of an index of its documents that is kept in memory; a larger one is read
-            from the disk.
-
     Attributes:
         path: the file.
         record: its output record in the encode stage's manifest.
@@ -78,8 +70,9 @@ class TokenShard:
         token_count: tokens in all, BOS and EOS of each document included.
     """
 
-    def __init__(self, path: Path, record: dict[str, Any], index_limit: int = 1 << 26) -> None:
-        self.path, self.record, self.index_limit = path, record, index_limit
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        self.path = path
+        self.record = record
         self.source: str = record["source"]
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
@@ -101,10 +94,15 @@ class TokenShard:
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """The positions within [start, stop) at which documents begin, ascending."""
-        if (kept := self._kept_starts) is None:
-            return np.unique(self._starts_in_file(start, stop))
-        first, last = kept.searchsorted((start, stop))
-        return kept[first:last]
+        at = self._first_from(start)
+        result = [np.empty(0, np.int64)]
+        while at < self.documents:
+            block = self._valid(self._read_offsets(at, min(at + BLOCK, self.documents)), start, self.token_count)
+            result.append(block[:np.searchsorted(block, stop)])
+            if len(result[-1]) < len(block):
+                break
+            at += len(block)
+        return np.unique(np.concatenate(result))  # a document without tokens begins where the next one does
 
     def document_at(self, position: int) -> int:
         """Number of the document that the token at `position` belongs to."""
@@ -112,7 +110,8 @@ class TokenShard:
 
     def document_span(self, index: int) -> tuple[int, int]:
         """Where a document's tokens begin and end."""
-        start, stop = self._offsets(self._checked(index), index + 2).tolist()
+        offsets = self._read_offsets(self._checked(index), index + 2)
+        start, stop = self._valid(offsets, 0, self.token_count).tolist()
         return start, stop
 
     def document_tokens(self, index: int) -> NDArray[Any]:
@@ -140,24 +139,6 @@ class TokenShard:
         """Where each document begins, and the end of the last: documents + 1 token positions; read and checked."""
         return self._valid(self._read_offsets(0, self.documents + 1), 0, self.token_count, ends=True)
 
-    @cached_property
-    def _kept(self) -> NDArray[np.int64] | None:
-        """All offsets, where they may be held in memory."""
-        return self.read_offsets() if 8 * (self.documents + 1) <= self.index_limit else None
-
-    @cached_property
-    def _kept_starts(self) -> NDArray[np.int64] | None:
-        """Where documents begin, each place once: one without tokens begins where the next one does."""
-        if self._kept is None:
-            return None
-        starts = self._kept[:-1]
-        return np.unique(starts) if (starts[1:] == starts[:-1]).any() else starts
-
-    def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
-        if self._kept is not None:
-            return self._kept[start:stop]
-        return self._valid(self._read_offsets(start, stop), 0, self.token_count)
-
     def _read_offsets(self, start: int, stop: int) -> NDArray[np.int64]:
         if not self.documents:
             return np.zeros(1, np.int64)[start:stop]
@@ -174,26 +155,12 @@ class TokenShard:
         return UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
                          f"that its manifest lists: its content was changed. {_FIX}")
 
-    def _starts_in_file(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The offsets in [start, stop), the end of the last document left out."""
-        at, result = self._first_from(start), []
-        while at < self.documents:
-            block = self._valid(self._read_offsets(at, min(at + BLOCK, self.documents)), start, self.token_count)
-            count = int(np.searchsorted(block, stop))
-            result.append(block[:count])
-            if count < len(block):
-                break
-            at += len(block)
-        return np.concatenate(result) if result else np.empty(0, np.int64)
-
     def _first_from(self, position: int) -> int:
         """Number of the first document that begins at `position` or later; how many there are, if none does.
 
         The offsets of a shard grow about evenly, so a block around the place where `position` would be then mostly has
         it; where it has not, what is left is narrowed by turns from there and from the middle.
         """
-        if self._kept is not None:
-            return int(np.searchsorted(self._kept[:-1], position))
         low, high, (below, above) = 0, self.documents, self._ends.tolist()  # the answer is in [low, high]
         for turn in range(2 * 64):
             if low >= high:
@@ -311,8 +278,6 @@ NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_of
 """Fields of an output record that are whole numbers, in the order of the columns."""
 MOST_OPEN = 1024
 """Shards that are kept open; fewer where a process may have fewer files (`most_open`)."""
-OFFSETS_BYTES = 1 << 26
-"""Memory for the places at which documents begin, of all shards that are kept."""
 
 
 def is_sha256(text: str) -> None:
@@ -412,10 +377,7 @@ class OpenShards:
 
     def __init__(self, table: ShardTable, folder: Path) -> None:
         self.table = table
-        most = most_open()
-        self._kept_offsets = OFFSETS_BYTES // max(1, min(most, len(table)))
-        self.shard = lru_cache(most)(lambda row: TokenShard(folder / table.paths[row], table.record(row),
-                                                            self._kept_offsets))
+        self.shard = lru_cache(most_open())(lambda row: TokenShard(folder / table.paths[row], table.record(row)))
 
 
 class Shards(Sequence[TokenShard]):

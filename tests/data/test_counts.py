@@ -125,7 +125,7 @@ def test_files_bytes_and_documents_add_up_and_a_file_that_was_not_read_is_named(
     error = run("shard", config, expect=2).err
     assert "bytes of the files cannot be read" in error and "s/b.json (0 documents read, 27 kB of 27 kB" in error
     printed = run("shard", config, "shard.max_rejected_share=0.5").out
-    assert "warning: little or nothing of 1 files was read: s/b.json (0 documents" in printed
+    assert "rejected.jsonl names them), of 2 files: s/b.json (0 documents" in printed
     assert "source s: 1 files hold no record (c.jsonl)" in printed
     assert "the records of 1 files are those of a list in the field page (e.json)" in printed
     counts = manifest_of(config, "shard", "a").counts

@@ -29,9 +29,9 @@ DOCUMENTS = [[1, 5, 6, 7, 2], [1, 2], [9], [], [1, 65535, 2], list(range(1000))]
 KEYS = [f"{number:032x}" for number in range(len(DOCUMENTS))]
 
 
-def make(folder, documents=DOCUMENTS, dtype="uint16", **options):
+def make(folder, documents=DOCUMENTS, dtype="uint16"):
     [record] = write_shards(folder, [("train/web-00000", documents)], dtype)
-    return TokenShard(folder / record["path"], record, **options)
+    return TokenShard(folder / record["path"], record)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -54,23 +54,19 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
 
 @given(lengths=st.lists(st.integers(0, 30) | st.just(4000), max_size=60), data=st.data(),
        block=st.sampled_from([1, 2, 5, 512]))
-def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, monkeypatch, lengths, data, block):
+def test_documents_are_found_wherever_they_begin(tmp_path_factory, monkeypatch, lengths, data, block):
     documents = np.split(np.arange(sum(lengths)) % 65_536, np.cumsum(lengths)[:-1]) if lengths else []
-    held = make(tmp_path_factory.mktemp("shard"), documents)
-    looked_up = TokenShard(held.path, held.record, index_limit=0)
-    start = data.draw(st.integers(0, held.token_count))
-    stop = data.draw(st.integers(start, held.token_count))
+    shard = make(tmp_path_factory.mktemp("shard"), documents)
+    start = data.draw(st.integers(0, shard.token_count))
+    stop = data.draw(st.integers(start, shard.token_count))
     spans = list(pairwise([0, *np.cumsum(lengths, dtype=int).tolist()]))
     monkeypatch.setattr(token_shards, "BLOCK", block)
-    assert looked_up._kept is None and held._kept is not None
-    for shard in (held, looked_up):
-        assert shard.tokens(start, stop).tolist() == (np.arange(start, stop) % 65_536).tolist()
-        assert shard.document_starts(start, stop).tolist() == sorted(
-            {begin for begin, _ in spans if start <= begin < stop})
-        if start < held.token_count:
-            [number] = [number for number, (begin, end) in enumerate(spans) if begin <= start < end]
-            assert shard.document_at(start) == number and shard.document_span(number) == spans[number]
-    assert read_batch(held.path).num_rows == len(lengths)
+    assert shard.tokens(start, stop).tolist() == (np.arange(start, stop) % 65_536).tolist()
+    assert shard.document_starts(start, stop).tolist() == sorted({begin for begin, _ in spans if start <= begin < stop})
+    if start < shard.token_count:
+        [number] = [number for number, (begin, end) in enumerate(spans) if begin <= start < end]
+        assert shard.document_at(start) == number and shard.document_span(number) == spans[number]
+    assert read_batch(shard.path).num_rows == len(lengths)
 
 
 def test_a_torn_file_is_named(tmp_path):
@@ -85,9 +81,8 @@ def test_a_torn_file_is_named(tmp_path):
     refused(UserError, "not a token shard", read_batch, shard.path)
 
 
-@pytest.mark.parametrize("index_limit", [0, 1 << 20])
-def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path, index_limit):
-    shard = make(tmp_path, [np.zeros(10)] * 4000, index_limit=index_limit)
+def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path):
+    shard = make(tmp_path, [np.zeros(10)] * 4000)
 
     def put(place, value):
         with open(shard.path, "r+b") as file:
@@ -96,7 +91,7 @@ def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path, i
     for place, wrong in ((4000, 39_999), (0, 1), (2000, 5), (2000, 39_000), (2000, -1)):
         put(place, wrong)
         refused(UserError, r"does not hold the 4000 documents .* its content was changed",
-                TokenShard(shard.path, shard.record, index_limit).document_starts, 19_990, 20_010)
+                TokenShard(shard.path, shard.record).document_starts, 19_990, 20_010)
         put(place, 10 * place)
     assert shard.document_starts(19_990, 20_010).tolist() == [19_990, 20_000]
     put(2000, -1)
@@ -134,10 +129,9 @@ def make_shards(folder, count):
          [draw.integers(0, 500, length) for length in draw.integers(0, 40, 7)]) for number in range(count)])
 
 
-def data_of(folder, table, most=1000, kept_bytes=1 << 26, mixture=MIXTURE):
+def data_of(folder, table, most=1000, mixture=MIXTURE):
     with patch.object(token_shards, "most_open", lambda: most):
         opened = OpenShards(table, folder)
-    opened._kept_offsets = kept_bytes
     return training_data(folder, table, mixture=mixture, opened=opened)
 
 
@@ -145,13 +139,13 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize(("mixture", "kept_bytes"), [(MIXTURE, 0), (None, 1 << 20)])
-def test_samples_are_those_of_shards_kept_whole_over_several_epochs(tmp_path, monkeypatch, mixture, kept_bytes):
+@pytest.mark.parametrize("mixture", [MIXTURE, None])
+def test_samples_are_those_of_shards_kept_open_over_several_epochs(tmp_path, monkeypatch, mixture):
     """Also where threads read through a single place: a shard that is forgotten while another thread reads it must not
     give that thread another file's bytes."""
     monkeypatch.setattr(token_shards, "BLOCK", 3)
     table = ShardTable.of(make_shards(tmp_path, 14))
-    few, all_ = (data_of(tmp_path, table, *kept, mixture) for kept in ((1, kept_bytes), (1000, 1 << 26)))
+    few, all_ = (data_of(tmp_path, table, most, mixture) for most in (1, 1000))
     assert min(few.order.epochs(600).values()) > 2
     numbers = [np.random.default_rng(seed).integers(0, 600, 40) for seed in range(20)]
     with ThreadPoolExecutor(8) as pool:
@@ -166,14 +160,13 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     for number, record in enumerate(make_shards(tmp_path, 8) * 64):
         many.append({**record, "split": "train", "path": f"train/{record['source']}-9{number:04d}.arrow"})
         (tmp_path / many[-1]["path"]).symlink_to(tmp_path / record["path"])
-    data = data_of(tmp_path, ShardTable.of(many), most=20, kept_bytes=0)
+    data = data_of(tmp_path, ShardTable.of(many), most=20)
     gc.collect()  # what other tests have left open
     kept, before = data.shards[0].opened, open_files()
     for first in range(0, 1500, 50):
         data.batch_of(np.arange(first, first + 50))
         assert open_files() <= before + 21
     assert len(opened) > 200 and kept.shard.cache_info().currsize == 20
-    assert kept.shard(int(data.shards[0].rows[0]))._kept is None  # no offsets are held
     del data, kept
     gc.collect()
     assert open_files() == before

@@ -66,7 +66,7 @@ def zoo(folder):
     (folder / "wrapped.json").write_text(json.dumps({"version": 1, "data": [{"page": {"text": wide(99)}}]}))
     others = {
         "package.json": b'{"name": "site", "version": "1"}', "table.csv": b"day,rain\nMonday,3\n", "README": b"Read.",
-        "page.html": b"<p>", "page.md": b"<!doctype html>", "photo.md": b"\x89PNG\r\n", "zeros.txt": bytes(99),
+        "page.html": b"<p>", "page.md": b"<!doctype html>", "photo.md": b"\x89PNG\r\n\0", "zeros.txt": bytes(99),
         "broken.md": "größer, früher".encode() + b"\xff",
         "cut.parquet": b"PAR1",
         "some.jsonl": b'{"text": "a"}\n{}\n', "bad.jsonl": b'{"text": "a"\n',

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -26,6 +26,9 @@ from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.data.item_index import ItemIndex
 from drover.pipeline.data.readers import file_format, file_records
 from drover.pipeline.data.streams import Input, Piece
+
+if TYPE_CHECKING:
+    from drover.pipeline.contract.stage_work import Work
 
 _FORMATS = ("jsonl", "json", "parquet", "csv", "arrow")
 _TASK = (".yaml", ".yml")
@@ -263,12 +266,11 @@ def short_sets(filters: Iterable[Any]) -> list[str]:
             if "warning" in own]
 
 
-def gather_contamination(folder: Path, filters: Iterable[Any], findings: Iterable[dict[str, Any]]
+def gather_contamination(work: Work, filters: Iterable[Any], findings: Iterable[dict[str, Any]]
                          ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What these filters have found, of which each item goes into `contamination.json`.
+    """What these filters have found, which is printed, and of which each item goes into `contamination.json`.
 
     Args:
-        folder: of the stage.
         findings: of each unit, by the filters' names.
 
     Returns:
@@ -276,11 +278,16 @@ def gather_contamination(folder: Path, filters: Iterable[Any], findings: Iterabl
     """
     result = total(findings)
     summaries = {name_of(own): own.summary(result.get(name_of(own), {})) for own in filters}
-    path = folder / OUTPUT
+    path = work.folder / OUTPUT
     write_json(path, summaries)
     few = {name: {task: {key: value for key, value in own.items() if key != "which"} for task, own in tasks.items()}
            for name, tasks in summaries.items()}
-    return few, output_record(folder, path, split="contamination", source="", docs=0, text_bytes=0)
+    for name, tasks in few.items():
+        for task, own in tasks.items():
+            short = f" ({own['too_short']:,} are too short for a search)" if own["too_short"] else ""
+            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} were found in "
+                     f"{own['documents']:,} documents")
+    return few, output_record(work.folder, path, split="contamination", source="", docs=0, text_bytes=0)
 
 
 Sets = tuple[Sequence[Item], ItemIndex]

@@ -81,7 +81,7 @@ class Decided:
 
     def cuts(self, source: int) -> bool:
         """Whether a document of a source is cut in two, with `validation_rule: tail`."""
-        return any(piece.cut for piece in self.pieces[0][source])
+        return any(piece.is_half for piece in self.pieces[0][source])
 
 
 def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int],
@@ -226,7 +226,7 @@ class ShardPiece:
         first, end: the first row and the one after the last.
         outcome: of the documents that belong to the split.
         sums: SUMS over them.
-        cut: [row, first character, the one after the last or None] of a document of which only a part belongs here.
+        is_half: whether it is a part of a document, staged as a unit of its own.
     """
 
     unit: str
@@ -234,7 +234,7 @@ class ShardPiece:
     end: int
     outcome: int
     sums: Sequence[int]
-    cut: Sequence[int | None] | None = None
+    is_half: bool = False
 
 
 def pieces_by_hash(plan: CorpusLayout, sums: np.ndarray, sources: int) -> list[list[list[ShardPiece]]]:
@@ -265,29 +265,21 @@ def plan_shards(pieces: list[list[list[ShardPiece]]], target: float, sources: li
 
 
 def _cut(pieces: list[ShardPiece], target: float) -> Iterator[list[list[Any]]]:
-    """For each shard its pieces: unit, first row, the one after the last, the outcome, the part of a document, and
-    which bytes of the piece begin the shard's documents."""
+    """For each shard its pieces: unit, first row, the one after the last, the outcome, and which bytes of the piece
+    begin the shard's documents."""
     own = [piece for piece in pieces if piece.sums[_BYTES]]
     starts = np.cumsum([0, *(piece.sums[_BYTES] for piece in own)]).tolist()
     total, count = starts[-1], ceil(starts[-1] / target)
     for low, high in pairwise(-(-number * total // max(1, count)) for number in range(count + 1)):
         first, end = bisect_right(starts, low) - 1, bisect_left(starts, high)  # of the pieces that reach into the shard
-        yield [[piece.unit, piece.first, piece.end, piece.outcome, piece.cut,
-                [max(0, low - start), min(after, high) - start]]
+        yield [[piece.unit, piece.first, piece.end, piece.outcome, [max(0, low - start), min(after, high) - start]]
                for piece, (start, after) in zip(own[first:end], pairwise(starts[first:end + 1]), strict=True)]
 
 
-def picked(folder: Path, unit: str, first: int, end: int, outcome: int,
-           cut: Sequence[int | None] | None) -> tuple[np.ndarray, np.ndarray]:
-    """The documents with an outcome among some rows of a unit: their rows, and what its index has there; for the one
-    that is cut, digest and size are those of the part."""
+def picked(folder: Path, unit: str, first: int, end: int, outcome: int) -> tuple[np.ndarray, np.ndarray]:
+    """The documents with an outcome among some rows of a unit: their rows, and what its index has there."""
     rows = first + np.flatnonzero(np.load(staged(folder, unit, ".fates"), mmap_mode="r")[first:end] == outcome)
-    index = np.array(np.load(staged(folder, unit, ".npy"), mmap_mode="r")[rows])
-    if cut is not None:
-        [place] = np.flatnonzero(rows == cut[0])
-        text = read_document(folder, unit, index[place]).text[cut[1]:cut[2]]
-        [index[place]] = np.frombuffer(index_row(text, int(index[place]["offset"]), int(index[place]["length"])), INDEX)
-    return rows, index
+    return rows, np.array(np.load(staged(folder, unit, ".npy"), mmap_mode="r")[rows])
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
@@ -298,12 +290,11 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         UserError: a document is not what was staged, or the shard reads back as other bytes than were written.
     """
     pieces = []
-    for unit, first, end, outcome, cut, (low, high) in payload["pieces"]:
-        rows, index = picked(folder, unit, first, end, outcome, cut)
+    for unit, first, end, outcome, (low, high) in payload["pieces"]:
+        _, index = picked(folder, unit, first, end, outcome)
         before = np.cumsum(index["text_bytes"], dtype=np.int64) - index["text_bytes"].astype(np.int64)
-        own = (before >= low) & (before < high)
-        pieces.append((unit, cut, rows[own], index[own]))
-    path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for *_, index in pieces])
+        pieces.append((unit, index[(before >= low) & (before < high)]))
+    path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for _, index in pieces])
     if not len(picks):
         return {"outputs": []}
     written = write_members(path, _checked(path, zip(_keys(picks), _members(folder, pieces), strict=True)))
@@ -334,18 +325,13 @@ def _keys(picks: np.ndarray) -> Iterator[str]:
         seen[digest] = before + 1
 
 
-def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]) -> Iterator[bytes]:
+def _members(folder: Path, pieces: list[tuple[str, np.ndarray]]) -> Iterator[bytes]:
     """The JSON of the documents."""
-    for unit, cut, rows, index in pieces:
+    for unit, index in pieces:
         with open(staged(folder, unit, ".documents"), "rb") as file:
-            for row, offset, length in zip(rows, index["offset"].tolist(), index["length"].tolist(), strict=True):
+            for offset, length in index[["offset", "length"]].tolist():
                 file.seek(offset)
-                member = file.read(length)
-                if cut is not None and cut[0] == row:
-                    complete, part = from_json(member, ""), f"[{cut[1] or ''}:{cut[2] or ''}]"
-                    member = to_json(replace(complete, text=complete.text[cut[1]:cut[2]], id=complete.id + part,
-                                             place=complete.place and complete.place + part))
-                yield member
+                yield file.read(length)
 
 
 def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validation_share: float,
@@ -363,19 +349,32 @@ def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validatio
         at = int(np.searchsorted(ends, border, side="right"))
         unit, before = units[at], int(ends[at - 1]) if at else 0
         name, end = plan.names[unit], plan.documents(unit)
-        rows, index = picked(folder, name, 0, end, TRAIN, None)
+        rows, index = picked(folder, name, 0, end, TRAIN)
         inside = before + np.cumsum(index["characters"]).astype(np.int64)
         first = int(np.searchsorted(inside, border, side="right"))
         row = int(rows[first])
         characters = border - (int(inside[first - 1]) if first else before)  # of this document; 0: it is whole
-        begin_cut, end_cut = ([row, 0, characters], [row, characters, None]) if characters else (None, None)
+        head, tail = _halves(folder, name, index[first], characters) if characters else ([], [])
         train[source] = [*(all_of_unit(plan, sums, one, TRAIN) for one in units[:at]),
-                         _piece(folder, name, 0, row + bool(characters), begin_cut)]
-        validation[source] = [_piece(folder, name, row, end, end_cut),
+                         ShardPiece(name, 0, row, TRAIN, sums_of(index[:first])), *head]
+        rest = first + bool(characters)
+        validation[source] = [*tail, ShardPiece(name, row + bool(characters), end, TRAIN, sums_of(index[rest:])),
                               *(all_of_unit(plan, sums, one, TRAIN) for one in units[at + 1:])]
     return [train, validation]
 
 
-def _piece(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None) -> ShardPiece:
-    _, index = picked(folder, unit, first, end, TRAIN, cut)
-    return ShardPiece(unit, first, end, TRAIN, sums_of(index), cut)
+def _halves(folder: Path, unit: str, row: Any, characters: int) -> list[list[ShardPiece]]:
+    """The two parts of a document that the border cuts behind so many characters, each staged as a unit of its own."""
+    document, result = read_document(folder, unit, row), []
+    for name, place, text in ((f"{unit}-000", f"[:{characters}]", document.text[:characters]),
+                              (f"{unit}-001", f"[{characters}:]", document.text[characters:])):
+        member = to_json(replace(document, text=text, id=document.id + place,
+                                 place=document.place and document.place + place))
+        index = np.frombuffer(index_row(text, 0, len(member)), INDEX)
+        with atomic_file(staged(folder, name, ".documents")) as file:
+            file.write(member)
+        for ending, table in ((".npy", index), (".fates", np.full(1, TRAIN, np.uint8))):
+            with atomic_file(staged(folder, name, ending)) as file:
+                np.save(file, table)
+        result.append([ShardPiece(name, 0, 1, TRAIN, sums_of(index), is_half=True)])
+    return result

@@ -4,7 +4,6 @@ are."""
 import codecs
 import gzip
 import lzma
-import os
 import random
 
 import pytest
@@ -144,9 +143,3 @@ def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path)
     _, rejections = read(files_source(tmp_path / "a.txt", separator="\n\n"))
     assert ["binary" in rejection.reason for rejection in rejections] == [True, False]
     assert "iconv -f latin1" in rejections[1].reason
-
-
-def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
-    for name in (b"a\xe9.txt", b"a\\xe9.txt"):
-        (tmp_path / os.fsdecode(name)).write_text("x")
-    refused(UserError, "two files are called s/a", read, tmp_path / "*.txt")
