@@ -262,7 +262,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def _key_test(source: FilesSource) -> Callable[[bytes], bool]:
-    """A test of a record's JSON: whether no key of the fields that the source names stands in it twice, of which a
+    """A test of a record's JSON: whether no key of the fields that the source names occurs twice in it, of which a
     parser returns the last. Keys that are written with escapes are not seen."""
     names = wanted_columns(source)
     parts = {*names, *chain.from_iterable(name.split(".") for name in names)}
