@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.config.data import HubSource
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.counts import (
@@ -24,7 +23,6 @@ from drover.pipeline.data.counts import (
 )
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Dropped
-from drover.pipeline.data.hub import files_record
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, markdown
@@ -170,21 +168,6 @@ def test_files_of_a_local_dataset_are_counted_together(tmp_path, run, files, fie
     assert f"| h | {len(read)} | 0 | 0 | 0 | 0 | {len(read)} | " in text
     assert all(f"| h | {file} | {reason} |" in text for file, reason in left_out.items())
     assert remark in text and all(own in printed for own in counts["remarks"]["h"]) and "hold no record" not in text
-
-
-@pytest.mark.parametrize(("split", "read", "left_out"), [
-    ("train", ["a", "bcd"], {"memory:///c.jsonl": "of another split"}), ("train+test", ["a", "bcd", "ef"], {})])
-def test_files_of_a_dataset_elsewhere_are_counted_by_what_the_library_resolved(monkeypatch, split, read, left_out):
-    import datasets
-    import fsspec
-    sizes = {"memory://a.jsonl": "a", "memory://b.jsonl": "bcd", "memory://c.jsonl": "ef"}
-    for name, content in sizes.items():
-        with fsspec.open(name, "w") as file:
-            file.write(content)
-    builder = datasets.load_dataset_builder("json", data_files={"train": list(sizes)[:2], "test": list(sizes)[2:]})
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
-    assert files_record(HubSource(kind="hf", name="h", dataset="someone/something", split=split)) == {
-        "files": len(read), "bytes": len("".join(read)), "left_out": left_out}
 
 
 @pytest.mark.parametrize(("separator", "content", "line"), [

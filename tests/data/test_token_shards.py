@@ -4,7 +4,6 @@ bounded, and the samples are those of shards kept whole."""
 import gc
 import os
 import pickle
-import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import token_shards
 from drover.pipeline.data.provenance import documents_of
-from drover.pipeline.data.token_shards import OpenShards, ShardTable, TokenShard, most_open, read_batch, size_problems
+from drover.pipeline.data.token_shards import OpenShards, ShardTable, TokenShard, read_batch, size_problems
 from tests.conftest import run_python
 from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
@@ -181,9 +180,3 @@ def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path)
         assert size_problems(tmp_path, table, range(10)) == [refused(
             UserError, rf"{path.name}.* {problem}.* --stage encode again", data_of(tmp_path, table).batch_of,
             np.arange(200))]
-
-
-def test_few_open_files_are_enough(monkeypatch):
-    for soft, wanted in ((1 << 20, 1024), (1024, 256), (3, 1), (resource.RLIM_INFINITY, 1024)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert most_open() == wanted

@@ -17,12 +17,12 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from drover.pipeline.config.data import NearDuplicates
-from drover.pipeline.core.files import atomic_file
+from drover.pipeline.core.files import Outputs, atomic_file
 from drover.pipeline.data.item_index import WITHOUT_SPACES
 from drover.pipeline.data.mixing import GOLDEN, mixed
 from drover.pipeline.data.planning.runs import (
@@ -31,9 +31,11 @@ from drover.pipeline.data.planning.runs import (
     NONE,
     STAGING,
     CorpusLayout,
+    PartitionTask,
     StagedDocuments,
     links_path,
     read_rows,
+    with_records,
     write_links,
     write_rows,
 )
@@ -48,7 +50,7 @@ def followers_path(folder: Path) -> Path:
     return folder / STAGING / "followers"
 
 
-def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+def join_components(folder: Path, task: object) -> dict[str, Outputs]:
     """Write the followers. Returns the file as `outputs`."""
     plan = CorpusLayout.read(folder)
     total = plan.starts[-1]
@@ -68,7 +70,7 @@ def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         if len(others) else np.zeros(plan.partitions - 1, np.int64)
     rows = np.empty(len(others), LINK)
     rows["other"], rows["kept"] = ranks(others), ranks(firsts)
-    return {"outputs": [write_rows(folder, followers_path(folder), rows, np.concatenate([[0], borders, [len(rows)]]))]}
+    return with_records(folder, [write_rows(followers_path(folder), rows, np.concatenate([[0], borders, [len(rows)]]))])
 
 
 def _links(folder: Path, plan: CorpusLayout) -> Iterator[np.ndarray]:
@@ -123,19 +125,23 @@ def near_columns(plan: CorpusLayout) -> tuple[int, int]:
     return plan.bands + 1, plan.bands + 2
 
 
-def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Choose in one part of the components. Returns the files as `outputs`.
+class ResolveTask(PartitionTask):
+    """A part of the components. verify: the least similarity; None: drop without a comparison. words: see `words`."""
 
-    payload: `partition`; `verify` (the least similarity; None: drop without a comparison); `words` (see
-    `signatures.words`).
-    """
-    plan, partition = CorpusLayout.read(folder), payload["partition"]
+    verify: float | None
+    words: str
+
+
+def resolve_partition(folder: Path, task: ResolveTask) -> dict[str, Outputs]:
+    """Choose in one part of the components. Returns the files as `outputs`."""
+    plan, partition = CorpusLayout.read(folder), task["partition"]
     followers = read_rows(followers_path(folder), LINK, partition, plan.partitions)
-    dropped = followers if payload["verify"] is None else _similar(
-        StagedDocuments(folder, plan), followers, payload["verify"], payload["words"])
+    dropped = followers if task["verify"] is None else _similar(
+        StagedDocuments(folder, plan), followers, task["verify"], task["words"])
     staying = followers[~np.isin(followers["other"], dropped["other"])]
-    return {"outputs": [write_links(folder, plan, column, plan.partition_names[partition], rows["other"], rows["kept"])
-                        for column, rows in zip(near_columns(plan), (dropped, staying), strict=True)]}
+    return with_records(folder, [
+        write_links(folder, plan, column, plan.partition_names[partition], rows["other"], rows["kept"])
+        for column, rows in zip(near_columns(plan), (dropped, staying), strict=True)])
 
 
 def _similar(documents: StagedDocuments, followers: np.ndarray, least: float, kind: str) -> np.ndarray:
@@ -179,7 +185,17 @@ def banding(config: NearDuplicates) -> tuple[int, int, int]:
     return config.ngram or preset[0], config.bands or preset[1], config.rows or preset[2]
 
 
-def signature_settings(config: NearDuplicates) -> dict[str, Any]:
+class SignatureSettings(TypedDict):
+    """All that a signature depends on."""
+
+    ngram: int
+    bands: int
+    rows: int
+    words: str
+    library: str
+
+
+def signature_settings(config: NearDuplicates) -> SignatureSettings:
     """All that a signature depends on."""
     from importlib import metadata
 
@@ -197,7 +213,7 @@ def words(text: str, kind: str) -> list[str]:
 class Signer:
     """Signatures of texts that come one by one, some of them in memory at a time."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: SignatureSettings) -> None:
         self.settings, self.signed = settings, [np.zeros((0, settings["bands"]), np.uint64)]
         self.texts: list[str] = []
         self.characters, self.most = 0, _CHARACTERS_AT_ONCE[settings["words"]]
@@ -222,7 +238,7 @@ class Signer:
         return path
 
 
-def signatures(texts: Sequence[str], settings: dict[str, Any]) -> np.ndarray:
+def signatures(texts: Sequence[str], settings: SignatureSettings) -> np.ndarray:
     """A number for each band of each text, (texts, bands) uint64; `NONE` for a text that is too short.
 
     Give it some hundred texts at a time: it holds the words of all of them.

@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import atomic_file, output_record, read_json, write_json
+from drover.pipeline.core.files import Outputs, atomic_file, output_record, read_json, write_json
 from drover.pipeline.data.documents import Document, digest, from_json
 from drover.pipeline.data.text_shards import SPLITS
 
@@ -187,11 +187,29 @@ def _path(folder: Path, kind: str, column: int, name: str) -> Path:
     return folder / STAGING / kind / f"{column:03d}" / name
 
 
-def sort_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+class GroupTask(TypedDict):
+    """A group, by its number."""
+
+    group: int
+
+
+class PartitionTask(TypedDict):
+    """A partition of a column."""
+
+    column: int
+    partition: int
+
+
+def with_records(folder: Path, paths: Iterable[Path]) -> dict[str, Outputs]:
+    """What a task returns that wrote these files."""
+    return {"outputs": [output_record(folder, path) for path in paths]}
+
+
+def sort_group(folder: Path, task: GroupTask) -> dict[str, Outputs]:
     """Write the runs of one group, and the links inside of it. Returns the files as `outputs`."""
-    plan, group = CorpusLayout.read(folder), payload["group"]
+    plan, group = CorpusLayout.read(folder), task["group"]
     begin, end = plan.bounds(group)
-    places, outputs = np.arange(end - begin), []
+    places, paths = np.arange(end - begin), list[Path]()
     for column in range(plan.bands + 1):
         if column == DIGEST:
             own, keys = places, [plan.column(folder, group, ".npy", half) for half in ("high", "low")]
@@ -202,18 +220,18 @@ def sort_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         firsts, others, kept = equal_rows(keys, plan.last)
         if column == DIGEST:
             places = np.sort(firsts)
-        outputs += [write_run(folder, plan, group, column, (key[firsts] for key in keys), own[firsts]),
-                    write_links(folder, plan, column, plan.group_names[group], own[others] + begin, own[kept] + begin)]
-    return {"outputs": outputs}
+        paths += [write_run(folder, plan, group, column, (key[firsts] for key in keys), own[firsts]),
+                  write_links(folder, plan, column, plan.group_names[group], own[others] + begin, own[kept] + begin)]
+    return with_records(folder, paths)
 
 
-def match_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+def match_partition(folder: Path, task: PartitionTask) -> dict[str, Outputs]:
     """Write the links between groups in one partition of a column. Returns the file as `outputs`."""
-    plan, column, partition = CorpusLayout.read(folder), payload["column"], payload["partition"]
+    plan, column, partition = CorpusLayout.read(folder), task["column"], task["partition"]
     numbers, rows = read_runs(folder, plan, column, partition)
     _, others, kept = equal_rows([rows[name] for name in rows.dtype.names or () if name != "place"], plan.last)
-    return {"outputs": [write_links(folder, plan, column, plan.partition_names[partition], numbers[others],
-                                    numbers[kept])]}
+    return with_records(folder, [write_links(folder, plan, column, plan.partition_names[partition], numbers[others],
+                                             numbers[kept])])
 
 
 def equal_rows(keys: Sequence[np.ndarray], last: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -236,13 +254,13 @@ def by_key(keys: Sequence[np.ndarray], last: bool = False) -> np.ndarray:
 
 
 def write_run(folder: Path, plan: CorpusLayout, group: int, column: int, keys: Iterable[np.ndarray],
-              places: np.ndarray) -> dict[str, Any]:
-    """Write rows sorted by key, which is cut into partitions of equal ranges. Returns the output's record."""
+              places: np.ndarray) -> Path:
+    """Write rows sorted by key, which is cut into partitions of equal ranges. Returns the file."""
     rows = np.empty(len(places), DIGEST_RUN if column == DIGEST else RUN)
     for name, values in zip(rows.dtype.names or (), (*keys, places), strict=True):
         rows[name] = values
     borders = np.array([number * (2**64 // plan.partitions) for number in range(1, plan.partitions)], np.uint64)
-    return write_rows(folder, _path(folder, "runs", column, plan.group_names[group]), rows,
+    return write_rows(_path(folder, "runs", column, plan.group_names[group]), rows,
                       np.concatenate([[0], np.searchsorted(rows["key"], borders), [len(rows)]]))
 
 
@@ -255,12 +273,11 @@ def read_runs(folder: Path, plan: CorpusLayout, column: int, partition: int) -> 
 
 
 def write_links(folder: Path, plan: CorpusLayout, column: int, name: str, others: np.ndarray,
-                kept: np.ndarray) -> dict[str, Any]:
-    """Write links, sorted by document, cut into groups. Returns the output's record."""
+                kept: np.ndarray) -> Path:
+    """Write links, sorted by document, cut into groups. Returns the file."""
     rows, order = np.empty(len(others), LINK), np.argsort(others)
     rows["other"], rows["kept"] = others[order], kept[order]
-    return write_rows(folder, links_path(folder, column, name), rows,
-                      np.searchsorted(rows["other"], plan.group_starts))
+    return write_rows(links_path(folder, column, name), rows, np.searchsorted(rows["other"], plan.group_starts))
 
 
 def read_links(folder: Path, plan: CorpusLayout, column: int, names: Sequence[str], group: int) -> np.ndarray:
@@ -274,12 +291,12 @@ def links_path(folder: Path, column: int, name: str) -> Path:
     return _path(folder, "links", column, name)
 
 
-def write_rows(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+def write_rows(path: Path, rows: np.ndarray, offsets: np.ndarray) -> Path:
     """Write the number of rows before each part and before the end, then the rows."""
     with atomic_file(path) as file:
         file.write(offsets.astype("<u8").tobytes())
         file.write(rows.data)
-    return output_record(folder, path)
+    return path
 
 
 def read_rows(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:

@@ -58,8 +58,7 @@ def test_a_file_in_another_encoding_is_named_for_what_it_is(tmp_path, encoding, 
 
 
 @pytest.mark.parametrize(("name", "encoding", "text"), [
-    ("f.txt", "latin-1", "größer " * 9), ("f.jsonl.gz", "cp1252", '{"text": "größer, früher, über, öfter, älter"}'),
-    ("f.csv", "shift_jis", "x\n価格は千円です。\n"), ("f.jsonl", "gb18030", '{"text": "Größe"}')])
+    ("f.txt", "latin-1", "größer " * 9), ("f.jsonl.gz", "cp1252", '{"text": "größer, früher, über, öfter, älter"}')])
 def test_a_file_that_is_utf_8_only_beyond_its_head_is_named(tmp_path, name, encoding, text):
     ascii_text = {"f.txt": "plain\n", "f.csv": "text\n"}.get(name, '{"text": "plain"}\n') * 20_000
     for own, is_named in ((text.encode(), True), (text.encode(encoding), False)):
