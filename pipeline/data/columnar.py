@@ -249,7 +249,7 @@ def _rows(batch: Any, first: int, file: Input, source: FilesSource, size: int) -
             yield place, row
 
 
-def _size(row: dict[str, Any], field: str, average: int) -> int:
+def _size(row: dict[str, Any], field: str, average: int) -> tuple[int, bool]:
     """About how many bytes a row has: those of its text, or of an average row if that is more."""
     text = value_in(row, field)
-    return max(average, len(text) if isinstance(text, (str, bytes)) else 0)
+    return max(average, len(text) if isinstance(text, (str, bytes)) else 0), False

@@ -123,7 +123,7 @@ def column_names(path: str, source: FilesSource) -> list[str] | None:
         if kind == "csv":
             file.head = head or b""
             with _text(file) as stream:
-                return next(filter(None, _csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0]))), None)
+                return _csv_header(_csv_reader(file, source, _csv_lines(stream, Limit(1.0), [0])), file)
         if not file.compression:
             with map_file(path) as data:
                 return stored_columns(data, kind)
@@ -176,7 +176,7 @@ def python_records(file: Input, limit: Limit) -> Records:
 
 def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     data: bytes | int = b""
-    file.current = lambda: data if isinstance(data, int) else len(data)
+    file.current = lambda: (data if isinstance(data, int) else len(data), False)
     if source.separator is None:
         with file.open() as stream:
             text = data = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
@@ -233,8 +233,8 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     has_keys_once = _key_test(source)
     line: bytes | int = b""
 
-    def current() -> int:
-        return line if isinstance(line, int) else len(line) + 1
+    def current() -> tuple[int, bool]:
+        return (line, False) if isinstance(line, int) else (len(line) + 1, _is_utf8(line))
     file.current = current
     for number, (offset, line) in enumerate(_separated(file, b"\r" if _ends_in_cr(file.head) else b"\n", limit), 1):
         place = number if is_complete else str(offset)
@@ -269,6 +269,14 @@ def _key_test(source: FilesSource) -> Callable[[bytes], bool]:
     keys = [json.dumps(part, ensure_ascii=False).encode() for part in parts]
     tests = [(key, re.compile(re.escape(key) + rb"\s*:")) for key in keys]
     return lambda line: all(line.count(key) < 2 or len(with_colon.findall(line)) < 2 for key, with_colon in tests)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _ends_in_cr(head: bytes) -> bool:
@@ -336,8 +344,8 @@ def _records_of(file: Input, values: list[Any], field: str, alone: bool) -> list
         if len(lists) == 1:
             file.about.records_in, records = lists[0]
     if len(records) > 1:
-        size = file.current() // len(records)
-        file.current = lambda: size
+        size, is_utf8 = file.current()
+        file.current = lambda: (size // len(records), is_utf8)
     return records
 
 
@@ -378,7 +386,7 @@ def _unless_twice(file: Input, place: Place, record: Any, source: FilesSource) -
         value = record
         for name in [field] if isinstance(record, dict) and field in record else field.split("."):
             if isinstance(value, Repeating) and name in value.repeated:
-                return file.reject(place, f"the field '{field}' occurs more than once", lost_bytes=file.current())
+                return file.reject(place, f"the field '{field}' occurs more than once", lost_bytes=file.current()[0])
             value = value.get(name) if isinstance(value, dict) else None
     return place, record
 
@@ -469,9 +477,10 @@ class _JsonText:
                     return value
             self._fill()
 
-    def current(self) -> int:
-        """Bytes of the last value."""
-        return len(self.last.encode("utf-8", "surrogateescape"))
+    def current(self) -> tuple[int, bool]:
+        """Bytes of the last value, and whether they are UTF-8."""
+        data = self.last.encode("utf-8", "surrogateescape")
+        return len(data), _is_utf8(data)
 
     def ahead(self) -> int:
         """Bytes of what was read from here on."""
@@ -487,11 +496,11 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     csv.field_size_limit(limit.bytes)
     size = [0]
     number = 0
-    file.current = lambda: size[0]
+    file.current = lambda: (size[0], False)
     with _text(file) as stream:
         rows = _csv_reader(file, source, _csv_lines(stream, limit, size))
         try:
-            if (header := next(filter(None, rows), None)) is None:
+            if (header := _csv_header(rows, file)) is None:
                 return
             check_columns(header, source)
             delimiter = rows.dialect.delimiter
@@ -539,6 +548,16 @@ def _csv_reader(file: Input, source: FilesSource, lines: Iterator[str]) -> Any:
         usual = named[1].decode()
         next(lines)
     return csv.reader(lines, strict=True, delimiter=source.delimiter or usual, **quotes)
+
+
+def _csv_header(rows: Any, file: Input) -> list[str] | None:
+    """The first row that is not empty, None if there is none; where it is no CSV, all of its line as one column."""
+    try:
+        return next(filter(None, rows), None)
+    except csv.Error:
+        if not file.head:
+            raise
+        return [file.head.decode("utf-8-sig", "replace").split("\n")[0]]
 
 
 def _csv_lines(stream: io.TextIOWrapper, limit: Limit, size: list[int]) -> Iterator[str]:

@@ -216,17 +216,19 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
         broken = _broken_field(document, getattr(source, "id_field", None))
         if isinstance(record, PlainText) and "\0" in record:
             reason = "binary data, not text: NUL bytes and broken UTF-8"
+        elif file is not None and file.current()[1]:
+            reason = (f"{broken}half of a surrogate pair, as the escape \\ud83d without the other half: it is no "
+                      f"character; write the record with whole characters, or remove the escape")
         elif file is not None and file.encoding != UTF8:
             reason = f"{broken}bytes that {file.encoding} has not; correct the source's `encoding`, or the file"
         else:
-            reason = (f"{broken}broken UTF-8, or half of a surrogate pair (the escape \\ud83d without the other half); "
-                      f"set the source's `encoding` if that is another one, or convert the file (iconv -f latin1 -t "
-                      f"utf-8, where it is Latin-1)")
+            reason = (f"{broken}broken UTF-8; set the source's `encoding` if that is another one, or convert the file "
+                      f"(iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         reason = str(error)
     except RecursionError:
         reason = "a field that is kept as meta is nested too deeply"
-    return Rejection(source.name, name, place, reason, lost_bytes=0 if file is None else file.current())
+    return Rejection(source.name, name, place, reason, lost_bytes=0 if file is None else file.current()[0])
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:

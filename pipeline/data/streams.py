@@ -117,7 +117,7 @@ class Input:
         content: bytes of it that were read, unpacked; of a file of columns those of its values.
         head: the file's first bytes, unpacked, where its reader asks for them.
         is_columnar: whether it is a file of columns; its reader says so.
-        current: a function of its reader: how many of these bytes are the last record.
+        current: a function of its reader: how many of these bytes are the last record, and whether they are UTF-8.
         about: what becomes of it, for its readers to say.
 
     Raises:
@@ -134,7 +134,7 @@ class Input:
         self.head = b""
         self.is_columnar = False
         self.about = FileRead(piece.name.partition("/")[0], piece.file, piece.bytes)
-        self.current: Callable[[], int] = lambda: 0
+        self.current: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self._raw: Watched | None = None
         piece.refuse_changed()
         self._hash = _FileHash(piece, self.raw)
@@ -423,13 +423,17 @@ _SIGNATURES = (
     (b"\x28\xb5\x2f\xfd", "zstd", "a zstd file; add .zst to its name, or unpack it"),
     (b"\xfd7zXZ\0", "xz", f"an xz file; {_UNPACK}"),
     (tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)), "bzip2", f"a bzip2 file; {_UNPACK}"),
-    (b"PK\x03\x04", "zip", f"a zip file; {_UNPACK}"),
+    (b"PK\x03\x04", "zip", f"a zip file; {_UNPACK}"), (b"7z\xbc\xaf\x27\x1c", "7-Zip", f"a 7-Zip file; {_UNPACK}"),
+    (b"\x04\x22\x4d\x18", "LZ4", f"an LZ4 file; {_UNPACK}"),
     (b"PAR1", "Parquet", "a Parquet file; name it .parquet, or set the source's `format: parquet`"),
     (b"ARROW1", "Arrow", "an Arrow file; name it .arrow, or set the source's `format: arrow`"),
     (b"%PDF-", "PDF", "a PDF file; take its text out of it first"),
+    (b"SQLite format 3\0", "SQLite", "an SQLite file; export its text first"),
     (b"\xff\xfe\0\0", "UTF-32", "UTF-32 text with a byte-order mark; set the source's `encoding: utf-32`"),
     ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16",
-     "UTF-16 text with a byte-order mark; set the source's `encoding: utf-16`"))
+     "UTF-16 text with a byte-order mark; set the source's `encoding: utf-16`"),
+    (b"\x89PNG", "PNG", "a PNG file; leave it out"), (b"\xff\xd8\xff", "JPEG", "a JPEG file; leave it out"),
+    (b"\x7fELF", "ELF", "an ELF file; leave it out"))
 """First bytes of files that are not text, the name of their format, and what a user reads about it."""
 PAGE = re.compile(r"\ufeff*+\s*+(?>---\s*?\n.*?\n---\s+)?+(?>(<\?xml[^>]*>|<!--.*?-->)\s*)*+"
                   r"<(!doctype\s+html|(html|head|body)[\s>])", re.I | re.S)
