@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,9 +278,7 @@ def _characters(path: Path) -> Tokenizer:
 
 def write_characters(path: Path, texts: Iterable[str]) -> None:
     """Collect the characters of `texts` into the file of a tokenizer of characters."""
-    seen: set[str] = set()
-    for text in texts:
-        seen.update(text)
+    seen = set(chain.from_iterable(texts))
     if not seen:
         raise UserError("There is no training text to take characters from. Look at the shard stage's sources.")
     write_json(path, {"characters": "".join(sorted(seen))})

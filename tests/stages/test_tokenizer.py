@@ -45,6 +45,7 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     assert len(manifest.outputs) == 5 and (folder / "train.log").stat().st_size > 0
     counts, report = manifest.counts, read_json(folder / "report.json")
     assert counts["vocab_size"] == 768 and counts["trained_on"]["nul_characters"] > 0
+    assert report["pieces"] == 768 - 1 - 256 - 256 > report["unused_pieces"] >= 0
     result = report["sources"]["odd"]
     assert result["literal_marks"] > 0 and result["fallback_tokens"] > 0
     assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]

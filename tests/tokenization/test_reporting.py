@@ -1,4 +1,4 @@
-"""The tokenizer's report, and shards with many more unknown and byte-fallback ids than it has."""
+"""Shards with many more unknown and byte-fallback ids than the tokenizer's report has."""
 
 from types import SimpleNamespace
 
@@ -9,32 +9,19 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.reporting.chapters.data import data
 from drover.pipeline.reporting.facts import Facts
-from drover.pipeline.tokenization.checking import from_bitmap
-from drover.pipeline.tokenization.reporting import described, outliers, rare_counts, summed, warnings
-from tests.tokenization.test_checking import checked, exported  # noqa: F401
+from drover.pipeline.tokenization.reporting import outliers, rare_counts, warnings
 
 REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
           "sources": {"a": {"unknown_share": 0.0, "fallback_share": 0.02},
                       "b": {"unknown_share": None, "fallback_share": None}}}
 
 
-def test_the_report_says_what_the_tokens_are_like(vocabularies, exported, texts):  # noqa: F811
-    vocabulary = vocabularies["bpe"]
-    result = checked(vocabulary, exported(vocabulary), *texts[:3])
-    total = result["tally"]
-    report = described(vocabulary, {"web": total}, summed([]), from_bitmap(result["seen"]), 0, 3)
-    assert report["sources"]["web"]["bytes_per_token"] == round(total["text_bytes"] / total["tokens"], 6) > 1.5
-    assert report["pieces"] == 1024 - 1 - 256 - 256 and 0 < report["unused_pieces"] < report["pieces"]
-    assert report["training_sample"]["bytes_per_token"] is None and "validation_documents" not in report
-
-
-@pytest.mark.parametrize(("changes", "unknown"), [({}, 2), ({"eos_id": 0}, 0), ({"unk_id": None}, 0)],
-                         ids=["as it is", "around documents", "none"])
-def test_rare_ids_are_counted(changes, unknown):
-    vocabulary = SimpleNamespace(**{"size": 128, "unk_id": 0, "byte_fallback_ids": {3, 4}, "bos_id": 1, "eos_id": 2,
-                                    **changes})
-    assert rare_counts(np.array([0, 1, 3, 9, 4, 4, 0, 127], np.uint16), vocabulary) == {
-        "unknown_tokens": unknown, "fallback_tokens": 3}
+def test_rare_ids_are_counted():
+    """How often an id that is BOS and the unknown one comes around documents is no count."""
+    ids = np.array([0, 1, 3, 9, 4, 4, 0, 127], np.uint16)
+    for bos, unknown in ((1, 2), (0, 0)):
+        vocabulary = SimpleNamespace(size=128, unk_id=0, byte_fallback_ids={3, 4}, bos_id=bos, eos_id=2)
+        assert rare_counts(ids, vocabulary) == {"unknown_tokens": unknown, "fallback_tokens": 3}
 
 
 def record(path, unknown, fallback, source="a"):
