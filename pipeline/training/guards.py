@@ -208,25 +208,16 @@ class Guards:
         return StepLimits(self._limit(self._losses, LOSS_FLOOR), self._limit(self._norms, NORM_FLOOR))
 
     def _limit(self, values: Sequence[float], floor: float) -> float:
-        median, deviation = spread_of(values, floor)
+        median = statistics.median(values)
+        deviation = max(NORMAL * statistics.median(abs(value - median) for value in values), floor * abs(median))
         return min(UNLIMITED, float(np.float32(median + self.config.spike_deviations * deviation)))
 
     def _excesses(self, loss: float, grad_norm: float, limits: StepLimits) -> list[str]:
-        result = []
-        for name, value, limit, history, floor in (
-                ("the loss", loss, limits.loss, self._losses, LOSS_FLOOR),
-                ("the gradient norm", grad_norm, limits.grad_norm, self._norms, NORM_FLOOR)):
-            if value > limit:
-                median, deviation = spread_of(history, floor)
-                result.append(f"{name} {value:.4g} is a spike against a median of {median:.4g} over the last "
-                             f"{len(history)} updates (deviation {deviation:.3g}, limit {limit:.4g})")
-        return result
-
-
-def spread_of(values: Sequence[float], floor: float) -> tuple[float, float]:
-    """Median of `values`, and their deviation from it as a standard deviation, at least `floor` x the median."""
-    median = statistics.median(values)
-    return median, max(NORMAL * statistics.median(abs(value - median) for value in values), floor * abs(median))
+        return [f"{name} {value:.4g} is a spike against a median of {statistics.median(history):.4g} over the last "
+                f"{len(history)} updates (limit {limit:.4g})"
+                for name, value, limit, history in (("the loss", loss, limits.loss, self._losses),
+                                                    ("the gradient norm", grad_norm, limits.grad_norm, self._norms))
+                if value > limit]
 
 
 def json_number(value: float) -> float | str:

@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 from uuid import uuid4
 
 from drover.pipeline.config.kinds import Kind
@@ -131,21 +131,20 @@ def checkpoint_curves(kind: str, details: Record) -> dict[str, float]:
             if name in details}
 
 
-@dataclass(frozen=True)
-class KeptId:
+class KeptId(TypedDict):
     """The ID of a training in a logger."""
 
     id: str
 
 
-def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool]:
-    """The ID of this training in a logger, made at the first call; and whether it was made now."""
+def kept_id(about: About, sink: str, make: Callable[[], str]) -> str:
+    """The ID of this training in a logger, made at the first call."""
     path = about.train_folder / f"{sink}.json"
-    if result := read_record(path, KeptId, "Remove it, and the logger starts a new run."):
-        return result.id, False
-    made = make()
-    write_json(path, {"id": made})
-    return made, True
+    kept = read_record(path, KeptId, "Remove it, and the logger starts a new run.")
+    if kept is None:
+        kept = {"id": make()}
+        write_json(path, dict(kept))
+    return kept["id"]
 
 
 class CurveSink:
@@ -362,8 +361,6 @@ def open_log(work: Work, first_step: int) -> TrainingLog:
     return TrainingLog(lines, about, list(config.train.log_to), work.say)
 
 
-AT_ONCE = 100
-"""Parameters that MLflow takes in one call."""
 LONGEST_TAG = 5000
 """Characters of a tag that MLflow takes."""
 ENDINGS = {"finish": "FINISHED", "stop": "KILLED"}
@@ -406,15 +403,12 @@ class _MLflowRun(CurveSink):
         def make() -> str:
             result = client.get_experiment_by_name(experiment)
             place = result.experiment_id if result else client.create_experiment(experiment)
-            return str(client.create_run(place, run_name=about.name).info.run_id)
-        self._id, new = kept_id(about, "mlflow", make)
-        if not new:
-            client.update_run(self._id, status="RUNNING")
-            return
-        from mlflow.entities import Param
-        settings = [Param(name, str(value)[:LONGEST_TAG]) for name, value in flatten(dict(about.settings)).items()]
-        for start in range(0, len(settings), AT_ONCE):
-            client.log_batch(self._id, params=settings[start:start + AT_ONCE])
+            new = str(client.create_run(place, run_name=about.name).info.run_id)
+            for name, value in flatten(dict(about.settings)).items():
+                client.log_param(new, name, str(value)[:LONGEST_TAG])
+            return new
+        self._id = kept_id(about, "mlflow", make)
+        client.update_run(self._id, status="RUNNING")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
@@ -451,7 +445,7 @@ class WeightsAndBiases(SinkSettings):
     def open(self, about: About) -> Sink:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # offline means offline
         import wandb
-        identity, _ = kept_id(about, "wandb", lambda: uuid4().hex[:12])
+        identity = kept_id(about, "wandb", lambda: uuid4().hex[:12])
         # Do not upload the console output or the checkout's changes: they may contain anything.
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
         run = wandb.init(project=self.project, entity=self.entity, mode=self.mode, id=identity, resume="allow",

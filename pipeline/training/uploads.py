@@ -340,14 +340,9 @@ class Uploads(Hook):
 
         def ready() -> Outputs:
             files = _listed(copy, step)
-            needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
-            if free < needed:
-                raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
-                                f"free where {self.work.folder} is: the disk is too full to fetch it. Free some space, "
-                                f"and run the same command again.")
             self.checkpoints.make_room(temporary)
-            self.say(f"fetching {final.name} from {self.url} "
-                     f"({needed / 1e6:,.1f} MB in {len(files)} files)")
+            size = sum(record["bytes"] for record in files)
+            self.say(f"fetching {final.name} from {self.url} ({size / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
         def publish(_: int) -> None:

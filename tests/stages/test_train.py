@@ -64,13 +64,12 @@ def test_a_run_trains_and_says_so(fresh):
     assert result.share <= metrics[-1]["goodput"] + 0.001
     counts = manifest_of(fresh).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
-    assert run_train(fresh, ranks=2).stdout.count("up to date") == 1
     run_train(fresh, "name=quiet", "train.validation_every=1000", "train.sample_every=1000",
               "train.checkpoint.every_steps=1000", "train.loader_threads=3", ranks=2)
     assert [record["loss"] for record in metrics] == [record["loss"] for record in curve(fresh, "quiet")]
 
 
-@pytest.mark.parametrize("damage", ["another byte", "marker", *slow("torn marker")])
+@pytest.mark.parametrize("damage", ["another byte", *slow("marker", "torn marker")])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(interrupted, damage):
     """What was once finished is set aside for the user to look at; only what never was is removed."""
     newest = checkpoints(interrupted) / "step-00000008"
@@ -114,9 +113,6 @@ def test_what_a_begun_run_cannot_become_is_refused(interrupted):
             (["train.optimizer=muon"], ['train.optimizer: absent -> "muon"']),
             (["train.optimizer=muon", "--accept-changes"],
              ["does not hold momentum.layers.0.attention.wq.weight, nor ", " states that train.optimizer"]),
-            (["train.packing=best_fit"], ["train.packing"]),
-            (["train.log_to=[{kind: 'no_such_module:Sink'}]"],
-             ["train.log_to.0.kind names no_such_module:Sink, which cannot be imported"]),
             (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-changes"])):
         output = run_train(interrupted, *settings, expect=2).stderr
         assert all(text in output for text in messages) and "Traceback" not in output, output
@@ -152,6 +148,7 @@ def test_a_finished_run_can_be_mended_prolonged_and_forced(interrupted):
     assert (interrupted.parent / "runs/whole/train.replaced/checkpoints/step-00000020/COMPLETE.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(interrupted):
     """With keep=1 the sound checkpoint must outlive the damaged one that has a higher step number."""
     before, newest = complete_checkpoints(train_folder(interrupted))
@@ -188,8 +185,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
 def test_where_every_checkpoint_is_damaged_training_does_not_start_again_in_silence(interrupted):
     for file in checkpoints(interrupted).glob("step-*/*.safetensors"):
         os.truncate(file, 10)
-    for _ in range(2):
-        assert "Every finished checkpoint" in run_train(interrupted, expect=2).stderr
+    assert "Every finished checkpoint" in run_train(interrupted, expect=2).stderr
     run_train(interrupted, "--force")
     assert curve(interrupted) == curve(interrupted, "whole")
 
