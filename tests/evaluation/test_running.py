@@ -52,16 +52,6 @@ doc_to_target: gold
 num_fewshot: 2
 metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
 """},
-    "several": {
-        "items": [{"query": f"{name} is", "choices": ["here", "far away", "not"], "gold": [[0], [1, 2], [0, 2]][n % 3]}
-                  for n, name in enumerate(NAMES)],
-        "yaml": """
-output_type: multiple_choice
-doc_to_text: query
-doc_to_choice: choices
-doc_to_target: gold
-metric_list: [{metric: acc}]
-"""},
     "last_word": {
         "items": [{"text": f"Nobody saw {name} but", "word": other}
                   for name, other in zip(NAMES, NAMES[::-1], strict=True)],
