@@ -22,12 +22,14 @@ def corpus(folder, shards, held=()):
     records = []
     for number, documents in enumerate([*shards, *([held] if held else [])]):
         members = []
-        for text in (text if isinstance(text, str) else " ".join(text) for text in documents):
+        texts = [text if isinstance(text, str) else " ".join(text) for text in documents]
+        for text in texts:
             key = document_key(digest(text.encode()))
             members.append((key, to_json(Document(text, "s", key, {}))))
         split = "validation" if number == len(shards) else "train"
         write_members(folder / f"{number}.tar", members)
-        records.append(output_record(folder, folder / f"{number}.tar", split=split, source="s", docs=len(documents)))
+        records.append(output_record(folder, folder / f"{number}.tar", split=split, source="s", docs=len(texts),
+                                     text_bytes=sum(len(text.encode()) for text in texts)))
     return folder, Manifest("shard", {}, records, {}, "")
 
 
