@@ -1,15 +1,13 @@
-"""Selective checkpointing knows products by their names: whatever else a block computes, and compiled or not."""
+"""Selective checkpointing knows products by their names, compiled or not."""
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drover.model.attention.sdpa import Sdpa
 from drover.model.config import ModelConfig
-from drover.model.linear import Linear
 from drover.model.llama import Llama, initialise
 from drover.pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
 from drover.pipeline.parallel.activation_checkpointing import PRODUCT_OPERATORS, checkpoint_activations
@@ -21,27 +19,12 @@ DOCUMENTS = torch.tensor([[0] * 9 + [1] * 23])
 PRODUCTS = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
 
 
-class Gated(nn.Module):
-    """A layer in front of another: a product that Llama's block does not have."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.gate, self.layer = Linear(32, 32), layer
-
-    def forward(self, *arguments):
-        """The layer's, of what the gate lets through."""
-        return self.layer(arguments[0] * self.gate(arguments[0]).sigmoid(), *arguments[1:])
-
-
-def built(backend, kept=None, gained=False, **shape):
-    """A model, checkpointed where `kept` says so, after which every block gains a product in front."""
+def built(backend, kept=None, **shape):
+    """A model, checkpointed where `kept` says so."""
     config = CONFIG.model_copy(update=shape)
     model = Llama(config)
     initialise(model, config, seed=0)
     model.backend = backend
-    if gained:
-        torch.manual_seed(0)
-        model.layers[0].attention = Gated(model.layers[0].attention)
     if kept is not None:
         checkpoint_activations(model, TrainConfig(activation_checkpointing="selective", kept_activations=kept))
     return model
@@ -66,26 +49,24 @@ class Recomputed(TorchDispatchMode):
         return operator(*arguments, **options or {})
 
 
-@pytest.mark.parametrize(("kept", "gained", "bias"), [
-    (["wq"], False, True), (["attention"], True, False), (["w1", "wo"], True, True),
-    (list(KEPT_ACTIVATIONS), False, False)])
+@pytest.mark.parametrize(("kept", "bias"), [
+    (["wq"], True), (["attention"], False), (["w1", "wo"], True), (list(KEPT_ACTIVATIONS), False)])
 @pytest.mark.parametrize("backend", WAYS, ids=names)
-def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, gained, bias):
-    model = built(backend, kept, gained, qkv_bias=bias)
+def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, bias):
+    model = built(backend, kept, qkv_bias=bias)
     computed = loss(model)
     with Recomputed(backend.operators) as seen:
         computed.backward()
     # w2's result is no one's input: it depends on who multiplies whether it is computed again beside its input.
-    assert {*seen.names} - {"w2"} == {*PRODUCTS, "attention", *(["gate"] * gained)} - {*kept, "w2"}
-    plain = built(backend, None, gained, qkv_bias=bias)
+    assert {*seen.names} - {"w2"} == {*PRODUCTS, "attention"} - {*kept, "w2"}
+    plain = built(backend, qkv_bias=bias)
     loss(plain).backward()
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.parametrize(("kept", "gained", "bias"), [
-    (["wo", "w3"], True, True), (list(KEPT_ACTIVATIONS), False, False)])
-def test_compiled_blocks_keep_by_name_too(kept, gained, bias):
+@pytest.mark.parametrize(("kept", "bias"), [(["wo", "w3"], True), (list(KEPT_ACTIVATIONS), False)])
+def test_compiled_blocks_keep_by_name_too(kept, bias):
     """In the graph of the backward pass each product has two for its gradients, one more if it is computed again."""
     products = []
 
@@ -94,9 +75,8 @@ def test_compiled_blocks_keep_by_name_too(kept, gained, bias):
         return graph
 
     torch._dynamo.reset()
-    model = built(Sdpa(), kept, gained, qkv_bias=bias)
+    model = built(Sdpa(), kept, qkv_bias=bias)
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=backward)
     model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
     loss(model).backward()
-    again = {*PRODUCTS, *(["gate"] * gained)} - {*kept, "w2"}
-    assert products == [2 * (len(PRODUCTS) + gained) + len(again)]
+    assert products == [2 * len(PRODUCTS) + len({*PRODUCTS} - {*kept, "w2"})]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drover.model.attention.backend import Documents
 from drover.pipeline.config.training import ParallelConfig
-from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, places, plan
+from drover.pipeline.parallel.context_parallel import ContextParallel, places, plan
 from drover.pipeline.parallel.grid import Grid
 from tests.model import test_backends
 from tests.model.test_backends import WAYS, inputs, numbered
@@ -101,11 +101,6 @@ def attended(ranks, kv_heads, window):
 @pytest.mark.parametrize(("ranks", "kv_heads", "window"), [(2, 6, None), (4, 1, 7)])
 def test_ranks_together_equal_the_dense_mask_forward_and_backward(ranks, kv_heads, window):
     run_case(ranks, attended, kv_heads=kv_heads, window=window)
-
-
-def test_keys_beyond_a_window_are_left_out():
-    whole, windowed = (gathered(((4096,),), 4, 3, window) for window in (None, 64))
-    assert windowed.keys.lengths == (512 + 63, 512 + 63) and windowed.keys.rows < whole.keys.rows
 
 
 @pytest.mark.parametrize("kept, attention, gathers", [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def written(folder, **changes):
 
 
 @pytest.mark.parametrize(("ranks", "dp_shard", "dtype", "changes"), [
-    (2, 2, "float32", {}), (2, 2, "bfloat16", {"tied_embeddings": True}), (4, 2, "float32", {}),
+    (2, 2, "bfloat16", {"tied_embeddings": True}), (4, 2, "float32", {}),
     (4, 4, "float32", {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2})])
 def test_shared_or_whole_the_model_computes_the_same(tmp_path, ranks, dp_shard, dtype, changes):
     """Logits of every shape, and texts with caches, from ranks that call it 0, 3 or 6 times."""
@@ -92,8 +91,3 @@ def test_as_few_ranks_as_the_memory_allows():
     assert fewest(config, torch.float32, size, 8) == 1
     assert fewest(config, torch.float32, needed(config, torch.float32, 3), 6) == 3
     assert fewest(config, torch.float32, 1, 8) == 8, "nothing is enough: what takes least"
-    # Two units that follow each other are whole on a rank, once more while they are gathered.
-    unit = 1024 * 256
-    layer = config.model_copy(update={"layers": 2}).parameter_count - config.model_copy(update={
-        "layers": 1}).parameter_count
-    assert needed(config, torch.float32, 2) == math.ceil(size / 2) + 2 * 4 * (layer + max(unit, layer))

@@ -143,4 +143,3 @@ def test_what_makes_it_slow_is_said():
     assert output[-1].startswith("warning: fp8 without train.compile is slower than bf16")
     assert "for trials" in fp8_lines(Config(train=settings()), MODEL, 1, CPU)[-1]
     assert "fp8_skip=[small]" in fp8_lines(Config(train=settings()), PRESETS["llama3_8b"], 1, GPU)[-1]
-    assert fp8_lines(Config(train=TrainConfig(precision="bf16")), MODEL, 1, GPU) == []
