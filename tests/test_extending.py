@@ -88,15 +88,3 @@ def test_the_stage_is_one_like_any_other(extended):
     assert again.returncode == 0 and "letters   up to date" in again.stdout
     refused = typed(f"{COMMAND} 'stages.letters.counts=[documents_in, text_bytes]'", home)
     assert refused.returncode != 0 and "stages.letters.counts" in refused.stderr
-
-
-def test_a_tool_knows_the_stage_once_its_plugin_is_named(extended):
-    [command] = re.findall(r"`(drover verify extended --plugin[^`]*)`", PAGE)
-    folder, _ = extended
-    output = folder / "letters/letters.json"
-    aside = output.rename(folder.parent / "aside.json")
-    named, opened = (typed(" ".join(asked.split()), folder.parents[1]) for asked in (
-        command, command.partition(" --plugin")[0]))
-    aside.rename(output)
-    assert (named.returncode, opened.returncode) == (1, 0) and "letters/letters.json" in named.stdout
-    assert "plugins that were not imported" in opened.stderr and "not imported" not in named.stderr

@@ -117,12 +117,6 @@ def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
 
 
 @pytest.mark.slow
-def test_transformers_generates_from_the_export(outcomes):
-    result = next(result for command, result in outcomes.items() if "AutoModelForCausalLM" in command)
-    assert "def main():" in result.stdout and len(result.stdout) > 20
-
-
-@pytest.mark.slow
 def test_tensorboard_shows_the_curves_of_the_runs(outcomes):
     [shown] = [result.stdout for command, result in outcomes.items() if command.endswith(INSPECT)]
     for tag in ("train/loss", "train/lr", "train/grad_norm", "validation/bits_per_byte/code"):
