@@ -23,7 +23,7 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import quiet_imports
 from drover.pipeline.core.errors import UserError, require
-from drover.pipeline.parallel.compiling import compiles
+from drover.pipeline.parallel.blocks import compiles
 
 MULTIPLE = 16
 """The hardware needs both dimensions of a weight, and the tokens of a pass, to be multiples of this."""

@@ -16,8 +16,7 @@ from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, ModelPart, initial_value
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
-from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
-from drover.pipeline.parallel.compiling import compile_blocks, compiles
+from drover.pipeline.parallel.blocks import checkpoint_activations, compile_blocks, compiles
 from drover.pipeline.parallel.fp8 import convert_to_fp8
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.pipeline_parallel import PipelineStage

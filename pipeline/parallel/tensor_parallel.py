@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from drover.model.llama import Llama
 from drover.model.loss import Losses, VocabularyPartition
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.parallel.activation_checkpointing import noting_product
+from drover.pipeline.parallel.blocks import noting_product
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The name in torch 2.13, which warns on every rank about the older name."""

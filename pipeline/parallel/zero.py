@@ -17,8 +17,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.core.errors import require
-from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
-from drover.pipeline.parallel.compiling import compile_blocks, compiles
+from drover.pipeline.parallel.blocks import checkpoint_activations, compile_blocks, compiles
 from drover.pipeline.parallel.ranks import Ranks
 
 

@@ -27,7 +27,7 @@ from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, Pieces, TensorShard
-from drover.pipeline.parallel.attention import OWN
+from drover.pipeline.parallel.blocks import OWN
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, make_schedule, parameter_names
 from drover.pipeline.training.guards import StepLimits
@@ -70,7 +70,7 @@ class Engine(ABC):
         across_documents: whether attention is plain causal attention, without a mask between documents.
         windowed: whether the model has layers with a sliding window.
         attention: what computes attention inside documents, and why not something better.
-        flash: which flash kernels are used on GPUs (pipeline/parallel/attention.py).
+        flash: which flash kernels are used on GPUs (pipeline/parallel/blocks.py).
         before_update: called in each step between its last backward pass and its update.
         proven: whether a step of this attempt gave every parameter a gradient (`prove_gradients`).
     """

@@ -21,7 +21,7 @@ from drover.model.generation.stream import generate
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.token_shards import ChosenDocuments, choose, open_shards
 from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
-from drover.pipeline.parallel.compiling import compiles, uncompiled
+from drover.pipeline.parallel.blocks import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import full_losses
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, parameter_names

@@ -21,7 +21,7 @@ from drover.pipeline.contract.state import Progress, ProgressRecord
 from drover.pipeline.core.console import counted, duration
 from drover.pipeline.data.sampling.consumption import planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
-from drover.pipeline.parallel.compiling import compiled_share
+from drover.pipeline.parallel.blocks import compiled_share
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress

@@ -27,8 +27,7 @@ from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work, git_state, software_versions
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.parallel.attention import choose_attention, choose_flash
-from drover.pipeline.parallel.compiling import compiles, refuse_without_compiler
+from drover.pipeline.parallel.blocks import choose_attention, choose_flash, compiles, refuse_without_compiler
 from drover.pipeline.parallel.fp8 import fp8_lines, refuse_without_fp8
 from drover.pipeline.parallel.fsdp import InitialValues, drawn, parallelize
 from drover.pipeline.parallel.grid import Grid

@@ -13,11 +13,11 @@ from drover.model.presets import PRESETS
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
+from drover.pipeline.parallel.blocks import checkpoint_activations
 from drover.pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
 from tests.conftest import slow
 from tests.parallel.groups import run_case
-from tests.parallel.test_activation_checkpointing import CONFIG, loss
+from tests.parallel.test_blocks import CONFIG, loss
 from tests.parallel.train_steps import MODEL, train_steps
 from tests.refusal import refused, table
 

@@ -18,8 +18,9 @@ from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
-from drover.pipeline.parallel import compiling, reducing_stage
-from drover.pipeline.parallel.compiling import CALLS
+from drover.pipeline.parallel import blocks as compiled_blocks
+from drover.pipeline.parallel import reducing_stage
+from drover.pipeline.parallel.blocks import CALLS
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.fsdp import drawn
 from drover.pipeline.parallel.grid import Grid
@@ -180,7 +181,7 @@ def compiled_calls(ranks, **settings):
 
     few = 2 if settings.get("train", {}).get("recomputed_blocks", 1) == 1 else 8  # the others have graphs of their own
     CALLS.all = CALLS.eager = 0
-    with mock.patch.object(compiling, "GRAPHS", few):
+    with mock.patch.object(compiled_blocks, "GRAPHS", few):
         train_steps(ranks, **settings, after=after)
     return {"calls": result}
 

@@ -8,7 +8,7 @@ import torch
 
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.parallel.compiling import INCLUDES, refuse_without_compiler
+from drover.pipeline.parallel.blocks import INCLUDES, refuse_without_compiler
 from tests.refusal import refused
 from tests.stages.training import manifest_of, run_train
 
