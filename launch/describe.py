@@ -20,12 +20,13 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import aligned, counted, duration, echo, first, readable
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.parallel.stages import largest_share
 
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
-SLURM_COLUMNS = ("job", "state", "nodes", "work", "GPUs", "memory", "time", "partition", "after")
-"""GPUs and memory are per node."""
+SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
+"""Cores, GPUs and memory are per node."""
 WEIGHT_BYTES = 4
 """Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
 state comes on top."""
@@ -73,8 +74,12 @@ def _row(job: Job, options: Options) -> list[str]:
         return [job.key, state, work + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)]
     nodes = f"{job.nodes}{f' + {job.spare_nodes} spare' if job.spare_nodes else ''}"
     nodes += f", {len(job.elements)} elements" if job.elements else ""
-    return [job.key, state, nodes, work, str(job.gpus_per_node or ""), job.resources.mem or "",
-            duration(60 * job.minutes), job.resources.partition or "-", ", ".join(job.dependencies)]
+    extra = job.resources.extra or {}
+    where = [job.resources.partition, extra.get("qos"), extra.get("constraint"),
+             f"link {job.link} of {job.links}" * (job.links > 1)]
+    return [job.key, state, nodes, work, str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or ""),
+            "all" if job.resources.mem == "0" else job.resources.mem or "", duration(60 * job.minutes),
+            ", ".join(str(part) for part in where if part) or "-", ", ".join(job.dependencies)]
 
 
 def training_facts(config: Config, job: Job) -> list[str]:
@@ -154,7 +159,8 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int:
     is unknown. `drover rehearse` counts all that a step takes.
 
     FSDP2 holds all in fp32, sharded over dp_shard x cp x tp ranks. parallel.reduce=last adds gradients that are sharded
-    over tp only, and parallel.reshard=never the all-gathered weights.
+    over tp only, and parallel.reshard=never the all-gathered weights. With pipeline parallelism a step holds both, for
+    all stages of a rank; the rank with the most weights counts.
     ZeRO shards the fp32 master weights and the state over all ranks (on the GPU unless offloaded), gradients from stage
     2 on, and weights, which are in bf16, from stage 3 on.
     """
@@ -164,10 +170,13 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int:
     count = shape.parameter_count
     if parallel.engine == "fsdp2":
         sharers = ranks // (parallel.sizes(ranks).replicate * parallel.pp)
-        kept = parallel.reshard == "never" and sharers > parallel.tp
-        gathered = WEIGHT_BYTES * (parallel.reduce == "last") + 2 * kept
-        sharded = (2 * WEIGHT_BYTES * count + states) / sharers
-        return math.ceil((sharded + gathered * count / parallel.tp) / parallel.pp)
+        width = {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
+        pipelined = parallel.pp > 1
+        gathered = width if pipelined or (parallel.reshard == "never" and sharers > parallel.tp) else 0
+        if pipelined or parallel.reduce == "last":
+            gathered += WEIGHT_BYTES
+        total = (2 * WEIGHT_BYTES * count + states) / sharers + gathered * count / parallel.tp
+        return math.ceil(total * largest_share(shape, parallel))
     master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
     gradients = WEIGHT_BYTES * count / (ranks if parallel.zero_stage >= 2 else 1)
     weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)

@@ -27,7 +27,17 @@ from dataclasses import asdict
 
 from drover.launch.run_status import FINISHED, SILENT, RunStatus, judge, read_run
 from drover.launch.slurm.scheduler import Scheduler
-from drover.pipeline.core.console import RUNS, Parser, Program, add_json, find_run, in_colour, printable, runs_in
+from drover.pipeline.core.console import (
+    RUNS,
+    Parser,
+    Program,
+    add_json,
+    find_run,
+    in_colour,
+    is_run,
+    printable,
+    runs_in,
+)
 from drover.pipeline.core.errors import UserError
 
 WIDTH = 100
@@ -43,7 +53,7 @@ COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "d
 def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("named", nargs="?", metavar="RUN", help="a run's name (demo) or folder (runs/demo); --run RUN "
-                        "is the same. Without one: all runs")
+                        "is the same. A folder of runs: all of them. Without one: all of runs/")
     parser.add_argument("--run", metavar="RUN", help=argparse.SUPPRESS)
     parser.add_argument("--watch", action="store_true", help="show it again every 5 seconds")
     add_json(parser)
@@ -52,9 +62,12 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Show the run or the runs."""
     run = options.named or options.run
-    if run is None and options.watch:
+    several = runs_in(Path(run or RUNS))
+    if run and several and not is_run(Path(run)):
+        run = None
+    folders = [find_run(run)] if run else several
+    if options.watch and run is None:
         raise UserError("--watch follows one run. Name the run.")
-    folders = [find_run(run)] if run else runs_in(Path(RUNS))
     if options.watch:
         return watch(folders[0])
     seen = query(folders, Scheduler())
