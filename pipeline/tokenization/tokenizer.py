@@ -222,24 +222,39 @@ def one_thread() -> None:
 
 
 class FastEncoder(Tokenizer):
-    """A finished tokenizer (`reference`) that encodes by fastokens."""
+    """A finished tokenizer (`reference`) that encodes by fastokens; bytes and characters by a table."""
 
     def __init__(self, reference: Tokenizer, folder: Path) -> None:
         """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it or is absent."""
+        vars(self).update(vars(reference))  # it is the same but for `_encode`
+        self.reference = reference
+        if self.kind in ("byte", "char"):
+            self._table = np.full(0x110000, -1)
+            for name, token in self.backend.get_vocab().items():
+                if len(name) == 1:
+                    self._table[ord(name)] = token
+            return
         if installed_version(NAME) is None:
             raise EncoderError(f"it is several times faster, but not installed ({install(NAME)} installs it)")
         one_thread()
-        vars(self).update(vars(reference))  # it is the same but for `_encode`
-        self.reference = reference
         self._native = _guarded(lambda: _opened(folder / EXPORT))
 
     def _encode(self, texts: list[str]) -> Flat:
         """EncoderError if the library fails, or gives an id outside the vocabulary, BOS or EOS."""
+        if self.kind == "byte":
+            return joined([np.frombuffer(text.encode(), np.uint8) for text in texts])
+        if self.kind == "char":
+            return joined(list(map(self._by_table, texts)))
         given = _guarded(lambda: self._native.encode_batch_flat(texts, False, True))
         ids, offsets = np.frombuffer(given[0], "<u4"), np.frombuffer(given[1], "<u8").astype(np.int64)
         if ((ids >= self.size) | (ids == self.bos_id) | (ids == self.eos_id)).any():
             raise EncoderError("it made BOS, EOS or an id outside the vocabulary of text")
         return ids, offsets
+
+    def _by_table(self, text: str) -> NDArray[Any]:
+        """The ids of characters; a text with others than the vocabulary's is left to the reference."""
+        ids = self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")]
+        return ids if (ids >= 0).all() else self.reference._encode([text])[0]
 
 
 def _opened(path: Path) -> Any:

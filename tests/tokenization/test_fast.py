@@ -11,7 +11,7 @@ from drover.pipeline.tokenization.tokenizer import MAX_PART, FastEncoder, byte_o
 from tests.tokenization.conftest import ODD_TEXTS
 
 pytest.importorskip("fastokens")
-FAST = ("bpe", "tiktoken", "huggingface", "byte")
+FAST = ("bpe", "tiktoken", "huggingface", "byte", "char")
 
 
 @pytest.mark.parametrize("kind", FAST)
