@@ -35,6 +35,9 @@ matrix."""
 SMALL = "small"
 """The name in `train.fp8_skip` for all layers of `slower_in_fp8`."""
 
+AMD = ("gfx94", "gfx95", "gfx12")
+"""AMD's GPUs with fp8, by the beginnings of their architecture names."""
+
 
 @dataclass(frozen=True)
 class Division:
@@ -141,14 +144,21 @@ def refuse_without_fp8(config: Config, device: torch.device) -> None:
     if train.precision != "fp8":
         return
     require("train.precision fp8", "torchao", "take train.precision=bf16")
-    if device.type != "cuda" or torch.version.hip:  # AMD's GPUs have not been tried
+    if device.type != "cuda":
+        return
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip:
+        kind = torch.cuda.get_device_properties(device).gcnArchName
+        if not kind.startswith(AMD):
+            raise UserError(f"train.precision is fp8, which this GPU ({name}, {kind}) does not have; AMD's are MI300 "
+                            f"(gfx942) and later. Take train.precision=bf16.")
         return
     has, needs = torch.cuda.get_device_capability(device), CAPABILITY[train.fp8_recipe]
     if has < needs:
         other = "train.fp8_recipe=tensorwise would run here, or take" if has >= CAPABILITY["tensorwise"] else "Take"
         raise UserError(f"train.precision is fp8, whose recipe {train.fp8_recipe} needs a GPU of compute capability "
-                        f"{needs[0]}.{needs[1]}; this one ({torch.cuda.get_device_name(device)}) has "
-                        f"{has[0]}.{has[1]}. {other} train.precision=bf16.")
+                        f"{needs[0]}.{needs[1]}; this one ({name}) has {has[0]}.{has[1]}. {other} "
+                        f"train.precision=bf16.")
 
 
 def fp8_lines(config: Config, model: ModelConfig, tensor: int, device: torch.device) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,10 +121,15 @@ def test_checkpointing_is_bit_equal_and_parameters_are_what_they_were(recipe):
     rowwise -> [8, 9] -> capability 9.0; this one (a card) has 8.9. train.fp8_recipe=tensorwise would run here
     tensorwise -> [8, 0] -> needs a GPU of compute capability 8.9; this one (a card) has 8.0. Take
     rowwise -> [9, 0] -> taken
+    rowwise -> "gfx90a:sramecc+" -> which this GPU (a card, gfx90a:sramecc+) does not have
+    rowwise -> "gfx942:sramecc+" -> taken
     """, str, json.loads))
 def test_hardware_without_it_is_refused_with_the_reason(monkeypatch, recipe, card, words):
+    """NVIDIA's by their compute capability, AMD's by their kind."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if isinstance(card, str) else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(card))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=card))
     config = Config(train=settings(fp8_recipe=recipe))
     if words == "taken":
         refuse_without_fp8(config, GPU)
