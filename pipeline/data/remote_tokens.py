@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -72,6 +73,7 @@ def download_shards(work: Work, table: ShardTable, rows: Iterable[int], *, shows
             if not missing:
                 return
             mirror = _mirror_of(url, records)
+            _refuse_full_disk(folder, missing)
             with ProgressBar(work.name, f"token shards to {folder}", len(records), "shards") as progress:
                 progress.already(len(records) - len(missing))
                 mirror.fetch(folder, missing, progress.advance if shows_progress else lambda: None)
@@ -113,3 +115,11 @@ def _mirror_of(url: str, records: Sequence[Record]) -> Mirror:
                         f"({len(other):,} of {len(records):,} differ: {first(other)}). Upload this run's to another "
                         f"place ({UPLOAD} URL), or give the place that has them.")
     return mirror
+
+
+def _refuse_full_disk(folder: Path, missing: Sequence[Record]) -> None:
+    needed, free = sum(record["bytes"] for record in missing), shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(f"The token shards that are missing in {folder} on {platform.node()} have {needed / 1e9:,.3f} "
+                        f"GB, but {free / 1e9:,.3f} GB are free there. Free some space, or give another "
+                        f"train.tokens_folder.")

@@ -1,5 +1,6 @@
 """Token shards in an object store: downloaded once to a node, compared, and continued after a kill."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,6 +82,13 @@ def test_a_place_without_the_run_s_shards_is_refused(made, tmp_path):
     made.store.delete([COPY])
     refused(UserError, r"copy\.json is not there.*drover copy-tokens", download, made)
     refused(UserError, "holds files of the token shards", upload_shards, made.folder, made.records[:4], made.store.url)
+
+
+def test_a_full_disk_is_refused_with_both_figures_before_anything_is_fetched(made, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    monkeypatch.setattr(ShardTable, "record", lambda _, row: {**made.records[row], "bytes": 2_000_000_000})
+    refused(UserError, r"have 12\.000 GB, but 0\.001 GB are free there.*train\.tokens_folder", download, made)
+    assert not contents(made.there)
 
 
 def test_a_folder_that_is_somebody_else_s_or_none_is_refused(made, tmp_path):
