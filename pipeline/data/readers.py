@@ -262,13 +262,21 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def _key_test(source: FilesSource) -> Callable[[bytes], bool]:
-    """A test of a record's JSON: whether no key of the fields that the source names occurs twice in it, of which a
-    parser returns the last. Keys that are written with escapes are not seen."""
+    """A test of a record's JSON: whether surely no key of the fields that the source names occurs twice in it, of which
+    a parser returns the last. Nothing is sure where an escape could be a character of one of these keys."""
     names = wanted_columns(source)
     parts = {*names, *chain.from_iterable(name.split(".") for name in names)}
     keys = [json.dumps(part, ensure_ascii=False).encode() for part in parts]
     tests = [(key, re.compile(re.escape(key) + rb"\s*:")) for key in keys]
-    return lambda line: all(line.count(key) < 2 or len(with_colon.findall(line)) < 2 for key, with_colon in tests)
+    codes = [part.encode("utf-16-be", "surrogatepass").hex() for part in parts]
+    begins = sorted({code[at:at + 3] for code in codes for at in range(0, len(code), 4)})
+    escape = re.compile(rf"\\(?:u(?:{'|'.join(begins)}){'|/' if any('/' in part for part in parts) else ''})".encode(),
+                        re.I)
+
+    def has_keys_once(line: bytes) -> bool:
+        return all(line.count(key) < 2 or len(with_colon.findall(line)) < 2 for key, with_colon in tests) and (
+            b"\\" not in line or not escape.search(line))
+    return has_keys_once
 
 
 def _is_utf8(data: bytes) -> bool:

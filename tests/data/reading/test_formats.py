@@ -108,8 +108,8 @@ def test_lists_that_are_no_records_stay_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("record", [
-    '{"text": "%s", "id": 5, "text": "x"}', '{"type": "text", "text" : "%s", "text":"x"}',
-    '{"text": "%s", "text": "%s"}'])
+    '{"text": "%s", "id": 5, "text": "x"}', '{"text": "", "t\\u0065xt": "%s"}', '{"\\u0074ext": "x", "text": "%s"}',
+    '{"type": "text", "text" : "%s", "text":"x"}', '{"text": "%s", "text": "%s"}'])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
 def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
     for text in ("x", "y" * 3000, r'é\n\"' * 500):
@@ -120,7 +120,8 @@ def test_a_record_with_two_texts_is_rejected(tmp_path, name, record):
 
 
 @pytest.mark.parametrize("record", [
-    '{"id": 1, "text": "x", "id": 2}', '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}'])
+    '{"id": 1, "text": "x", "id": 2}', '{"text": "x", "id": 1, "m": {"lang": "en"}, "m": {"lang": "de"}}',
+    '{"text": "x", "id": 1, "m": {"lang": "en", "l\\u0061ng": "de"}}', '{"id": 1, "\\u0069d": 1, "text": "x"}'])
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json"])
 def test_a_record_with_two_ids_or_meta_fields_is_rejected(tmp_path, name, record):
     good = '{"text": "the \\"id\\": 5, \\u0061", "id": 7, "m": {"lang": "en", "id": 8}, "n": {"id": 9}}\n'
@@ -129,6 +130,13 @@ def test_a_record_with_two_ids_or_meta_fields_is_rejected(tmp_path, name, record
     assert [(own.id, own.meta) for own in documents] == [("7", {"m.lang": "en"})] * 2
     assert "occurs more than once" in rejection.reason and rejection.lost_bytes >= len(record)
     assert len(read(files_source(tmp_path / name))[0]) == 3
+
+
+@pytest.mark.parametrize("escape", [r"gr\u00f6\u00DFe/\ud835\udc65", r"größe\/𝑥", r"\u0067röße/𝑥"])
+def test_a_key_of_any_characters_is_known_from_its_escapes(tmp_path, escape):
+    (tmp_path / "f.jsonl").write_text(f'{{"größe/𝑥": "a", "{escape}": "b"}}\n{{"{escape}": "c"}}\n', encoding="utf-8")
+    documents, [rejection] = read(files_source(tmp_path / "f.jsonl", text_field="größe/𝑥"))
+    assert texts(documents) == ["c"] and "occurs more than once" in rejection.reason
 
 
 @pytest.mark.parametrize("name", ["f.jsonl", "f.json", "f.parquet", "f.arrow"])
