@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -51,8 +51,12 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     problems: dict[str, list[str]] = {}
     for source in config.shard.sources:
         paths, wrong = _paths(source)
+        named = named_files(source.name, paths)
+        twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+        wrong += [f"source {source.name}: two files are called {name} where bytes that are not UTF-8 are written as "
+                  f"\\xNN. Rename one." for name in twice]
         problems |= {source.name: wrong} if wrong else {}
-        result += named_files(source.name, paths)
+        result += named
     if problems:
         every = [problem for wrong in problems.values() for problem in wrong]
         raise AbsentInputError(all_problems(every, "The sources of the corpus cannot all be read", len(every)), result,
@@ -145,7 +149,7 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             except UserError as error:
                 problems.append(f"source {source.name}: {error}")
             continue
-        full = Path(os.path.abspath(pattern))  # noqa: PTH100 - without `..`, and of links none is followed
+        full = _without_dots(Path(pattern).absolute())
         # A name with [ or ] in it that exists is meant literally.
         closed = list[OSError]()
         there = [full] if full.is_file() else matches(full, closed.append)
@@ -164,6 +168,18 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems
+
+
+def _without_dots(path: Path) -> Path:
+    """An absolute path or glob without `..`, so that a file has one name however it is written; of symbolic links only
+    those that a `..` leads out of are followed."""
+    made = Path(path.anchor)
+    for part in path.parts[1:]:
+        if part != ".." or made.name == ".." or glob.has_magic(made.name):
+            made /= part
+        else:
+            made = (made.resolve() if made.is_symlink() else made).parent
+    return made
 
 
 def _pure(path: InputFile) -> PurePath:

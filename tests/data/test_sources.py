@@ -1,6 +1,7 @@
 """Which files a source has, what they are called and in which order they are read."""
 
 import json
+import os
 import re
 import shutil
 import sysconfig
@@ -49,10 +50,17 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "data" / "a" / "f.jsonl", RECORDS)
     (tmp_path / "run" / "link").symlink_to(tmp_path / "data" / "a")
     monkeypatch.chdir(tmp_path / "run")
-    source = files_source("../data/a/*.jsonl", tmp_path / "data" / "a" / "*.jsonl", "./../data/a/f.jsonl")
+    source = files_source("../data/a/*.jsonl", tmp_path / "data" / "a" / "*.jsonl", "./../data/a/f.jsonl",
+                          "link/../a/f.jsonl")  # `..` of where the link leads
     assert input_files(config_of(source)) == [("s/f.jsonl", tmp_path / "data" / "a" / "f.jsonl")]
     through = files_source("link/f.jsonl")
     assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]
+
+
+def test_names_that_are_not_utf_8_and_cannot_be_told_apart_are_refused(tmp_path):
+    for name in (b"a\xe9.txt", b"a\\xe9.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("x")
+    refused(UserError, r"two files are called s/a\\xe9\.txt", read, tmp_path / "*.txt")
 
 
 @pytest.mark.parametrize(("links", "pattern", "wanted"), [
