@@ -55,6 +55,31 @@ def test_spelling_and_places_do_not_matter_and_other_words_do():
         assert index.items_in(text) == []
 
 
+WITHOUT_SPACES = {
+    "Chinese": ("小明有五个苹果他给了小红两个请问他还剩下几个苹果答案是多少", "前面接着{}后面接着"),
+    "Japanese": ("太郎はりんごを五つ持っていて、花子に二つあげました。いくつ残っていますか", "昔の話{}と書いてある"),
+    "Thai": ("สมชายมีแอปเปิ้ลห้าลูกเขาให้น้องสองลูกเขาเหลือแอปเปิ้ลกี่ลูก", "ครูถามว่า{}แล้วทุกคนก็ตอบ"),
+    "Lao": ("ສົມຊາຍມີໝາກໂປມຫ້າໜ່ວຍລາວໃຫ້ນ້ອງສອງໜ່ວຍລາວຍັງເຫຼືອຈັກໜ່ວຍ", "ຄູຖາມວ່າ{}ແລ້ວທຸກຄົນຕອບ"),
+    "Khmer": ("សុខមានផ្លែប៉ោមប្រាំហើយឱ្យប្អូនពីរតើគាត់នៅសល់ផ្លែប៉ោមប៉ុន្មាន", "គ្រូសួរថា{}ហើយគេឆ្លើយ"),
+    "Burmese": ("မောင်မောင်မှာပန်းသီးငါးလုံးရှိပြီးညီမလေးကိုနှစ်လုံးပေးလိုက်တယ်", "ဆရာက{}လို့မေးတယ်"),
+    "Tibetan": ("བཀྲ་ཤིས་ལ་ཀུ་ཤུ་ལྔ་ཡོད་པ་ལས་གཉིས་བྱིན་ན་ད་དུང་ཀུ་ཤུ་ག་ཚོད་ལྷག་གམ", "དགེ་རྒན་གྱིས་{}་ཞེས་དྲིས"),
+    "mixed": ("小明买了iPhone15和MacBook一共花了20000元请问iPhone多少钱", "据说{}这是考题"),
+}
+
+
+@pytest.mark.parametrize("script", WITHOUT_SPACES)
+def test_items_are_found_in_scripts_without_spaces(script):
+    """Also with other punctuation and lines. Another text of the script, and the item's first words, are no item."""
+    item, around = WITHOUT_SPACES[script]
+    others = [other for name, (other, _) in WITHOUT_SPACES.items() if name != script]
+    index = ItemIndex([*others, item], 13, 8)
+    number = len(others)
+    assert index.items_in(around.format(item)) == index.items_in(around.format("\n「".join(item.partition(item[9])))) \
+        == [number]
+    assert index.items_in(around.format(item[:8])) == []
+    assert not index.too_short.any()
+
+
 def test_three_letters_of_thai_are_a_word_and_a_character_of_chinese_is_one():
     thai, chinese = "กขคงจฉชซฌญฎฏฐฑฒณดตถทธนบปผฝพฟภมยรลวศษสหฬอฮ", "天地玄黄宇宙洪荒日月盈昃辰宿列张"
     index = ItemIndex([thai, thai[:24], thai[:23], chinese, chinese[:8], chinese[:7]], 13, 8)
