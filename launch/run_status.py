@@ -218,7 +218,7 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
            ) -> tuple[State, str]:
     """The state of a stage, and a remark about it or ""."""
     name, last = stage.name, stage.last
-    logs = f". `drover why {run.folder}` shows the end of its output in {run.folder}/logs/{name}"
+    logs = f". `drover why {run.folder}` shows the end of its output"
     if stage.damaged:
         return "failed", f"{name}: {stage.damaged}"
     if info.queued and stage.due:
@@ -233,7 +233,7 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
     if last and last.status != "running":
         state: State = "failed" if last.status == "failed" else "stopped"
         step = "" if last.step is None else f" after step {last.step}"
-        return state, f"{name} {state}{step}: {last.reason or 'it gave no reason'}{logs}"
+        return state, f"{name} {state}{step}: {last.reason.rstrip('.') or 'it gave no reason'}{logs}"
     if last.job if last else info.id:  # not if it was started by hand since
         if silent:
             return "running" if last else "waiting", ""
@@ -241,7 +241,7 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
             return "to do", ""  # Slurm removes jobs that wait for a failed one
         end = "is no longer known to Slurm: it crashed or was cancelled" if info.state == UNKNOWN else \
             f"ended {info.state} ({info.reason or 'no reason given'})"
-        reasons = [f": {start.reason}" for start in stage.starts
+        reasons = [f": {start.reason.rstrip('.')}" for start in stage.starts
                    if start.job.partition("_")[0] == info.id and start.reason]
         return "failed", f"{name} failed: job {info.id} {end}{''.join(reasons[-1:])}{logs}"
     if not stage.started:
