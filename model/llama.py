@@ -177,6 +177,9 @@ class Llama(nn.Module):
         assert labels is None or not last_only, "a loss needs all tokens"
         assert mask is None or caches is not None, "without caches, documents decide which tokens see which"
         assert documents is None or caches is None, "a cache holds one document"
+        assert labels is None or labels.shape == tokens.shape, (labels.shape, tokens.shape)
+        assert documents is None or documents.shape == tokens.shape, (documents.shape, tokens.shape)
+        assert caches is None or len(caches) == self.config.layers, "give one cache for each layer"
         start = caches[self.part.layers.start].length if caches else 0
         end = start + tokens.shape[1]
         if end > self.config.context_length:

@@ -177,12 +177,15 @@ _OPEN_FILES = 128
 class TensorShard:
     """A rectangle of a tensor: `tensor` covers [offset, offset + tensor.shape) of the global `shape`.
 
-    The tensor is contiguous and in host memory.
+    The tensor is contiguous and in host memory. Raises ValueError if it does not fit.
     """
 
     tensor: Tensor
     offset: Dims
     shape: Dims
+
+    def __post_init__(self) -> None:
+        rectangle_in(self.shape, self.offset, self.tensor.shape)
 
 
 Pieces = dict[str, list[TensorShard]]

@@ -8,6 +8,7 @@ an error. Here a tensor is written and hashed at a time, and read errors are rai
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -263,6 +264,10 @@ class PickleFile:
         except FileNotFoundError as error:
             raise DamagedFileError(f"{path} is missing") from error
         except _PICKLE_PROBLEMS as error:
+            if os.strerror(errno.ENOMEM) in str(error):
+                raise DamagedFileError(f"{path} cannot be mapped: the process must be allowed "
+                                       f"{path.stat().st_size / 1e9:,.1f} GB of memory for it, though it uses less "
+                                       f"(ulimit -v, ulimit -d, vm.overcommit_memory)") from error
             reason = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences give unsafe advice
             raise DamagedFileError(f"{path} is truncated, or contains more than tensors; nothing of it was executed "
                                    f"({(reason[0] if reason else str(error)).partition('. ')[0][:200]})") from error

@@ -207,10 +207,20 @@ def _call(compiled: Callable[..., Tensor], x: Tensor, *others: Any, **named: Any
     which requires no gradient. The graph then computes no gradient for its input, and the embedding upstream silently
     gets zeros (pytorch#191113). Older versions stop with an error. Waiting here costs nothing, because a block's first
     operation reads the whole input. torch itself waits for gradients that arrive from other ranks.
+
+    Raises:
+        RuntimeError: blocks need more graphs than torch's limit. The text has torch's reason for the last
+            recompilation.
     """
     CALLS.all += 1
     arrived: Tensor = _Arrival.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
-    return compiled(arrived, *others, **named)
+    try:
+        return compiled(arrived, *others, **named)
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        reason = torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
+        raise RuntimeError(f"torch reached its limit of compiled graphs. Its reason for the last recompilation: "
+                           f"{reason}. Set train.compile=false to train without compiled blocks, and please report "
+                           f"this.") from error
 
 
 class _Arrival(torch.autograd.Function):

@@ -16,7 +16,7 @@ from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
-from drover.pipeline.core.errors import require
+from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.parallel.blocks import checkpoint_activations, compile_blocks, compiles
 from drover.pipeline.parallel.ranks import Ranks
 
@@ -42,13 +42,16 @@ def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.d
 
 
 def import_deepspeed(on_gpu: bool) -> Any:
-    """The library, set up for GPUs or CPUs. Raises UserError if it is not installed."""
+    """The library, set up for GPUs or CPUs. Raises UserError if it is not installed or cannot be imported."""
     require("parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2")
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")  # a process started alone
-    import deepspeed
-
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(f"parallel.engine is 'deepspeed', but the package cannot be imported ({error}). Repair its "
+                        f"installation, or take parallel.engine=fsdp2.") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not on_gpu:
         # At the first start it would compile this with a C++ compiler, only for collectives of inference.

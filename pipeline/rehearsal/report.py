@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drover.pipeline.rehearsal.watch import Collective, Traffic
 
 RESULT = "pipeline/training/engine.py"
-"""The file in which every step reads its loss, norm and whether it was applied, in one transfer at its end."""
+"""The file whose function `step` reads the loss, the norm and whether the update was applied, in one transfer."""
 
 
 @dataclass

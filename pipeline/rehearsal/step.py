@@ -231,7 +231,8 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
     notes = [] if every_micro_batch else [
         f"of {plan.accumulation} micro-batches the first, the second and the last were computed; "
         f"those between count as the second"]
-    waits = {place: calls for place, calls in watch.waits.items() if not place.startswith(RESULT)}
+    waits = {place: calls for place, calls in watch.waits.items()
+             if not (place.startswith(RESULT) and place.endswith("(step)"))}
     return Rehearsal(ranks.rank, ranks.world, layers_of(shape, config.parallel, grid.pipeline_rank),
                      watch.memory.peak(), traffic, waits, watch.masks, notes)
 

@@ -63,7 +63,7 @@ class OwnerRecord(_Named, total=False):
     """The content of owner.json. name: of the owner; writer, host, process, job, at: of the process that claimed it
     last.
 
-    id, fingerprint, accepted, folder: of the training whose checkpoints are there. files: paths of an unfinished copy.
+    id, fingerprint, accepted: of the training whose checkpoints are there. files: paths of an unfinished copy.
     """
 
     host: str
@@ -73,7 +73,6 @@ class OwnerRecord(_Named, total=False):
     id: str
     fingerprint: Record
     accepted: list[str]
-    folder: str
     files: list[str]
 
 

@@ -24,7 +24,7 @@ from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.fsdp import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.tokenization.conversion import open_tokenizer
-from drover.pipeline.tokenization.files import MODEL_FILE, kind_of_model
+from drover.pipeline.tokenization.files import MODEL_FILE, RECORD, kind_of_model, vocabulary_record
 
 FREE = (*POSITIONS, "vocab_size")
 """The parts of a shape that may differ from the weights' own model. All others must be equal."""
@@ -118,10 +118,9 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
         wrong.append("the tokens are the same, but not how text is split into them (merges or scores)")
     if wrong:
         more = [f"and {len(wrong) - 3:,} more"] * (len(wrong) > 3)
-        kind = "huggingface" if theirs.name == TOKENIZER else kind_of_model(theirs)
         raise UserError(f"train.init_from: the weights in {path} were trained with another tokenizer, so that ids "
                         f"would mean something else:\n{listed([*wrong[:3], *more])}\nTake theirs, from the stage "
-                        f"tokenizer on: tokenizer.kind={kind} tokenizer.path={theirs}")
+                        f"tokenizer on: {_taking(theirs)}")
     return f"the same {len(old):,} tokens"
 
 
@@ -138,6 +137,16 @@ def tokenizer_of(path: Path) -> Path | None:
         raise UserError(f"train.init_from: the tokenizer of the weights in {path} is not there ({result}).{why}\nPut "
                         f"it back, or start from the run's export (convert/hf), which has it too.")
     return result
+
+
+def _taking(path: Path) -> str:
+    """The settings that take the tokenizer in a file. A run's is taken as the tokenizer.model that the run has: an
+    export keeps this file, and llama.cpp needs it."""
+    kind = "huggingface" if path.name == TOKENIZER else kind_of_model(path)
+    stage = path.parent.parent
+    if (stage / RECORD).is_file() and (record := vocabulary_record(stage))["file"] == MODEL_FILE:
+        kind, path = record["kind"], stage
+    return f"tokenizer.kind={kind} tokenizer.path={path}"
 
 
 def _known(path: Path) -> tuple[dict[int, str], Any]:

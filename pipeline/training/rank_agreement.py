@@ -24,6 +24,8 @@ SHOWN_NODES = 4
 MUST_AGREE = {"torch": "torch", "python": "Python", "nccl": "NCCL", "code": "code", "config": "configuration",
               "chain": "submission"}
 """What must be the same on all ranks, with its name in messages."""
+HASHES, SHOWN_HASH = ("code", "config", "chain"), 12
+"""Values of which messages show this many characters."""
 
 
 class RankFacts(TypedDict):
@@ -93,7 +95,7 @@ class RankAgreement:
         values = [str(member.get(key, "")) for member in self.members]  # ranks that run other code may not know it
         places = sorted(_places(values).items(), key=lambda item: -len(item[1]))
         return "" if len(places) == 1 else ", ".join(
-            f"{value[:24] or 'none'} on {number_ranges(ranks)} "
+            f"{value[:SHOWN_HASH if key in HASHES else None] or 'none'} on {number_ranges(ranks)} "
             f"({first(list(dict.fromkeys(self.nodes[rank] for rank in ranks)), SHOWN_NODES)})"
             for value, ranks in places)
 

@@ -403,12 +403,13 @@ class _MLflowRun(CurveSink):
         def make() -> str:
             result = client.get_experiment_by_name(experiment)
             place = result.experiment_id if result else client.create_experiment(experiment)
-            new = str(client.create_run(place, run_name=about.name).info.run_id)
-            for name, value in flatten(dict(about.settings)).items():
-                client.log_param(new, name, str(value)[:LONGEST_TAG])
-            return new
+            return str(client.create_run(place, run_name=about.name).info.run_id)
         self._id = kept_id(about, "mlflow", make)
         client.update_run(self._id, status="RUNNING")
+        logged = client.get_run(self._id).data.params  # by the first start, which may have been killed meanwhile
+        for name, value in flatten(dict(about.settings)).items():
+            if name not in logged:
+                client.log_param(self._id, name, str(value)[:LONGEST_TAG])
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         number = self._prompts.setdefault(prompt, len(self._prompts) + 1)

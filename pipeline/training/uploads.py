@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -125,10 +126,12 @@ class CopiedCheckpoints:
         self.remove(step for step in self.list().complete[:-keep] if permanent_every is None or step % permanent_every)
 
 
-class CopiedTraining(TypedDict):
-    """id: of the training, as in the store."""
+@dataclass(frozen=True)
+class CopiedTraining:
+    """id: of the training, as in the store. folder: identifies the train folder; a copy of the folder has another."""
 
     id: str
+    folder: str = ""
 
 
 class Uploads(Hook):
@@ -263,23 +266,24 @@ class Uploads(Hook):
         accepted = self.work.accepted
         preflight(store)
         self._owner = Owner(store)
+        mark = _mark(folder)
         theirs, mine = self._owner.content, read_record(folder / TRAINING, CopiedTraining)
-        if problem := self._conflict(theirs, mine):
+        local = mine is not None and mine.folder in (mark, "")
+        if problem := self._conflict(theirs, mine, local):
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing has started: the user may try other settings
             raise UserError(problem)
-        training: CopiedTraining = {"id": theirs["id"]} if theirs else mine or {"id": uuid4().hex}
-        path = str(folder.absolute())
+        identity = theirs["id"] if theirs else mine.id if mine is not None and local else uuid4().hex
         if theirs is not None:
-            if theirs.get("folder") != path:
+            if not local:
                 self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
             earlier = [change for change in theirs.get("accepted", []) if change not in accepted]
             if earlier:  # before the folder was lost; the manifest must list it
                 accepted = [*earlier, *accepted]
                 change_start(folder, accepted=accepted)
-        write_sealed(folder / TRAINING, dict(training))
-        self._owner.claim(name=self.work.config.name, id=training["id"], fingerprint=self.work.fingerprint,
-                          accepted=accepted, folder=path)
+        write_sealed(folder / TRAINING, dataclasses.asdict(CopiedTraining(identity, mark)))
+        self._owner.claim(name=self.work.config.name, id=identity, fingerprint=self.work.fingerprint,
+                          accepted=accepted)
         result = self._copies.list()
         if result.unfinished:
             self.say(f"removed incomplete copies of an earlier start in {store.url}: "
@@ -291,8 +295,11 @@ class Uploads(Hook):
         self._remove(aside, "Copies of checkpoints that were renamed, in")
         return [step for step in result.complete if step not in aside], accepted
 
-    def _conflict(self, theirs: OwnerRecord | None, mine: CopiedTraining | None) -> str:
-        """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
+    def _conflict(self, theirs: OwnerRecord | None, mine: CopiedTraining | None, local: bool) -> str:
+        """Why the training in this folder must not use the store; "" if it may.
+
+        theirs: the owner's record. local: whether `mine` was written in this folder, not in one that it is a copy of.
+        """
         name = self.work.config.name
         if theirs is None:
             result = self._copies.list()
@@ -302,12 +309,14 @@ class Uploads(Hook):
                     f"move those folders away.") if steps else ""
         if "id" not in theirs:
             return f"{self.url} holds other files of the run {theirs['name']}, no checkpoints. Set another address."
-        same = mine is not None and mine["id"] == theirs["id"]
+        same = mine is not None and mine.id == theirs["id"]
         if theirs["name"] != name:
+            if same and local:
+                return ""  # renamed
             problem = f"of the run {theirs['name']}, not of {name}"
             if same:
                 problem += (f". {self.work.folder} seems to be a copy of that run's folder. If it is the run itself, "
-                            f"use its name again (name={theirs['name']})")
+                            f"moved here from another disk, use its name again (name={theirs['name']})")
         elif same:
             return ""
         elif self.work.from_scratch:
@@ -340,9 +349,13 @@ class Uploads(Hook):
 
         def ready() -> Outputs:
             files = _listed(copy, step)
+            needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
+            if free < needed:
+                raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
+                                f"free where {self.work.folder} is: the disk is too full to fetch it. Free some space, "
+                                f"and run the same command again.")
             self.checkpoints.make_room(temporary)
-            size = sum(record["bytes"] for record in files)
-            self.say(f"fetching {final.name} from {self.url} ({size / 1e6:,.1f} MB in {len(files)} files)")
+            self.say(f"fetching {final.name} from {self.url} ({needed / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
         def publish(_: int) -> None:
@@ -492,3 +505,9 @@ def _continues(name: str, before: bytes, after: bytes) -> bool:
             old, new = json.loads(before)["rollbacks"], json.loads(after)["rollbacks"]
             return bool(new[:len(old)] == old)
     return after.startswith(before) if name in LOGS else after == before
+
+
+def _mark(folder: Path) -> str:
+    """An identifier that a folder keeps when it is renamed, and that a copy of it does not have. It uses the file
+    system's ID, since a device number may mean another disk on another node."""
+    return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"

@@ -92,6 +92,11 @@ def test_every_way_of_reading_gives_the_same(tmp_path, monkeypatch, block, run):
             assert same(reader.read("x", *part), part_of(tensor, *part))
 
 
+def test_pieces_that_cannot_be_are_refused():
+    for offset, shape in (((3, 0), (4, 2)), ((-1, 0), (4, 2)), ((0,), (4, 2)), ((0, 0), (4, 2, 1))):
+        refused(ValueError, "does not lie in", TensorShard, torch.zeros(2, 2), offset, shape)
+
+
 def test_the_library_reads_the_files(tmp_path):
     """Alone in its file a piece has the tensor's name; types of all widths lie in one file."""
     path, tensor = tmp_path / "a.safetensors", torch.randn(5, 4)

@@ -6,6 +6,7 @@ import torch
 import yaml
 
 from drover.model import llama
+from drover.model.attention.module import KeyValueCache
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initial_value
 from tests.model.test_backends import CONFIG
@@ -28,6 +29,9 @@ def test_the_shape_counts_what_the_network_has(changes):
 
 def test_refusals():
     refused(ValueError, "33 tokens; context_length is 32", opinionated(CONFIG), random_tokens(1, 33))
+    for wrong in ({"labels": random_tokens(1, 4)}, {"documents": random_tokens(1, 4)}, {"caches": [KeyValueCache(9)]}):
+        with pytest.raises(AssertionError):
+            opinionated(CONFIG)(random_tokens(1, 5), **wrong)
     refused(ValueError, r"dim \(100\).*kv_heads \(3\).*vocab_size is None", Llama,
             ModelConfig(dim=100, heads=8, kv_heads=3))
 

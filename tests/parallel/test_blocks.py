@@ -167,6 +167,13 @@ def compiled(monkeypatch):
     return model
 
 
+def test_blocks_that_need_too_many_graphs_stop_the_run_with_the_reason(compiled):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled(TOKENS, documents=DOCUMENTS)
+        refused(RuntimeError, r"limit of compiled graphs.*size mismatch at index 1.*compile=false", compiled,
+                TOKENS[:, :20], documents=DOCUMENTS[:, :20])
+
+
 def test_the_share_is_of_the_calls_since_it_was_last_asked_without_those_uncompiled_on_purpose(compiled):
     assert compiled_share() is None
     compiled(TOKENS, documents=DOCUMENTS)

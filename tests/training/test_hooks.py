@@ -53,9 +53,9 @@ def ask(folder, signals, world=4, minutes=None, began=0.0):
 
 @pytest.mark.parametrize("signals, expected", [
     ({}, None),
-    ({3: [SIGUSR1]}, Stop("SIGUSR1", True)),
+    ({3: [SIGUSR1]}, Stop("SIGUSR1 on rank 3", True)),
     ({rank: [SIGINT] for rank in range(4)}, Stop("SIGINT", False)),
-    ({0: [SIGUSR2], 3: [SIGTERM]}, Stop("SIGTERM and SIGUSR2", False)),
+    ({0: [SIGUSR2], 3: [SIGTERM]}, Stop("SIGTERM on 1 of 4 ranks and SIGUSR2 on 1 of 4 ranks", False)),
 ])
 def test_signals_of_all_ranks_come_to_one_decision(tmp_path, signals, expected):
     assert ask(tmp_path, signals) == expected
@@ -64,6 +64,7 @@ def test_signals_of_all_ranks_come_to_one_decision(tmp_path, signals, expected):
 def test_the_file_and_the_clock(tmp_path):
     assert ask(tmp_path, {}, minutes=1e9) is None
     assert ask(tmp_path, {}, minutes=0.5, began=-60) == Stop("train.stop_after_minutes=0.5", True)
+    assert ask(tmp_path, {}, minutes=30.0, began=-1e9) == Stop("train.stop_after_minutes=30", True)
     (tmp_path / STOP).parent.mkdir()
     (tmp_path / STOP).write_bytes(b" \n")
     assert ask(tmp_path, {}) == Stop("the file launch/stop", False)

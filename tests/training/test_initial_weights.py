@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import shutil
 
 import pytest
@@ -136,6 +137,20 @@ def test_the_tokenizer_may_know_more_than_theirs(tmp_path, theirs, ours):
 def test_the_tokenizer_must_be_theirs(tmp_path, theirs, ours, message):
     refused(UserError, message, refuse_other_tokenizer, tokenizer(tmp_path / "theirs", **theirs),
             tokenizer(tmp_path / "ours", **ours))
+
+
+@pytest.mark.parametrize(("kind", "file", "taken"), [
+    ("sentencepiece", "tokenizer.model", "sentencepiece {}/tokenizer"),
+    ("char", "characters.json", "huggingface {}/tokenizer/hf/tokenizer.json")])
+def test_the_tokenizer_of_a_run_is_offered_as_the_file_that_its_export_keeps(tmp_path, kind, file, taken):
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    tokenizer(tmp_path / "tokenizer/hf", added=NEW)
+    (tmp_path / "tokenizer/vocabulary.json").write_text(json.dumps({
+        "format": 1, "kind": kind, "size": 6, "used": 6, "bos_id": 4, "eos_id": 5, "unk_id": None, "file": file,
+        "sha256": "", "special_tokens": {"<s>": 4, "<new>": 5}}))
+    settings = "tokenizer.kind={} tokenizer.path={}".format(*taken.format(tmp_path).split())
+    refused(UserError, f"Take theirs, .*: {re.escape(settings)}$", refuse_other_tokenizer, tmp_path,
+            tokenizer(tmp_path / "ours"))
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is_said(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import ParallelConfig, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.parallel import zero
 from drover.pipeline.training.muon import COEFFICIENTS, assign_owners, orthogonal
 from drover.pipeline.training.optimizers import Weight, Wrapped, decays, planned_rate
 from tests.refusal import refused
@@ -114,6 +116,12 @@ def test_the_plan_counts_the_bytes_that_there_are(name):
     assert optimizer_bytes(config) == kept
     assert state_bytes_per_rank(config, 1) == kept + 2 * weights
     assert state_bytes_per_rank(spread, 1) == kept + 2.5 * weights, "masters, states, gradients, weights in bf16"
+
+
+def test_a_broken_deepspeed_is_said_to_the_user(monkeypatch):
+    monkeypatch.setattr(zero, "require", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    refused(UserError, "deepspeed.*cannot be imported.*parallel.engine=fsdp2", zero.import_deepspeed, True)
 
 
 @every

@@ -22,11 +22,12 @@ def test_ranks_that_are_alike_are_told_in_one_line():
     assert str(topology(4096, 8)) == ("4096 ranks on 512 nodes: n0 0-7, n1 8-15, n2 16-23, n3 24-31 and 508 more "
                                       "nodes; CPU; torch 2.13.0")
     assert not topology(4, rank0={"world": 4}).problem() and not topology(4).warning()
-    mixed = topology(4, rank3={"device": "A100"})  # slow and not wrong
-    assert not mixed.problem() and "CPU on 0-2 (n0, n1), A100 on 3" in mixed.warning()
+    mixed = topology(4, rank3={"device": "NVIDIA H100 80GB HBM3 SXM5"})  # slow and not wrong
+    assert not mixed.problem() and "CPU on 0-2 (n0, n1), NVIDIA H100 80GB HBM3 SXM5 on 3" in mixed.warning()
 
 
 @pytest.mark.parametrize("changes, message", [
+    ({"code": "e" * 64}, "code cccccccccccc on 0-2"),
     ({"torch": "2.11.0"}, "torch 2.13.0 on 0-2 (n0, n1), 2.11.0 on 3 (n1)."),
     ({"chain": "abc"}, "submission none on 0-2")])
 def test_ranks_that_run_different_things_are_refused(changes, message):

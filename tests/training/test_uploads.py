@@ -96,6 +96,8 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
     refused(UserError, "of the run mini, not of trial", run.at(copied, "trial").start)
     assert {path: run.store.read(path) for path in before} == before
     living._owner.refuse_lost()
+    assert json.loads(run.at(copied, "trial", Store(f"file://{tmp_path}/other")).store.read(OWNER))["id"] != \
+        json.loads(run.store.read(OWNER))["id"]
     shutil.copytree(run.folder, tmp_path / "second")
     second = run.at(tmp_path / "second", "mini")
     second.start()
@@ -103,13 +105,17 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
     refused(UserError, "took it over", living._owner.refuse_lost)
 
 
-def test_a_killed_run_goes_on_at_once_and_where_it_was_moved(run, tmp_path):
+def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tmp_path):
     run.train(4)
     run.start()
     run.start()
-    assert not [text for text in run.printed if "takes over" in text]
-    run.folder.rename(tmp_path / "moved")
-    moved = run.at(tmp_path / "moved", "mini")
+    run.folder.rename(tmp_path / "renamed")
+    renamed = run.at(tmp_path / "renamed", "other")
+    renamed.start()
+    assert not [text for text in run.printed + renamed.printed if "takes over" in text]
+    assert json.loads(run.store.read(OWNER))["name"] == "other"
+    shutil.copytree(tmp_path / "renamed", tmp_path / "moved")  # to another disk
+    moved = run.at(tmp_path / "moved", "other")
     copying = moved.start()
     assert "takes over" in moved.printed[-1] and copying.newest_valid()[1].step == 4
     moved.train(8)
@@ -222,3 +228,11 @@ def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, mo
     run.save_copied(1)
     assert sorted(run.log.names()) == ["checkpoint", "checkpoint_copied", "checkpoint_copy_failed"]
     assert run.complete == [1]
+
+
+def test_a_copy_that_the_disk_has_no_room_for_is_not_fetched(run, monkeypatch):
+    run.train(4)
+    run.remove_here(4)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    refused(UserError, r"step-00000004 has 0\.00 GB, but 0\.00 GB are free where", run.start().newest_valid)
+    assert run.complete == [4]
