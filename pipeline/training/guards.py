@@ -57,7 +57,7 @@ class StepLimits:
     grad_norm: float = UNLIMITED
 
     def allow(self, loss: float, grad_norm: float) -> bool:
-        """The comparison that the device makes."""
+        """The comparison, which engines repeat on the device."""
         return loss <= self.loss and grad_norm <= self.grad_norm
 
 
