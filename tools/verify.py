@@ -238,7 +238,8 @@ class Inventory:
         self._check(check_seal, path, do, required, passing=not required or path.name == MARKER)
 
     def _stage(self, stage: str, folder: Path) -> None:
-        """The manifest of a stage, the files that it and the markers of checkpoints list, and all others there."""
+        """Queue the checks of a stage's manifest and of the files that it and the markers of checkpoints list; then
+        queue or report each other file there."""
         path, manifest = folder / MANIFEST, None
         if path.exists():
             self._seal(path, f"Restore it from a copy, or run --stage {stage} --force", True)

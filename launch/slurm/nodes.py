@@ -43,7 +43,8 @@ class NodeFailure(TypedDict):
 
 
 def record_failure(run_folder: Path, node: str, job: str, reason: str) -> int:
-    """Record that a node failed the run; its failures within a day, including this one.
+    """Record that a node failed the run; how many starts it failed within a day and since it last worked well
+    (`clear_failures`), including this one.
 
     job: the start, by the job's name, restart and number. An accident that is noticed twice is one failure.
     """

@@ -33,15 +33,9 @@ sequences: this share gives 8 in a million."""
 def mixture_problems(mixture: Mapping[str, float]) -> list[str]:
     """Shares of 0 or more that are too small to be sampled."""
     total = math.fsum(mixture.values())
-    return [share_too_small(name, share / total) for name, share in mixture.items()
-            if 0 < share / total < SMALLEST_SHARE]
-
-
-def share_too_small(name: str, share: float) -> str:
-    """The message for a source whose share is below SMALLEST_SHARE."""
-    return (f"train.mixture gives the source {name} {share:.3g} of the training sequences; the smallest share that is "
-            f"sampled is {SMALLEST_SHARE:.3g} (1 in {round(1 / SMALLEST_SHARE):,}). Raise it, or write 0 to leave the "
-            f"source out.")
+    return [f"train.mixture gives the source {name} {share / total:.3g} of the training sequences; the smallest share "
+            f"that is sampled is {SMALLEST_SHARE:.3g} (1 in {round(1 / SMALLEST_SHARE):,}). Raise it, or write 0 to "
+            f"leave the source out." for name, share in mixture.items() if 0 < share / total < SMALLEST_SHARE]
 
 
 def read_tokens(value: Any) -> Any:

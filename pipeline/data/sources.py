@@ -42,10 +42,11 @@ EXAMPLE_UNITS = 1000
 def input_files(config: Config) -> list[tuple[str, InputFile]]:
     """All files that the sources read, as (`<source>/<path below the source's common folder>`, path or object).
 
-    A dataset from the Hub has none.
+    A dataset that is downloaded from the Hub has none; one in a folder here has its files.
 
     Raises:
-        AbsentInputError: naming every file or glob that matches nothing and every file of no known format.
+        AbsentInputError: naming all that cannot be read: globs without a match, folders that are closed, unknown
+            formats, HTML pages that are refused, objects that cannot be listed.
     """
     result: list[tuple[str, InputFile]] = []
     problems: dict[str, list[str]] = {}

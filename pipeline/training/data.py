@@ -147,9 +147,10 @@ class StepBatches:
         # Rank 0 reads the table, whose size grows with the shards, and broadcasts it.
         self.table = grid.ranks.by_leader(lambda: read_shard_table(work))
         self.folder = shard_folder(work, self.table)
-        download_once_per_node(work, self.table, range(len(self.table)), grid.ranks)
         if work.config.train.tokens_from is None:
             refuse_cut_shards(self.folder, self.table, grid.ranks)
+        else:
+            download_once_per_node(work, self.table, range(len(self.table)), grid.ranks)  # compares what it fetches
         self.data = open_training_data(work, self.table, self.folder, lambda packing: make(packing, grid.ranks, say))
 
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:

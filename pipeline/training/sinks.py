@@ -351,7 +351,8 @@ class TrainingLog:
 
 
 def open_log(work: Work, first_step: int) -> TrainingLog:
-    """The log of one start of training, which continues after `first_step` steps."""
+    """Rank 0's log of one start of training, which continues after `first_step` steps. Opening it cuts off lines that a
+    kill left incomplete."""
     config = work.config
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name in SHOWN}
     settings["train"].pop("log_to")  # it may contain a private address

@@ -337,7 +337,9 @@ def _members(folder: Path, pieces: list[tuple[str, np.ndarray]]) -> Iterator[byt
 def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validation_share: float,
                    sources: int) -> list[list[list[ShardPiece]]]:
     """The pieces of each split and source, in the order of documents: of a source's n characters that are kept, the
-    first int(n * (1 - share)) stay in the training split. No pieces for a source that keeps nothing."""
+    first int(n * (1 - share)) stay in the training split. No pieces for a source that keeps nothing.
+
+    The document at the border is staged again, as two units. sums: as in `pieces_by_hash`."""
     trained = 1 - Fraction(str(validation_share))  # as written: 1 - 0.9 is below 0.1
     train, validation = ([list[ShardPiece]() for _ in range(sources)] for _ in SPLITS)
     for source in range(sources):
@@ -354,7 +356,7 @@ def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validatio
         first = int(np.searchsorted(inside, border, side="right"))
         row = int(rows[first])
         characters = border - (int(inside[first - 1]) if first else before)  # of this document; 0: it is whole
-        head, tail = _halves(folder, name, index[first], characters) if characters else ([], [])
+        head, tail = _stage_halves(folder, name, index[first], characters) if characters else ([], [])
         train[source] = [*(all_of_unit(plan, sums, one, TRAIN) for one in units[:at]),
                          ShardPiece(name, 0, row, TRAIN, sums_of(index[:first])), *head]
         rest = first + bool(characters)
@@ -363,7 +365,7 @@ def pieces_by_tail(folder: Path, plan: CorpusLayout, sums: np.ndarray, validatio
     return [train, validation]
 
 
-def _halves(folder: Path, unit: str, row: Any, characters: int) -> list[list[ShardPiece]]:
+def _stage_halves(folder: Path, unit: str, row: Any, characters: int) -> list[list[ShardPiece]]:
     """The two parts of a document that the border cuts behind so many characters, each staged as a unit of its own."""
     document, result = read_document(folder, unit, row), []
     for name, place, text in ((f"{unit}-000", f"[:{characters}]", document.text[:characters]),

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from drover.pipeline.config.phases import Phase, PhasePlan
-from drover.pipeline.config.training import SMALLEST_SHARE, share_too_small
+from drover.pipeline.config.training import SMALLEST_SHARE
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.data.exclusion import Excluded, sample_numbers
@@ -149,8 +149,10 @@ class Mix:
         if not self.quotas[wanted].all():
             smallest = int(np.where(wanted, fractions, np.inf).argmin())
             if fractions[smallest] < SMALLEST_SHARE:
-                raise UserError(f"{share_too_small(names[smallest], float(fractions[smallest]))} Without a mixture, "
-                                f"sources have shares by their tokens: give each phase one.")
+                # Mixtures of the configuration were checked.
+                raise UserError(f"A phase without a mixture takes of each source its share of the tokens, and "
+                                f"{names[smallest]} has {fractions[smallest]:.3g}; the smallest share that is sampled "
+                                f"is {SMALLEST_SHARE:.3g}. Give each phase a mixture.")
             self.period = max(2 * PERIOD, 1 << math.ceil(math.log2(LEAST / fractions[smallest])))
             self.quotas = _quotas(fractions, self.period)
         unshuffled = np.repeat(np.arange(len(shares)), self.quotas)

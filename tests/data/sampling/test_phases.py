@@ -271,9 +271,7 @@ def test_faults_name_the_thing():
             order_of, [], 1000, 16, mixture={"web": 1, "code": 1})
     refused(UserError, r"train.phases\[0\] takes sequences from code \(12\): .* one of 16", order_of,
             [{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
-    refused(UserError, r"train\.mixture gives the source code 1e-07", order_of,
-            [{"until": 640, "mixture": {"web": 1e7, "code": 1}}], 1000, 1000)
-    refused(UserError, r"code 1e-09 of .* Without a mixture, sources have shares by their tokens", order_of,
+    refused(UserError, r"without a mixture .* and code has 1e-09; .* Give each phase a mixture", order_of,
             [{"until": 640}], 10**12, 1000)
 
 
