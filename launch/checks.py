@@ -169,11 +169,13 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
         longest = max(seconds(kind.longest, inf) for kind in kinds) / 60
         above = "qos" not in options_of(job) and (job.all_nodes > most or job.minutes > longest)  # a QOS may lift them
         if above or job.all_nodes > fitting:
+            allows = [f"{most:g} nodes"] * (most < inf) + [f"{longest:g} min"] * (longest < inf)
             have = "; ".join(f"{kind.nodes} nodes with {kind.cpus:,} cores, {kind.gpus} GPUs" for kind in kinds)
+            limits = f", and allows {' for '.join(allows)} (without launch.qos)" * bool(allows)
             yield (f"{job.key}: requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs each for "
-                   f"{job.minutes} min, but the partition {kinds[0].partition} has {have}, and allows {most:g} nodes "
-                   f"for {longest:g} min (without launch.qos): change --nodes, launch.cpus, gpus_per_node, processes, "
-                   f"time or partition (launch.request_gpus=false requests no GPUs, where Slurm does not count them).")
+                   f"{job.minutes} min, but the partition {kinds[0].partition} has {have}{limits}: change --nodes, "
+                   f"launch.cpus, gpus_per_node, processes, time or partition (launch.request_gpus=false requests no "
+                   f"GPUs, where Slurm does not count them).")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:

@@ -73,9 +73,9 @@ def _stop(options: argparse.Namespace) -> int:
     write_text(options.run / STOP, "drover stop\n")
     if SILENT in status.remarks:
         echo("Slurm does not answer, so training may not be running", file=sys.stderr)
-    echo(f"training will stop after its current step, or when its job starts (`drover cancel {options.run}` removes it "
-         f"from the queue instead): it saves a checkpoint and ends; the stages after it do not start.\nThe request is "
-         f"the file {options.run / STOP}. To withdraw it, delete the file before training sees it.\nto continue: "
+    echo(f"training saves a checkpoint after its current step and ends; a job that still waits ends when it starts "
+         f"(`drover cancel {options.run}` removes it from the queue). The stages after it do not start.\nThe request "
+         f"is the file {options.run / STOP}. To withdraw it, delete the file before training sees it.\nto continue: "
          f"{continue_command(status.files)}")
     return 0
 

@@ -27,6 +27,7 @@ from typing import IO
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.console import Say as Say
 from drover.pipeline.core.console import echo
+from drover.pipeline.core.errors import UserError
 
 Environment = Mapping[str, str]
 Each = Callable[[], bool]
@@ -107,14 +108,15 @@ def free_port() -> int:
     """
     while _reserved:
         _reserved.pop().close()
-    while True:
+    for port in random.SystemRandom().sample(PORTS, 100):
         probe = socket.socket()
         _reserved.append(probe)
-        port = random.SystemRandom().choice(PORTS)
         with suppress(OSError):
             probe.bind(("", port))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rank sets it too, and can bind it then
             return port
+    raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on. Find "
+                    f"out what uses them (ss -ltn), or leave the node out (launch.exclude).")
 
 
 def show(target: IO[str], text: str) -> None:

@@ -181,8 +181,11 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
         raise UserError(f"evaluate.dp_shard is {settings.dp_shard}, which does not divide the "
                         f"{counted(ranks.world, 'rank')} of the stage. Give another, or null.")
     tokenizer = load_tokenizer(work.input("tokenizer")[0])
-    return open_model(work.input("convert")[0] / "hf", ranks.device, getattr(torch, settings.dtype),
-                      tokenizer=tokenizer, ranks=ranks, dp_shard=settings.dp_shard, say=work.say)
+    try:
+        return open_model(work.input("convert")[0] / "hf", ranks.device, getattr(torch, settings.dtype),
+                          tokenizer=tokenizer, ranks=ranks, dp_shard=settings.dp_shard, say=work.say)
+    except UserError as error:
+        raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
 
 
 def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel, length: int

@@ -158,6 +158,7 @@ def rows(results: Mapping[str, Mapping[str, TaskResult]]) -> Iterator[dict[str, 
         for metric in [*first["metrics"], *([ANSWER_BITS] if ANSWER_BITS in of_items else [])]:
             for model, own in results.items():
                 result = own[task]
+                assert result["per_item"]["hashes"] == first["per_item"]["hashes"], "the models have other items"
                 items = result["per_item"]["metrics"].get(metric, [])
                 is_compared = bool(items) and metric in of_items and result is not first
                 yield {"task": task, "version": result["version"], "few_shot": result["few_shot"], "metric": metric,

@@ -130,8 +130,8 @@ def run_preflight(spec: JobSpec, host: Host, folder: Path, environment: dict[str
         best = ", ".join(f"{what} {1000 * median(each[what] for each in times):.1f} ms" for what in times[0])
         result.lines.append(f"{counted(spec.nodes, 'node')} answered in {seconds:.0f} s ({best})")
     elif not result.reason and not result.bad:
-        result.lines.append(f"after {seconds:.0f} s{f' ({end.cause})' if end.cause else ''} no node can be blamed; "
-                            f"training starts")
+        result.lines += [f"after {seconds:.0f} s{f' ({end.cause})' if end.cause else ''} no node can be blamed; "
+                         f"training starts", *last_lines(folder, end.rank, spec.tasks_per_node, 1)]
     return result
 
 
@@ -165,9 +165,10 @@ def judge(reports: Sequence[RankReport], rank_nodes: Sequence[str], quiet_s: flo
     bad = {report.node: report.problem for report in reports if report.problem}
     result = PreflightResult(bad)
     common = f"of {counted(count, 'node')} at once, which has a cause in common: no node gets a failure record"
-    if len(bad) > most or 2 * len({report.node for report in reports if report.shared}) > count:
-        result.reason = (f"{next(iter(bad.values()))} ({named(bad)}: {len(bad)} {common}. If these nodes are bad, "
-                         f"exclude them by launch.exclude and submit the same command again)")
+    shared = 2 * len({report.node for report in reports if report.shared}) > count
+    if len(bad) > most or shared:
+        advice = ". If these nodes are bad, exclude them by launch.exclude and submit the same command again"
+        result.reason = f"{next(iter(bad.values()))} ({named(bad)}: {len(bad)} {common}{advice * (not shared)})"
         return result
 
     def blame(causes: Mapping[str, str]) -> None:

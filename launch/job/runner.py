@@ -53,7 +53,7 @@ from drover.pipeline.contract.state import (
 from drover.pipeline.contract.workers import CLAIMS
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import remove
+from drover.pipeline.core.files import renamed
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
@@ -153,7 +153,7 @@ class Runner:
 
     def _account_for_the_last(self) -> Decision | None:
         """Record a start of this job whose end no runner saw: the job lost its nodes, one of them died, or the runner
-        was killed. A decision if the stage is done, or if that happens again and again without a new checkpoint."""
+        was killed. A decision if that happens again and again without a new checkpoint."""
         events = self._events(own=True)
         killed = bool(events) and events[-1]["event"] == KILLED
         last = next(iter(events[-2:-1] if killed else events[-1:]), None)
@@ -165,7 +165,7 @@ class Runner:
         if down:
             cause = f"lost {', '.join(f'{node} ({state})' for node, state in down.items())}"
         decision = decide(self._outcome(StepEnd(1, cause), last), self.spec)
-        if decision.action == "restart":  # Slurm has done so
+        if decision.action in ("restart", "leave"):  # Slurm has queued it again; of a done stage an upload may be left
             decision = replace(decision, action="requeue")
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
         self._log("ended", restart=last["restart"], start=last["start"], status=decision.status,
@@ -259,8 +259,8 @@ class Runner:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         latest = folder.with_name("latest")
-        if not latest.is_symlink():  # the run was copied by `cp -rL`
-            remove(latest)
+        if latest.is_dir() and not latest.is_symlink():  # as `cp -rL` copies it
+            renamed(latest, "latest.copied")  # which `prune` removes in time
         link.replace(latest)
         return folder
 

@@ -186,24 +186,25 @@ def read_end(status: int, messages: str, *, given_up: bool = False, abandoned: b
     ends = list(_ENDED.finditer(messages))
     own = [end for end in ends if end["how"] != "Terminated" and end["code"] != "143"]  # not ended for others' sake
     first = next(iter(own + ends), None)
+    vanished = _VANISHED.search(messages)
     no_step = _NO_STEP.search(messages)
     lost = tuple(dict.fromkeys(match[1] or match[2] for match in _NODE.finditer(messages)))
     end = process_end(status)
     rank, code, cause = 0, end.exit_code, end.cause
     if first:
         rank = int(re.split("[,-]", first["tasks"])[0])
-        code = int(first["code"]) if first["code"] else None
-        ranks = "rank" if first["tasks"].isdigit() else "ranks"
-        cause = f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
-    elif no_step:
-        cause = no_step[1]
+        code = int(first["code"]) if first["code"] and not vanished else None
     if lost:
         cause = f"lost {', '.join(lost)}"
     elif given_up:
         cause = f"srun started no task in {MAKE_S:.0f} s"
     elif abandoned:
         cause = f"srun did not end within {KILL_S:.0f} s of SIGTERM, and its tasks may still run"
-    elif vanished := _VANISHED.search(messages):  # the others' complaints came first
-        code = None
+    elif vanished:  # the others' complaints came first
         cause = f"Slurm lost the tasks of the step's node number {vanished['index']}, from 0 (slurmstepd died)"
+    elif first:
+        ranks = "rank" if first["tasks"].isdigit() else "ranks"
+        cause = f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
+    elif no_step:
+        cause = no_step[1]
     return StepEnd(status, cause, rank, code, lost, not given_up and no_step is None, abandoned)

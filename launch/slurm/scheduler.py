@@ -205,8 +205,9 @@ class Scheduler:
             id, state, reason, nodes, used, restarts, name, comment, left = (
                 line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
             if id[:1].isdigit() and state:  # not `CLUSTER: name`
-                known[id] = JobInfo(id, state, _word(reason), nodes, seconds(used), int(f"0{restarts}"), name,
-                                    _word(comment), seconds(left, inf))
+                known[id] = JobInfo(id, state, _word(reason), nodes, seconds(used),
+                                    int(restarts) if restarts.isdigit() else 0, name, _word(comment),
+                                    seconds(left, inf))
         return known
 
     def _accounting(self, ids: list[str]) -> dict[str, JobInfo]:
@@ -283,7 +284,7 @@ def _word(text: str) -> str:
 
 EXPECTED = ("", "None", "Dependency", "JobArrayTaskLimit", "Singleton")
 """Reasons that need no explanation: the job waits as planned."""
-FEWER = "; one of several nodes may start sooner if you cancel it and submit the same command with fewer --nodes"
+FEWER = "; a job of several nodes may start sooner if you cancel it and submit the same command with fewer --nodes"
 ALONE = "it starts when some of them end, and never if it alone requests more"
 REASONS = (
     ("BeginTime", "was requeued, or may not start yet; Slurm starts a requeued job after about two minutes"),

@@ -90,9 +90,9 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
 
 
 @pytest.mark.parametrize("status, line, written, message", table("""
-    preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> when its job starts
+    preempted -> 16 PENDING BeginTime '' 0:00 1 -> true -> ends when it starts
     failed -> 16 FAILED -> false -> does not run (it is: failed)
-    running -> 16 RUNNING -> true -> training will stop after its current step
+    running -> 16 RUNNING -> true -> training saves a checkpoint after its current step
     running -> null -> true -> Slurm does not answer, so training may not be running""", *[yaml.safe_load] * 3))
 def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, line, written, message):
     if status:
