@@ -184,10 +184,15 @@ class StageAttempt:
         _refuse_element(self.name, self.options, with_workers)
         if (obstacle := blocked(self.run.folder)) is not None:
             raise UserError(obstacle)
+        # Settings that cannot work are refused before files are hashed, unless the stage may be up to date. Its state
+        # stays.
+        if forced(self.run, self.name, self.options) or not (self.run.stage_folder(self.name) / MANIFEST).exists():
+            refuse_impossible(self.run.config, self.options.config)
         if self._is_done():
             report_done(self.run, self.name)  # without a lock: other processes may be reading the stage
             clear_done(self.run, self.name, locked=False)
             return 0
+        refuse_impossible(self.run.config, self.options.config)
         for module in self.stage.task_modules:
             importlib.import_module(module)
         make_folder(self.run.folder)
@@ -199,8 +204,7 @@ class StageAttempt:
                 raise
 
     def _is_done(self) -> bool:
-        """Whether the stage is up to date; UserError if an input or a package is missing, or if it cannot run as the
-        configuration says."""
+        """Whether the stage is up to date; UserError if an input or a package is missing."""
         run = self.run
         name = self.name
         try:
@@ -211,10 +215,8 @@ class StageAttempt:
             # Without a manifest an element stops here: the one that starts the stage hashes the files for all.
             done = (not forced(run, name, self.options) and (not self.options.element or run.manifest(name) is not None)
                     and run.state(name).kind == "done")
-            if not done:
-                refuse_impossible(run.config, self.options.config)
-                if problems := absent_packages(run.config, name):
-                    raise UserError(listed(problems))
+            if not done and (problems := absent_packages(run.config, name)):
+                raise UserError(listed(problems))
             return done
         except UserError as error:
             with suppress(UserError, OSError):  # if another process holds the stage, that one writes its state

@@ -62,6 +62,17 @@ def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
     assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
 
 
+def test_settings_that_cannot_work_change_no_state_and_do_not_concern_what_is_up_to_date(place, monkeypatch):
+    wrong, shard = "convert.average=[2, 1]", place / "runs/a/shard"
+    write_state(shard, "preempted", step=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("drover.pipeline.contract.run.look", never)  # no file is looked at
+        assert call(place, "shard", never, wrong) == 2 and state(place) == ("preempted", 4)
+    assert call(place, "shard", copy_corpus) == call(place, "shard", never, wrong) == 0
+    for changed in ("--force", "shard.validation_share=0.5"):
+        assert call(place, "shard", never, wrong, changed) == 2 and state(place) == ("done", None)
+
+
 def test_force_id_forces_once(place):
     made = []
 
