@@ -140,11 +140,12 @@ class Input:
         self._hash = _FileHash(piece, self.raw)
 
     def open(self) -> Any:
-        """A stream of the bytes from the start of the piece on, unpacked by the ending of the name, as UTF-8."""
+        """A stream of the bytes from the start of the piece on, unpacked by the ending of the name; as UTF-8, unless it
+        is a file of columns."""
         start = self.piece.start
         raw = self._raw = Watched(self.raw(start, self.piece.stop), start, self._hash.feed)
         stream = unpacked(raw, self.compression) if self.compression else io.BufferedReader(raw, BUFFER)
-        return _Counted(stream if self.encoding == UTF8 else
+        return _Counted(stream if self.encoding == UTF8 or self.is_columnar else
                         io.BufferedReader(BlockStream(_recoded(stream, self.encoding), stream), UNPACKED), self)
 
     @property

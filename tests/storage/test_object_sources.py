@@ -55,8 +55,9 @@ def make_files(folder):
 
 
 def config_for(place, root):
-    """A source for each folder; they hold the same texts."""
-    own = [files_source(name, f"{root}/{name}/**/*", **({"separator": "\n\n"} if name == "text" else {}))
+    """A source for each folder; they hold the same texts. An encoding is that of text, so not of files of columns."""
+    fields = {"text": {"separator": "\n\n"}, "columns": {"encoding": "latin-1"}}
+    own = [files_source(name, f"{root}/{name}/**/*", **fields.get(name, {}))
            for name in ("lines", "text", "frames", "packed", "tables", "values", "columns")]
     place.mkdir()
     return write_config(place, own, shard_mb=0.02, validation_share=0.1, max_rejected_share=0.1, drop_duplicates=False)
