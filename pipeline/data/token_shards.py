@@ -9,6 +9,7 @@ Where documents begin is looked up in the file, by interpolation and bisection.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +48,9 @@ def open_sized(path: Path, size: int, fix: str) -> Descriptor:
         file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         result = refuse_irregular(file.number).st_size
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise UserError(f"{path} cannot be opened: this process may have no more open files. Raise the hard limit "
+                            f"(ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
         raise UserError(f"{path} cannot be read: {error.strerror}. {fix}") from None
     if result != size:
         raise UserError(_damaged(path, result, size, fix))
@@ -148,12 +152,9 @@ class TokenShard:
         """The offsets, if they ascend between `least` and `most`, and with `ends` from the one to the other."""
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
-            raise self._contradiction()
+            raise UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
+                            f"that its manifest lists: its content was changed. {_FIX}")
         return offsets
-
-    def _contradiction(self) -> UserError:
-        return UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
-                         f"that its manifest lists: its content was changed. {_FIX}")
 
     def _first_from(self, position: int) -> int:
         """Number of the first document that begins at `position` or later; how many there are, if none does.
@@ -188,8 +189,6 @@ class TokenShard:
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""
-        if offset + stop * dtype.itemsize > self.record["bytes"]:
-            raise self._contradiction()
         file, values, at = self._file, np.empty(stop - start, dtype), offset + start * dtype.itemsize
         done = os.preadv(file.number, [values.data], at) if len(values) else 0
         if done == values.nbytes:
@@ -286,6 +285,14 @@ def is_sha256(text: str) -> None:
         raise ValueError(f"{text[:70]!r} is no sha256")
 
 
+def _beyond(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of each record whether a column ends beyond the file. sizes: bytes of a token."""
+    size, docs, tokens, *offsets = numbers.T
+    counts = (tokens, docs + (docs > 0), docs, docs)
+    return np.any([count > (size - offset) // item for offset, count, item in
+                   zip(offsets, counts, (sizes, 8, 8, KEY_BYTES), strict=True)], axis=0)
+
+
 class TokenRecord(TypedDict):
     """What of a shard's output record is read by."""
 
@@ -322,11 +329,15 @@ class ShardTable:
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
-        """The output records of an encode stage as columns; UserError if a record lacks something."""
+        """The output records of an encode stage as columns; UserError if a record contradicts itself."""
         for record in records:
             check_record(record, TokenRecord, "encode")
         numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
         numbers = numbers.reshape(-1, len(NUMBERS))
+        sizes = np.array([np.dtype(record["dtype"]).itemsize for record in records], np.int64)
+        if (beyond := np.flatnonzero(_beyond(numbers, sizes))).size:
+            raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} is too "
+                            f"small for the documents that it lists. Run the stage again with --force.")
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
         shared = [(record["split"], record["source"], record["dtype"]) for record in records]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}

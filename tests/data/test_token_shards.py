@@ -1,6 +1,7 @@
 """Token shards: Arrow reads what training reads; torn and changed files are named; of many shards what is kept is
 bounded, and the samples are those of shards kept whole."""
 
+import errno
 import gc
 import os
 import pickle
@@ -169,6 +170,21 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     del data, kept
     gc.collect()
     assert open_files() == before
+
+
+def test_a_file_that_cannot_be_opened_is_not_to_be_deleted(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(os, "open", full)
+    refused(UserError, r"no more open files. Raise the hard limit \(ulimit -Hn\), or make fewer",
+            token_shards.open_sized, tmp_path, 1, "Delete it.")
+
+
+def test_a_record_that_contradicts_itself_is_the_fault_of_the_manifest(tmp_path):
+    records = make_shards(tmp_path, 3)
+    for name in ("docs", "tokens", "keys_offset"):
+        refused(UserError, rf"The manifest of the stage encode is damaged: {records[1]['path']} is .* --force",
+                ShardTable.of, [*records[:1], {**records[1], name: 10**9}, *records[2:]])
 
 
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):
