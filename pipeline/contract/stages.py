@@ -149,7 +149,8 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/remote_tokens.py",
                 "pipeline/evaluation/bits_per_byte.py", "pipeline/evaluation/scores.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
-                "pipeline/formats/weights.py", "pipeline/formats/huggingface.py")),
+                "pipeline/formats/weights.py", "pipeline/formats/huggingface.py",
+                "pipeline/config/loading.py")),  # reads the shape of weights in a folder
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
           functions=STAGE_FUNCTIONS["convert"],
           code=("model", "pipeline/formats", "pipeline/records/checkpoints.py",
@@ -157,7 +158,7 @@ STAGES = {stage.name: stage for stage in (
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
           functions=STAGE_FUNCTIONS["evaluate"],
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
-                "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
+                "pipeline/config/loading.py", "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
                 "pipeline/data/text_shards.py", "pipeline/data/token_shards.py",
                 "pipeline/data/item_index.py")),
     Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),
