@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from drover.pipeline.data.planning.passes import Decided
 
 REJECTED = "rejected.jsonl"
+FEW = 50
+"""Documents of which the hash may choose none for a split."""
 MANY_PAGES = 0.01
 """If more than this share of a source's documents begins as HTML, a warning says so."""
 
@@ -71,6 +73,10 @@ def shard(work: Work) -> None:
     files = work.listing()
     if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
+    for source in config.sources:
+        if source.kind == "hf" and source.revision is None and not Path(source.dataset).is_dir():
+            work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
+                     f"changes on the Hub")
     filters = _filters(work)
     if config.near_duplicates is not None:
         filters["near_duplicates"] = signature_settings(config.near_duplicates)
@@ -221,11 +227,13 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
                         "it into documents with the source's `separator`, use its end for validation "
                         "(shard.validation_rule: tail), or give more files.")
     elif documents and not (counts["validation"] and counts["train"]):
-        split = "train" if counts["validation"] else "validation"
+        split, cure = ("train", "Lower it") if counts["validation"] else (
+            "validation", f"Raise it (for example to {min(0.5, 5 / documents):.2g})")
+        if documents < FEW and config.validation_rule == "hash":  # at any share all may fall into one split
+            cure = "Take the end of each source's text instead (shard.validation_rule: tail)"
         problems.append(f"none of the {documents:,} documents is in the {split} split. shard.validation_share is "
-                        f"{config.validation_share:g}. Change it, take the end of each source's text instead "
-                        f"(shard.validation_rule: tail), or give more documents; a `separator` makes many of one text "
-                        f"file.")
+                        f"{config.validation_share:g}. {cure}, or give more documents; a `separator` makes many of one "
+                        f"text file.")
     if problems:
         raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.console import first, readable
@@ -132,9 +131,6 @@ def named(files: Sequence[FileRead]) -> str:
 
 def dataset_remarks(source: HubSource, dataset: dict[str, Any], documents: int) -> Iterator[str]:
     """What a person should know of what of a dataset was not read, as lines."""
-    if source.revision is None and not Path(source.dataset).is_dir():
-        yield (f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} changes "
-               f"on the Hub")
     for reason in dict.fromkeys(dataset["left_out"].values()):
         names = [name for name, own in dataset["left_out"].items() if own == reason]
         yield f"source {source.name}: {len(names):,} files of {source.dataset} are left out: {reason} ({first(names)})"

@@ -156,7 +156,7 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, run):
         (tmp_path / f"{name}.txt").write_text(f"{name} no more")
     error = run("shard", config, "shard.validation_share=1e-9", expect=2).err
     assert "none of the 3 documents is in the validation split" in error
-    assert "take the end of each source's text instead (shard.validation_rule: tail)" in error
+    assert "Take the end of each source's text instead (shard.validation_rule: tail)" in error
     others = ("shard.validation_share=0.5", "shard.validation_rule=tail")
     assert "finished tasks that are removed" in run("shard", config, *others).out, "other settings need no --force"
 
