@@ -164,8 +164,8 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files:
-            what = f"no file matches {full}" if has_wildcard else _what_it_is(pattern, full)
-            problems.append(f"source {source.name}: {what}. Correct `paths`.")
+            what = f"no file matches {pattern}" if has_wildcard else _what_it_is(pattern, full)
+            problems.append(f"source {source.name}: {what} ({_looked_in(full)}). Correct `paths`.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems
@@ -187,10 +187,18 @@ def _pure(path: InputFile) -> PurePath:
     return path.place if isinstance(path, ObjectFile) else path
 
 
+def _looked_in(pattern: Path) -> str:
+    """The folder in which an absolute path or glob was looked for, as far as it is there."""
+    fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+    there = next(parent for parent in (fixed, *fixed.parents) if parent.is_dir())
+    missing = "" if there == fixed else f", where there is no {fixed.relative_to(there)}"
+    return f"looked in {there}{missing}"
+
+
 def _what_it_is(pattern: str, path: Path) -> str:
     if path.is_dir():
         return f"{pattern} is a folder: name its files, as in {pattern.rstrip('/')}/**/*.txt"
-    return f"{path} is not a file" if path.exists() else f"{path} does not exist"
+    return f"{pattern} is not a file" if path.exists() else f"{pattern} does not exist"
 
 
 def named_files(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:

@@ -185,5 +185,7 @@ def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
 def _open(path: Path) -> IO[bytes]:
     try:
         return opened(path, _BUFFER)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None

@@ -107,7 +107,8 @@ def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
         (tmp_path / link).symlink_to("c.doc")
     refused(UserError, r"2 links that match .*\(b.doc, c.doc\)", names, second)
     (tmp_path / "data/web").mkdir(parents=True)
-    for pattern, problem in (("dat/web/*.txt", f"no file matches {tmp_path}/dat/web/*.txt."),
+    for pattern, problem in (("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
+                             ("dat/web/*.txt", f"(looked in {tmp_path}, where there is no dat/web)."),
                              ("data/web", "data/web is a folder: name its files, as in data/web/**/*.txt")):
         refused(UserError, re.escape(problem), read, pattern)
 
