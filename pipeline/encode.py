@@ -144,7 +144,11 @@ def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Re
         except EncoderError as error:
             problem = str(error)
     if problem or not fast:
-        result = encoded(shards, source, reference, reference, payload["dtype"])
+        try:
+            result = encoded(shards, source, reference, reference, payload["dtype"])
+        except EncoderError as error:
+            raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {error}. Please report "
+                            f"it; it does not depend on encode.encoder.") from None
     content = write_shard(path, result.tokens, result.offsets, result.text_bytes, result.keys, metadata={
         "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
         "eos_id": str(reference.eos_id)})
@@ -258,7 +262,8 @@ def counted(records: Iterable[Record]) -> Record:
 def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
     one_thread()
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.sha256 == sha256, "the vocabulary was replaced while encode was running"
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"The vocabulary in {folder} was replaced while encode was running. Run encode again.")
     return tokenizer
 
 

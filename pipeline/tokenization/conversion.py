@@ -164,10 +164,12 @@ def _sentencepiece(path: Path) -> Tokenizer:
     pieces = list(model.pieces)
     merges_by_score = model.trainer_spec.model_type == schema.TrainerSpec.BPE
     names = [piece.piece for piece in pieces]
-    if bos < 0 or eos < 0 or (unknown < 0 and not merges_by_score) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"The sentencepiece model {path} has no BOS or EOS, which Drover puts around every document, "
-                        f"or no unknown piece, or one that is not UTF-8. Train it with bos_id, eos_id and unk_id set, "
-                        f"or leave tokenizer.path out.")
+    if bos < 0 or eos < 0:
+        raise UserError(f"The sentencepiece model {path} has no BOS or no EOS piece, which Drover puts around every "
+                        f"document. Train it with bos_id and eos_id set, or leave tokenizer.path out.")
+    if (unknown < 0 and not merges_by_score) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"The sentencepiece model {path} is damaged: a piece is not UTF-8, or there is no unknown "
+                        f"token. Take it from its source again.")
     normal = {piece.piece: token for token, piece in enumerate(pieces) if piece.type == piece.NORMAL}
     in_bytes = any(piece.type == piece.BYTE for piece in pieces)
     if merges_by_score:
@@ -289,17 +291,22 @@ def _ready(path: Path) -> Tokenizer:
     try:
         content = read_bytes(path)
         model = parsed_json(content)["model"]
-        if model.get("merges") and model.get("continuing_subword_prefix"):
-            # With a merge that lacks the prefix the library would cut bytes out of characters, which ends the process.
-            raise ValueError("merges with a continuing_subword_prefix are not supported")
+        prefix = model.get("continuing_subword_prefix") or ""
+        for merge in model.get("merges") or [] if prefix else []:
+            _, second = merge.split(" ") if isinstance(merge, str) else merge
+            if not second.startswith(prefix):  # the library would cut bytes out of characters, which ends the process
+                raise ValueError(f"the merge {merge} has not the prefix {prefix!r}")
         library = Backend.from_str(content.decode())
+        names = library.get_vocab()
+        bounds = _bound("bos_token", BOS_NAMES, path, names), _bound("eos_token", EOS_NAMES, path, names)
+        tokenizer = Tokenizer(library, "huggingface", bounds, sha256_file(path))
+    except UserError:
+        raise
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever is wrong in the file
         raise UserError(f"{path} is not a tokenizer.json that the tokenizers library reads: {error}.") from None
-    names = library.get_vocab()
-    bounds = _bound("bos_token", BOS_NAMES, path, names), _bound("eos_token", EOS_NAMES, path, names)
-    tokenizer = Tokenizer(library, "huggingface", bounds, sha256_file(path))
     if tokenizer.used > MOST_HOLES * padded(len(names)):
-        raise UserError(f"{path} has {len(names):,} tokens, and the highest id is {tokenizer.used - 1:,}: a model "
+        last = max(names, key=names.__getitem__)
+        raise UserError(f"{path} has {len(names):,} tokens, and {last[:50]!r} has the id {names[last]:,}: a model "
                         f"would need a row for each id up to it. Number the tokens from 0 on.")
     return tokenizer
 

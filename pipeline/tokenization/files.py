@@ -141,8 +141,9 @@ def fetched(name: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"tokenizer.path: there is no {name} here, and the download from the Hugging Face Hub failed "
-                        f"({error!s:.200}). Without a network, download it elsewhere (hf download {name} "
+                        f"({reason}). Without a network, download it elsewhere (hf download {name} "
                         f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder. If the repository asks for "
                         f"consent, log in first (hf auth login).") from None
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError, install, installed_version
-from drover.pipeline.core.files import read_json, sha256_file
+from drover.pipeline.core.files import read_bytes, read_json, sha256_file
 from drover.pipeline.tokenization.files import EXPORT, RECORD, vocabulary_record
 
 SIZE_MULTIPLE = 128
@@ -147,8 +147,11 @@ class Tokenizer:
         return joined([np.array(one.ids, np.uint32) for encoded in batches for one in encoded])
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD."""
+        """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD. ValueError for an id
+        outside the vocabulary."""
         known = np.asarray(ids, np.int64)
+        if len(beyond := known[(known < 0) | (known >= self.size)]):
+            raise ValueError(f"{beyond[0]} is not an id of this {self.kind} vocabulary of {self.size}")
         kept = (known < self.used) & ~np.isin(known, [*self.special_ids])
         text: str = self.backend.decode(known[kept].tolist())
         return text
@@ -207,7 +210,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
                         f"tokenizer --force to make it again.")
     from tokenizers import Tokenizer as Backend
     bounds = names[record["bos_id"]], names[record["eos_id"]]
-    return Tokenizer(Backend.from_file(str(path)), record["kind"], bounds, record["sha256"])
+    return Tokenizer(Backend.from_str(read_bytes(path).decode()), record["kind"], bounds, record["sha256"])
 
 
 class EncoderError(Exception):
@@ -247,6 +250,8 @@ class FastEncoder(Tokenizer):
             return joined(list(map(self._by_table, texts)))
         given = _guarded(lambda: self._native.encode_batch_flat(texts, False, True))
         ids, offsets = np.frombuffer(given[0], "<u4"), np.frombuffer(given[1], "<u8").astype(np.int64)
+        if len(offsets) != len(texts) + 1 or offsets[-1] != len(ids):
+            raise EncoderError(f"it gave {len(offsets)} offsets up to {offsets[-1:]} for {len(texts)} texts")
         if ((ids >= self.size) | (ids == self.bos_id) | (ids == self.eos_id)).any():
             raise EncoderError("it made BOS, EOS or an id outside the vocabulary of text")
         return ids, offsets

@@ -15,6 +15,7 @@ from drover.pipeline.tokenization import tokenizer as tokenizers
 from drover.pipeline.tokenization.conversion import LLAMA3_PATTERN, byte_level_tokenizer
 from drover.pipeline.tokenization.tokenizer import (
     FastEncoder,
+    Tokenizer,
     byte_of_character,
     joined,
     load_tokenizer,
@@ -156,6 +157,20 @@ def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_refer
         assert encoders(copy) == {"encoder": "reference", "version": None, "fast_shards": 0,
                                   "reference_shards": len(right), "fallback_shards": 0}
         assert message in run("encode", copy, "--force", "encode.encoder=fastokens", expect=2).err
+
+
+def test_a_reference_that_disagrees_with_itself_or_was_replaced_is_named(run, copy, monkeypatch):
+    folder, honest = run_folder(copy) / "tokenizer", Tokenizer.encode_flat
+    refused(UserError, "The vocabulary in .*/tokenizer was replaced while encode was running. Run encode again",
+            encode_stage._tokenizer, folder, "another hash")
+
+    def encode_flat(self, texts):
+        ids, offsets = honest(self, texts)
+        return (ids[::-1] if len(texts) == 1 else ids), offsets
+    monkeypatch.setattr(Tokenizer, "encode_flat", encode_flat)
+    error = run("encode", copy, "--force", "encode.encoder=reference", expect=2).err
+    assert ".tar: the tokenizer's own batches give other ids for the document 0" in error
+    assert "it does not depend on encode.encoder" in error
 
 
 def test_of_long_documents_fewer_are_proved_and_only_their_beginning_is_compared(copy, monkeypatch):

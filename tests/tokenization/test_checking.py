@@ -1,6 +1,7 @@
 """The gates: text that is lost and an export with other ids fail; what is known to happen is counted."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.normalizers import NFC, Lowercase, Strip
 
 from drover.pipeline.core.errors import UserError
@@ -63,3 +64,17 @@ def test_a_vocabulary_that_loses_text_is_refused(tmp_path, byte_level, exported,
     result = checked(vocabulary, exported(vocabulary), "plain", text)
     refused(UserError, r"1 of 2 documents are decoded to other text .*page-1 of web .*became.*filter `normalization`",
             refuse_failures, result["tally"], result["failures"])
+
+
+def test_a_vocabulary_whose_tokens_do_not_spell_the_text_is_refused(tmp_path, exported):
+    """Generation streams by them. The decoder makes a space of the suffix, which one token alone does not show."""
+    names = ["<s>", "</s>", "l", "o", "w", "w</w>"]
+    model = models.BPE({name: token for token, name in enumerate(names)}, [], end_of_word_suffix="</w>")
+    library = Tokenizer(model)
+    library.pre_tokenizer, library.decoder = pre_tokenizers.WhitespaceSplit(), decoders.BPEDecoder("</w>")
+    library.save(str(tmp_path / "suffix.json"))
+    vocabulary = open_tokenizer("huggingface", tmp_path / "suffix.json")
+    assert vocabulary.decode(vocabulary.encode("low low")) == "low low"
+    result = checked(vocabulary, exported(vocabulary), "low low")
+    refused(UserError, r"1 of 1 documents .*' low' at character 3 became '</w>low</w>'", refuse_failures,
+            result["tally"], result["failures"])

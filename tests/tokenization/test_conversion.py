@@ -37,6 +37,15 @@ def test_ids_are_those_of_the_library_on_real_odd_and_mutated_text(vocabularies,
     assert not agrees("some text", other)
 
 
+def test_a_damaged_model_is_told_from_one_without_bos(trained_model):
+    path = trained_model(text="ab \xe4d\n" * 50, hard_vocab_limit=False, bos_id=-1)
+    refused(UserError, "has no BOS or no EOS piece", open_tokenizer, "sentencepiece", path)
+    path = trained_model(text="ab \xe4d\n" * 50, hard_vocab_limit=False)
+    path.write_bytes(path.read_bytes().replace("\xe4".encode(), b"\xff\xfe"))
+    refused(UserError, "is damaged: a piece is not UTF-8.*Take it from its source again", open_tokenizer,
+            "sentencepiece", path)
+
+
 def test_names_with_characters_beyond_the_vocabulary_stay_text(tmp_path, trained_model):
     """A unigram model of `tokenizers` would rather take the id of `<s>` than an unknown character."""
     path = trained_model(model_type="unigram", byte_fallback=True, hard_vocab_limit=False, text="ab cd\n" * 50)

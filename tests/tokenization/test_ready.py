@@ -2,12 +2,16 @@
 rule and chat template."""
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
-from tokenizers import AddedToken
+from huggingface_hub.errors import LocalEntryNotFoundError
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from drover.launch import checks
@@ -42,6 +46,23 @@ def test_another_file_than_the_recorded_one_is_refused(folders, tmp_path):
     refused(UserError, "--stage tokenizer", load_tokenizer, place)
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_read(folders, tmp_path):
+    place = shutil.copytree(folders["byte"], tmp_path / os.fsdecode(b"caf\xe9"))
+    assert load_tokenizer(place).encode("a") == [97]
+
+
+@pytest.mark.parametrize(("second", "problem"), [("##b", ""), ("b", "the merge .* has not the prefix '##'")])
+def test_merges_with_a_prefix_are_read_where_each_has_it(tmp_path, second, problem):
+    path = tmp_path / "tokenizer.json"
+    vocab = {name: token for token, name in enumerate(["<s>", "</s>", "a", second, "ab"])}
+    write_json(path, {**json.loads(Backend(models.BPE({}, [])).to_str()), "model": {
+        "type": "BPE", "vocab": vocab, "merges": [["a", second]], "continuing_subword_prefix": "##"}})
+    if problem:
+        refused(UserError, problem, open_tokenizer, "huggingface", path)
+    else:
+        assert open_tokenizer("huggingface", path).encode("ab") == [4]
+
+
 def test_a_broken_rank_file_names_the_line(tmp_path):
     path, ranks = tmp_path / "tokenizer.model", rank_lines(bytes([value]) for value in range(256))
     for line, message in ((b"no base64! 0", ":257: not a line"), (b"QUJD 300", "do not run from 0 to 256")):
@@ -60,7 +81,7 @@ def test_a_token_far_beyond_the_others_is_refused(tmp_path, byte_level):
     content = json.loads(byte_level.to_str())
     content["model"]["vocab"].update({"<s>": 1000, "</s>": 1001, "a far one": 1_500_000_000})
     write_json(tmp_path / "tokenizer.json", content)
-    refused(UserError, "the highest id is 1,500,000,000: a model would need", open_tokenizer, "huggingface",
+    refused(UserError, "'a far one' has the id 1,500,000,000: a model would need", open_tokenizer, "huggingface",
             tmp_path / "tokenizer.json")
 
 
@@ -188,6 +209,10 @@ def test_the_hub_is_contacted_if_the_cache_has_nothing(cache, monkeypatch):
             "hf download someone/some-model tokenizer.json tokenizer_config.json --local-dir",
             fetched, "someone/some-model", FILES)
     wanted, real = [], huggingface_hub.snapshot_download
+    for error, shown in ((OSError("no route\nmore lines"), "no route"), (OSError(), "OSError")):
+        failing = Mock(side_effect=[LocalEntryNotFoundError("not cached"), error])
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
+        refused(UserError, rf"failed \({shown}\)\. Without", fetched, "someone/some-model", FILES)
 
     def download(name, **wishes):
         wanted.append(wishes)

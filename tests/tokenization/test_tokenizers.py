@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.tokenization.tokenizer import BOS, EOS, MAX_PART, MAX_RUN, SPECIAL_TOKENS, WORD_MARK, reads_back
+from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -82,6 +83,7 @@ def test_the_size_is_padded_and_padding_stands_for_nothing(vocabularies, kind):
     silent = [vocabulary.bos_id, vocabulary.eos_id, *range(vocabulary.used, vocabulary.size)]
     assert all(vocabulary.token_bytes(token) == b"" for token in silent)
     assert vocabulary.decode([*silent, *vocabulary.encode("text"), *silent]) == "text"
+    refused(ValueError, "is not an id of this", vocabulary.decode, [0, vocabulary.size])
 
 
 def test_very_long_runs_are_cut_as_meta_cuts_them(vocabularies):
