@@ -26,7 +26,8 @@ CLUSTERS = {"test_chain.py": "a", "test_one_job.py": "b", "test_submissions.py":
 SPREAD = "tests/stages/"
 """Tests of these files are long. Where a file has no fixture of its own, each test is a group."""
 FIXTURE = re.compile(r"""scope=["'](module|class)["']""")
-LONG = ("tests/test_fuzz.py", "tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools",
+LONG = ("tests/test_fuzz.py", "tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/test_house.py",
+        "tests/model/test_loss.py", "tests/tools",
         "tests/launch", "tests/parallel", "tests/stages", "tests/rehearsal", "tests/benchmarks")
 """The longest groups. They start first, so that no worker is alone with a long one at the end. The fuzz forks a process
 for each case, so it has to be the first of its worker: forks of a process that has used threads may crash."""
