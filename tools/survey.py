@@ -41,6 +41,8 @@ PROSE = 100
 LONG_BYTES = 100e6
 """Text files of more bytes are divided into documents: they would be rejected (shard.max_document_mb) or take much
 memory."""
+MOST_REASONS = 20
+"""So many reasons to leave out files are named."""
 PROMPTS = 3
 """The beginnings of so many files are proposed as prompts."""
 UNICODE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
@@ -121,7 +123,9 @@ def look(folder: Path) -> Corpus:
         if len(prompts) < PROMPTS:
             prompts += _prompt(text)
     reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
-    remarks = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons]
+    remarks = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS]]
+    if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
+        remarks.append(f"left out for other reasons: {_shown(more, folder)}")
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads .txt, .md, .rst, .tex, .py, "
                                      f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.",
