@@ -175,7 +175,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
 
 def continue_command(run: RunFiles) -> str:
     """The command that continues the run: the one that submitted it, without --force."""
-    if run.chain and run.chain.jobs:
+    if run.chain:
         program, *words = run.chain.command
         began = ["drover"] if Path(program).name == "drover" else ["python", program]
         return shlex.join([*began, *(word for word in words if word != "--force")])

@@ -100,8 +100,7 @@ def main(stage: str, ranks: str, gpus: str, *command: str) -> int:
         os.dup2(sys.stdout.fileno(), sys.stderr.fileno())  # one pipe keeps the order of lines
         os.execvpe(command[0], command, environment)
     except UserError as error:
-        rank = os.environ.get("SLURM_PROCID") or os.environ.get("RANK", "?")
-        echo(f"rank {rank}: {error}", file=sys.stderr)
+        echo(f"error: {error}", file=sys.stderr)  # srun and the launcher put the rank before each line
     except OSError as error:
         echo(f"{command[0]} cannot be started: {error.strerror}.", file=sys.stderr)
     return UserError.exit_status

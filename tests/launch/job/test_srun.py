@@ -141,7 +141,7 @@ def test_it_becomes_the_command(stage, blocked):
 
 
 @pytest.mark.parametrize("command, ranks, said", [
-    (["true"], 8, "rank 13: Slurm started 32 ranks"),
+    (["true"], 8, "error: Slurm started 32 ranks"),
     (["/no/such/program"], 32, "/no/such/program cannot be started")])
 def test_a_refusal_is_one_sentence_and_exit_status_2(command, ranks, said):
     result = subprocess.run(rank("train", command, ranks), env=environment(),
