@@ -6,6 +6,7 @@ import pickle
 import random
 import struct
 from collections import OrderedDict
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -135,6 +136,12 @@ def test_nothing_in_a_pickle_is_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()  # it would have
+
+
+def test_too_little_address_space_is_told_apart_from_damage(tmp_path, monkeypatch):
+    folder = as_pickled(tmp_path / "x", opinionated(SHAPES["untied"]))
+    monkeypatch.setattr(torch, "load", Mock(side_effect=RuntimeError("unable to mmap: Cannot allocate memory (12)")))
+    refused(UserError, r"cannot be mapped: .* GB of memory .*ulimit -v", open_weights, folder)
 
 
 def test_a_forged_size_is_said(tmp_path):
