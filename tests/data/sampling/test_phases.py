@@ -55,7 +55,7 @@ def test_one_phase_is_the_order_without_phases(tmp_path_factory, packed, documen
 
 @both
 @given(documents=DOCUMENTS, phases=plans() | plans(lengths=(16,)), excluded=EXCLUDED, beyond=st.integers(-30, 30))
-@settings(max_examples=25)
+@settings(max_examples=40)
 def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_factory, packed, documents, phases,
                                                                     excluded, beyond):
     """And all of them come before the next epoch begins, where they are packed or there is one length. A document's
@@ -95,7 +95,7 @@ def test_the_order_never_changes(tmp_path, monkeypatch, packed, places):
 
 @both
 @given(documents=DOCUMENTS, phases=plans(least=2), later=plans(), data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=25)
 def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, packed, documents, phases, later, data):
     """Other phases to come, and another end of the one that has begun, move no sample before; the plan's hash says so.
     Something else in a phase that has begun changes the hash."""
@@ -120,7 +120,7 @@ def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, packed, d
 
 @both
 @given(documents=DOCUMENTS, phases=plans(), data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=25)
 def test_batches_are_the_same_after_rollbacks_and_restarts(tmp_path_factory, packed, documents, phases, data):
     """Steps one after another, any of them by a new process, and rollbacks at random: nothing before a rollback moves,
     and what was trained on and left out is counted. test_exclusion.py splits a step between ranks."""
