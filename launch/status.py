@@ -91,9 +91,10 @@ def watch(folder: Path) -> int:
     ended = 0
     while True:
         status, = query([folder], Scheduler())
-        clear = "\x1b[H\x1b[2J" * sys.stdout.isatty()
-        print(f"{clear}{time.strftime('%H:%M:%S')}, every {WATCH_S:g} s, Ctrl-C ends this", *show(status), sep="\n",
-              flush=True)
+        lines = [f"{time.strftime('%H:%M:%S')}, every {WATCH_S:g} s, Ctrl-C ends this", *show(status)]
+        if sys.stdout.isatty():  # a line too many would scroll the table away
+            lines = ["\x1b[H\x1b[2J" + "\n".join(lines[:shutil.get_terminal_size().lines - 2])]
+        print(*lines, sep="\n", flush=True)
         ended = ended + 1 if status.outcome else 0
         if ended == 2:  # between two stages nothing runs for a moment
             return 0 if status.outcome == "done" else 1

@@ -61,10 +61,10 @@ def training_data(folder, table, length=16, mixture=None, packed=False, *, plan=
     """`TrainingData` over the shards of both sources; without a plan in one phase that no configuration speaks of.
     Packings are planned by one process alone unless `planner` does it."""
     from drover.pipeline.data.sampling.loader import TrainingData
-    from drover.pipeline.data.sampling.packing import Alone, make
+    from drover.pipeline.data.sampling.packing import Alone, make_plan
     opened = OpenShards(table, folder) if opened is None else opened
     shards = {source: Shards(opened, table.rows("train", source)) for source in SOURCES}
-    planner = planner or (lambda packing: make(packing, Alone(), [].append if said is None else said.append))
+    planner = planner or (lambda packing: make_plan(packing, Alone(), [].append if said is None else said.append))
     return TrainingData(shards, plan or plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), 3,
                         table.content("train"), 60_000, (folder / "packing", planner) if packed else None)
 

@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from drover.launch.local import find_machine
@@ -201,9 +202,8 @@ def _sources(corpus: Corpus) -> str:
     """A line for each kind of files."""
     lines = dict[str, str]()
     for kind, paths in corpus.sources.items():
-        name = re.sub(r"[^A-Za-z0-9_]+", "-", kind.text_field or "text").strip("-")[:40] or "records"
-        while name in lines:
-            name += "-2"
+        base = re.sub(r"[^A-Za-z0-9_]+", "-", kind.text_field or "text").strip("-")[:40] or "records"
+        name = next(own for own in chain([base], (f"{base}-{number}" for number in count(2))) if own not in lines)
         more = "".join(f", {key}: {_quoted(value)}" for key, value in kind.settings().items())
         lines[name] = f"    - {{kind: files, name: {name}, paths: {_flow(paths)}{more}}}"
     return "\n".join(lines.values())

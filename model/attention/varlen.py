@@ -69,7 +69,7 @@ class Varlen(Backend):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Edges) -> Tensor:
         """See Backend."""
         edges, longest, before, key_edges, longest_keys = prepared
-        options: Any = {"enable_gqa": True} if KNOWS_GROUPS else {}
+        options: dict[str, Any] = {"enable_gqa": True} if KNOWS_GROUPS else {}
         q_row, k_row, v_row = (tensor.flatten(0, 1) for tensor in (q, k, v))  # (tokens, heads, head_dim)
         seen = (before, 0)  # so many keys back, none ahead
         out: Any = varlen_attn(q_row, k_row, v_row, edges, key_edges, longest, longest_keys, window_size=seen,

@@ -38,7 +38,7 @@ from drover.pipeline.data.sampling.consumption import (
     says_consumption,
 )
 from drover.pipeline.data.sampling.loader import Prefetcher, TrainingData
-from drover.pipeline.data.sampling.packing import Planner, forget, make, read
+from drover.pipeline.data.sampling.packing import Planner, forget_plan, make_plan, read_plan
 from drover.pipeline.data.token_shards import ShardTable, open_shards, size_problems
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, step_of
 from drover.pipeline.training.hooks import Hook
@@ -71,7 +71,7 @@ def open_training_data(work: Work, table: ShardTable, folder: Path, planner: Pla
     sources = work.config.shard.source_names
     counts = work.input("encode")[1].counts
     packing = None if train.packing == "concatenate" else (
-        work.folder / "packing", planner or (lambda packing: read(packing, partial(print, file=sys.stderr))))
+        work.folder / "packing", planner or (lambda packing: read_plan(packing, partial(print, file=sys.stderr))))
     return TrainingData(open_shards(table, "train", sources, folder), PhasePlan.of(train),
                         work.config.seed, table.content("train"), counts.get("vocab_size"), packing)
 
@@ -151,7 +151,8 @@ class StepBatches:
             refuse_cut_shards(self.folder, self.table, grid.ranks)
         else:
             download_once_per_node(work, self.table, range(len(self.table)), grid.ranks)  # compares what it fetches
-        self.data = open_training_data(work, self.table, self.folder, lambda packing: make(packing, grid.ranks, say))
+        self.data = open_training_data(work, self.table, self.folder,
+                                       lambda packing: make_plan(packing, grid.ranks, say))
 
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
         """Read the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
@@ -247,7 +248,7 @@ class TokenCheck(Hook):
         self.recorder.event(DAMAGED, step=max(map(step_of, self._checkpoints()), default=0))
         if self.ranks.is_rank_zero:
             for packing in self.batches.data.packings:
-                forget(packing)
+                forget_plan(packing)
 
     def close(self) -> None:
         """Stop comparing."""

@@ -5,7 +5,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.files import write_sealed
-from drover.pipeline.data.sampling.packing import Alone, make
+from drover.pipeline.data.sampling.packing import Alone, make_plan
 from drover.pipeline.records.checkpoints import FORMAT, MARKER
 from drover.pipeline.records.metrics import Rollback, add_rollback, excluded_by, read_rollbacks
 from drover.pipeline.training.data import open_training_data, read_shard_table
@@ -31,7 +31,8 @@ class Recorded:
         run = Run(config)
         work = Work(run, "train", {})
         table = read_shard_table(work)
-        data = open_training_data(work, table, work.input("encode")[0], lambda packing: make(packing, Alone(), print))
+        data = open_training_data(work, table, work.input("encode")[0],
+                                  lambda packing: make_plan(packing, Alone(), print))
         self.plan = data.order.plan_sha256
         self.lines, self.events, self.checkpoints, self.place = [], ["start"], {0: (0, 0)}, {"ranks": 1}
         self.unsound, self.spikes, self.kills = unsound, list(spikes), list(kills)

@@ -135,8 +135,8 @@ class Mix:
     """How the sources of a phase take turns: a shuffled pattern, gone through again and again.
 
     Attributes:
-        period: places of the pattern. pattern: the pool of each place. ranks: how many places before it are of the same
-            pool. quotas: places of each pool.
+        period: places of the pattern. pattern: the pool of each place. earlier: how many places before it are of the
+            same pool. quotas: places of each pool.
 
     Raises:
         UserError: a share is below SMALLEST_SHARE.
@@ -157,9 +157,9 @@ class Mix:
             self.quotas = _quotas(fractions, self.period)
         unshuffled = np.repeat(np.arange(len(shares)), self.quotas)
         self.pattern = unshuffled[permute(np.arange(self.period), self.period, (seed, len(shares), self.period))]
-        self.ranks = np.empty(self.period, dtype=np.int64)
+        self.earlier = np.empty(self.period, dtype=np.int64)
         for _, places in groups(self.pattern):
-            self.ranks[places] = np.arange(np.count_nonzero(places))
+            self.earlier[places] = np.arange(np.count_nonzero(places))
 
     def draws(self, samples: int) -> np.ndarray:
         """How many of the first `samples` samples are of each pool, int64."""
@@ -171,7 +171,7 @@ class Mix:
         """The pool of each sample, and how many samples of that pool come before it; int64."""
         block, place = np.divmod(samples, self.period)
         pool = self.pattern[place]
-        return pool, block * self.quotas[pool] + self.ranks[place]
+        return pool, block * self.quotas[pool] + self.earlier[place]
 
 
 @dataclass(frozen=True)

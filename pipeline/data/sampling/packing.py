@@ -341,7 +341,7 @@ class Packing:
         return np.frombuffer(read, _NUMBER)
 
 
-def make(packing: Packing, group: Group, say: Callable[[str], None]) -> Packing:
+def make_plan(packing: Packing, group: Group, say: Callable[[str], None]) -> Packing:
     """The plan, with what is missing or damaged of it made. Called on all ranks alike.
 
     Args:
@@ -372,7 +372,7 @@ def make(packing: Packing, group: Group, say: Callable[[str], None]) -> Packing:
     return packing
 
 
-def read(packing: Packing, say: Callable[[str], None]) -> Packing:
+def read_plan(packing: Packing, say: Callable[[str], None]) -> Packing:
     """The plan, without checking the hashes of its files. For tools, which write nothing into a run: if a file is
     missing, the same plan is made in a temporary folder, which lives as long as the plan; this is logged.
 
@@ -386,10 +386,10 @@ def read(packing: Packing, say: Callable[[str], None]) -> Packing:
     aside = TemporaryDirectory(prefix="packing-")
     weakref.finalize(packing, aside.cleanup)
     packing.folder = Path(aside.name) / packing.folder.name
-    return make(packing, Alone(), lambda text: None)
+    return make_plan(packing, Alone(), lambda text: None)
 
 
-def forget(packing: Packing) -> None:
+def forget_plan(packing: Packing) -> None:
     """Delete a plan, so that the next start makes it again: a shard turned out to be damaged, and its plan may be
     wrong."""
     shutil.rmtree(packing.folder, ignore_errors=True)

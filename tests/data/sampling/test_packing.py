@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.sampling.packing import Alone, best_fit, make, read
+from drover.pipeline.data.sampling.packing import Alone, best_fit, make_plan, read_plan
 from tests.data.sampling.phased import by_three_ranks, contents
 from tests.refusal import refused
 from tests.token_shards import training_data, write_numbered
@@ -55,7 +55,7 @@ def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
                                            "documents_cut": 2, "cut_share": 0.4}}
 
     def planner(planning):
-        changed = read(planning, pytest.fail)
+        changed = read_plan(planning, pytest.fail)
         changed.sha256[0, 0] ^= 1
         return changed
     others = packed(tmp_path, table, planner=planner), training_data(tmp_path, table)
@@ -74,7 +74,7 @@ def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm):
     again = packed(tmp_path, table, said=logged)
     assert len(logged) == 1 and "packing of 1 of 3 token shards, of which there was no" in logged[0]
     assert again.order.plan_sha256 == first.order.plan_sha256 and contents(tmp_path) == before
-    packed(tmp_path, table, planner=lambda packing: make(packing, Alone(), pytest.fail))
+    packed(tmp_path, table, planner=lambda packing: make_plan(packing, Alone(), pytest.fail))
 
 
 def test_ranks_plan_together_what_one_plans_alone(tmp_path):
@@ -85,7 +85,7 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
 
     def together(group):
         logged = []
-        return packed(tmp_path, table, planner=lambda packing: make(packing, group, logged.append)), logged
+        return packed(tmp_path, table, planner=lambda packing: make_plan(packing, group, logged.append)), logged
     made = by_three_ranks(together)
     assert {data.order.plan_sha256 for data, _ in made} == {alone.order.plan_sha256} and contents(tmp_path) == files
     assert [len(logged) for _, logged in [*made, *by_three_ranks(together)]] == [1, 0, 0, 0, 0, 0]

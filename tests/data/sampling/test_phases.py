@@ -26,7 +26,7 @@ from drover.pipeline.data.sampling.consumption import (
     train_tokens,
 )
 from drover.pipeline.data.sampling.order import PART, Order, Pool
-from drover.pipeline.data.sampling.packing import read
+from drover.pipeline.data.sampling.packing import read_plan
 from drover.pipeline.training.data import refuse_beyond
 from drover.tools.audit import Audit, _sequences
 from tests.data.planning import staged_corpora
@@ -144,7 +144,7 @@ def test_batches_are_the_same_after_rollbacks_and_restarts(tmp_path_factory, pac
             continue
         if data.draw(st.booleans()):  # killed, and started again
             fresh = training_data(folder, table, packed=packed, plan=plan,
-                                  planner=lambda packing: read(packing, pytest.fail))
+                                  planner=lambda packing: read_plan(packing, pytest.fail))
             fresh.leave_out(excluded)
             coming = np.arange(cursor, took.end)
             assert fresh.order.plan_at(took.end) == result.order.plan_at(took.end)
