@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -14,9 +15,12 @@ REPOSITORY = HERE.parent
 sys.path.insert(0, str(REPOSITORY))
 
 project = "Drover"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = "Drover"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # commands and files, not what they print
 html_show_sourcelink = html_copy_source = False
 highlight_language = "text"
 exclude_patterns = ["_build"]
@@ -59,7 +63,14 @@ def setup(app: Sphinx) -> None:
 
 
 def _lead_links(app: Sphinx, page: str, source: list[str]) -> None:
-    """Links to a file of the repository lead to its page; where the site has none, only their text stays."""
+    """Links to a file of the repository lead to its page; where the site has none, only their text stays. A setting
+    that is named in code leads to its explanation."""
+    def linked(part: re.Match[str]) -> str:
+        known = part[1] in _settings()
+        return f"[{part[0]}]({'../' * page.count('/')}made/settings.md#{part[1]})" if known else part[0]
+
+    if page != "made/settings":
+        source[0] = re.sub(r"```.*?```|\[[^\]]*\]\([^)]*\)|`(\w+\.[\w.]+)`", linked, source[0], flags=re.DOTALL)
     if page.startswith("made/"):
         source[0] = re.sub(r"\]\((?:\.\./)*docs/", "](../", source[0])
         for name, path in COPIED.items():
@@ -78,35 +89,50 @@ def comparison() -> str:
     return f"# How Drover compares\n{parts['How it compares']}## Hardware and packages\n{parts['Install']}"
 
 
-def settings() -> str:
-    """Every setting with its type and default, a chapter for each section."""
+@cache
+def _settings() -> dict[str, str]:
+    """The entry of every setting and kind in `drover explain`, by its dotted name."""
     from drover.pipeline.config.explaining import explain
     from drover.pipeline.config.loading import load_config
 
-    config = load_config(REPOSITORY / "configs/demo.yaml", [], check=False)
+    entries = explain(load_config(REPOSITORY / "configs/demo.yaml", [], check=False)).split("\n\n")
+    return {re.split(r": |\n", entry)[0]: entry for entry in entries}
+
+
+def settings() -> str:
+    """Every setting with its type and default, a chapter for each section and kind; each has its name as an anchor."""
+    entries = _settings()
+    chapters = [key for key, entry in entries.items() if entry.startswith(f"{key}: ")]
+
+    def chapter(key: str) -> int:
+        return max((number for number, name in enumerate(chapters) if f"{key}.".startswith(f"{name}.")), default=-1)
+
     return "\n".join(["# Settings", "", "`drover explain KEY` prints the same with the value that your configuration "
-                      "gives. Below, \"now\" is the value of `configs/demo.yaml`.", "", *_entries(explain(config))])
+                      "gives. Below, \"now\" is the value of `configs/demo.yaml`. \"Elsewhere\" are names of (nearly) "
+                      "the same setting in other projects. A kind, such as `shard.sources.files`, is an item of "
+                      "a list: write `{kind: files, ...}`.", "", "## The run", "",
+                      *(line for key in sorted(entries, key=chapter) for line in _entry(key, entries[key]))])
 
 
-def _entries(text: str) -> Iterator[str]:
-    """Entries of `explain` as Markdown."""
-    yield from ("## The run", "")
-    for entry in text.split("\n\n"):
-        key, *rest = entry.split("\n")
-        if ": " in key:
-            name, _, meaning = key.partition(": ")
-            yield from (f"{'###' if '.' in name else '##'} {name}", "", _escaped(meaning), "")
-        else:
-            yield from (f"`{key}`", *(f": {_escaped(line.strip())}" if number == 0 else f"  {_escaped(line.strip())}"
-                                      for number, line in enumerate(rest)), "")
+def _entry(key: str, entry: str) -> Iterator[str]:
+    """An entry of `explain` as Markdown."""
+    from drover.pipeline.config.explaining import ELSEWHERE
+
+    yield f"({key})="
+    if entry.startswith(f"{key}: "):
+        yield from (f"{'###' if '.' in key else '##'} {key}", "", _escaped(entry.removeprefix(f"{key}: ")), "")
+        return
+    first, *rest = [_escaped(line.strip()) for line in entry.split("\n")[1:]]
+    if key in ELSEWHERE:
+        rest.append(f"Elsewhere: {', '.join(f'`{name}`' for name in ELSEWHERE[key].split())}")
+    yield from (f"[`{key}`](#{key})", f": {first}", *(f"  \\\n  {line}" for line in rest), "")
 
 
 def _escaped(text: str) -> str:
-    """Plain text as Markdown."""
-    kind = re.match(r"type: (.*?)   default: (.*?)   now: (.*)", text)
-    if kind:
-        return f"\\\n  type `{kind[1]}`, default `{kind[2]}`, now `{kind[3]}`"
-    return re.sub(r"([<>*_|\[\]])", r"\\\1", text)
+    """Plain text as Markdown; what is code stays."""
+    if kind := re.match(r"type: (.*?)   default: (.*?)(?:   now: (.*))?$", text):
+        return f"type `{kind[1]}`, default `{kind[2]}`" + (f", now `{kind[3]}`" if kind[3] else "")
+    return re.sub(r"`[^`]*`|[<>*_|\[\]]", lambda part: part[0] if part[0][0] == "`" else f"\\{part[0]}", text)
 
 
 def commands() -> str:

@@ -2,11 +2,16 @@
 
 import io
 import re
+import runpy
 import token as kinds
 from tokenize import COMMENT, STRING, generate_tokens
 
 import pytest
 
+from drover.pipeline.config.data import FilesSource, HubSource, StdlibSource
+from drover.pipeline.config.section import keys_of
+from drover.pipeline.config.shipped import FILTERS, OPTIMIZERS, SINKS
+from drover.pipeline.config.tree import Config
 from tests.conftest import REPOSITORY, run_python
 from tests.pages import typed
 
@@ -51,8 +56,20 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     for page, part in {"made/settings": "train.lr", "made/commands": "drover rehearse", "made/interfaces": "on_step",
                        "made/changelog": "0.1.0", "made/comparison": "torchtitan",
-                       "getting-started": "bits per byte"}.items():
-        assert part in (tmp_path / f"site/{page}.html").read_text()
+                       "getting-started": "bits per byte", "memory": 'href="made/settings.html#train-flash"',
+                       "_static/copybutton": "highlight"}.items():
+        assert part in next((tmp_path / "site").glob(f"{page}.*")).read_text()
+
+
+def test_each_setting_and_each_kind_has_an_anchor_of_its_own():
+    page = runpy.run_path(str(REPOSITORY / "docs/conf.py"))["settings"]()
+    anchors = re.findall(r"^\((.*)\)=$", page, re.MULTILINE)
+    kinds = {f"{of.setting}.{kind}": of.shipped_class(kind) for of in (FILTERS, SINKS) for kind in of.shipped} | {
+        "shard.sources.stdlib": StdlibSource, "shard.sources.files": FilesSource, "shard.sources.hf": HubSource}
+    settings = {*keys_of(Config), *kinds, *(f"train.optimizer.{name}" for name in OPTIMIZERS),
+                *(f"{name}.{field}" for name, kind in kinds.items() for field in kind.model_fields)}
+    assert len(settings) > 400 and settings <= set(anchors), settings - set(anchors)
+    assert len(anchors) == len(set(anchors)) and "shard.sources.files.text_field" in anchors
 
 
 def test_the_readme_is_short():

@@ -9,12 +9,14 @@ import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from drover.pipeline.config.section import EXTERNAL, is_execution, keys_of, section_of
-from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
+from drover.pipeline.config.kinds import Kind, imported
+from drover.pipeline.config.section import EXTERNAL, is_execution, keys_of, section_of, sections_in
+from drover.pipeline.config.shipped import FILTERS, HOOKS, OPTIMIZERS, SINKS
 from drover.pipeline.config.tree import Config, changed
 from drover.pipeline.core.errors import UserError
 
@@ -173,7 +175,8 @@ def field_texts(section: type[BaseModel]) -> dict[str, tuple[str, str]]:
 
 
 def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool = False) -> Iterator[tuple[str, str]]:
-    """execution: nothing in the section decides what is computed."""
+    """value: None for the settings of a kind of which the configuration has no item.
+    execution: nothing in the section decides what is computed."""
     texts = field_texts(section)
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
@@ -183,12 +186,32 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
         if (nested := section_of(field)) is not None:
             yield key, f"{key}: {text}"
             yield from _entries(nested, current, f"{key}.", how)
+            yield from _kinds(key, field)
             continue
         default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
         items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
-        now = f"{len(items)} item(s), below" if items else repr(current)
+        now = "" if value is None else f"   now: {f'{len(items)} item(s), below' if items else repr(current)}"
         stale = "\n  (the path makes nothing stale; the content does)" if name in EXTERNAL else \
             "\n  (how the work is done; never makes a finished stage stale)" if how else ""
-        yield key, f"{key}\n  {text}\n  type: {kind}   default: {default}   now: {now}{stale}"
+        yield key, f"{key}\n  {text}\n  type: {kind}   default: {default}{now}{stale}"
         for index, item in enumerate(items):
             yield from _entries(type(item), item, f"{key}.{index}.")
+        yield from _kinds(key, field)
+
+
+def _kinds(key: str, field: FieldInfo) -> Iterator[tuple[str, str]]:
+    """Entries of each kind of item that the setting `key` takes, as `shard.sources.files.text_field`; of items without
+    kinds as `train.phases.until`."""
+    kinds = [(f"{key}.{name}", imported(place, key)) for of in (FILTERS, SINKS) if of.setting == key
+             for name, place in of.shipped.items()]
+    for section in sections_in(field.annotation) if not kinds else ():
+        if section is not section_of(field) and section is not Kind:
+            named = section.model_fields.get("kind")
+            kinds.append((f"{key}.{get_args(named.annotation)[0]}" if named else key, section))
+    for name, section in kinds:
+        if name != key:
+            yield name, f"{name}: {' '.join(str(inspect.getdoc(section)).split())}"
+        yield from _entries(section, None, f"{name}.")
+    for name, kind in OPTIMIZERS.items() if key == "train.optimizer" else ():
+        yield f"{key}.{name}", (f"{key}.{name}: under parallel.engine {' and '.join(kind.engines)}; "
+                                f"train.optimizer_settings {dict(kind.settings)}")
