@@ -100,20 +100,19 @@ def training_facts(config: Config, job: Job) -> list[str]:
 
 
 def consumption_lines(run: Run) -> list[str]:
-    """Tokens and epochs of each source in each phase, if there are phases, a mixture or a limit; until the tokens are
-    counted, only the phases. And a warning of each source that is repeated many times."""
-    from drover.pipeline.data.sampling.consumption import many_epochs, plan_lines, repetition, says_consumption
+    """Tokens and epochs of each source in each phase; until the tokens are counted, only the phases. And a warning of
+    each source that is repeated many times."""
+    from drover.pipeline.data.sampling.consumption import many_epochs, plan_lines, repetition
 
     train, consumption = run.config.train, planned_consumption(run)
-    lines = list[str]()
-    if says_consumption(train) and consumption is not None and train.packing == "concatenate":
-        lines += plan_lines(train, consumption)
-    elif says_consumption(train):
+    if consumption is not None and train.packing == "concatenate":
+        lines = plan_lines(train, consumption)
+    else:
         when = "encode is done" if train.packing == "concatenate" else "training has planned the packing"
-        lines += [*(str(phase) for phase in PhasePlan.of(train).phases if phase.own is not None),
-                  f"tokens and epochs of each source are known once {when}"]
+        lines = [*(str(phase) for phase in PhasePlan.of(train).phases if phase.own is not None),
+                 f"tokens and epochs of each source are known once {when}"]
     if consumption is not None:
-        lines += starmap(repetition, many_epochs(train, consumption).items())
+        lines += [f"warning: {text}" for text in starmap(repetition, many_epochs(train, consumption.epochs).items())]
     return [f"{'' if number else 'data':<9} {line}" for number, line in enumerate(lines)]
 
 

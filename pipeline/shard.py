@@ -20,6 +20,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 REJECTED = "rejected.jsonl"
 FEW = 50
 """Documents of which the hash may choose none for a split."""
+MANY_DROPPED = 0.5
+"""If more than this share of a source's documents is dropped, a warning names the most frequent reasons."""
 MANY_PAGES = 0.01
 """If more than this share of a source's documents begins as HTML, a warning says so."""
 
@@ -175,6 +178,13 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
 
 
 def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> Iterator[str]:
+    dropped, filters = sum(counts["dropped"].values()), counts.get("filters", {})
+    if dropped > MANY_DROPPED * counts["documents_in"]:
+        reasons = Counter({name: count for name, count in counts["dropped"].items() if name not in filters})
+        reasons.update({f"{name}: {reason}": count for name, own in filters.items()
+                        for reason, count in own["reasons"].items()})
+        yield (f"warning: source {source.name}: {dropped:,} of {counts['documents_in']:,} documents "
+               f"({dropped / counts['documents_in']:.0%}) are dropped, most as {_counted(dict((+reasons).most_common(3)))}")
     for split in SPLITS:
         if not counts[split]:
             yield (f"warning: source {source.name} has no {split} document ({counts['train']} train, "

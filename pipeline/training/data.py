@@ -35,7 +35,6 @@ from drover.pipeline.data.sampling.consumption import (
     plan_lines,
     planned_by,
     repetition,
-    says_consumption,
 )
 from drover.pipeline.data.sampling.loader import Prefetcher, TrainingData
 from drover.pipeline.data.sampling.packing import Planner, forget_plan, make_plan, read_plan
@@ -77,17 +76,17 @@ def open_training_data(work: Work, table: ShardTable, folder: Path, planner: Pla
 
 
 def refuse_beyond(train: TrainConfig, data: TrainingData, say: Say) -> dict[str, float]:
-    """Log what the plan will consume, if there are phases, a mixture or a limit, and warn of sources that it repeats
-    many times. Returns the epochs of these.
+    """Log what the plan will consume, and warn of sources that it repeats many times. Returns the epochs of these.
 
     Raises:
         UserError: that is more than train.max_epochs allows.
     """
     consumption = planned_by(data.order)
-    many = many_epochs(train, consumption)
-    repetitions = starmap(repetition, many.items())
-    for text in [*(plan_lines(train, consumption) if says_consumption(train) else ()), *repetitions]:
+    many = many_epochs(train, consumption.epochs)
+    for text in plan_lines(train, consumption):
         say(text)
+    for text in starmap(repetition, many.items()):
+        say(f"warning: {text}")
     if beyond := excesses(train, consumption):
         raise UserError(listed(beyond))
     return many

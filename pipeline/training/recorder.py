@@ -37,11 +37,9 @@ from drover.pipeline.training.sinks import TrainingLog, open_log
 def summary_lines(config: Config, model: ModelConfig, batches: StepBatches, precision: str) -> list[str]:
     """The model, its layout, and the batch. precision: the chosen one, and why."""
     plan = batches.plan
-    epochs = batches.data.order.epochs(plan.sequences_between(0, plan.steps))
     return [f"{model.parameter_count:,} parameters; {precision}; "
             f"{counted(torch.get_num_threads(), 'thread')} a rank; {_layout(config, batches.grid)}",
-            f"{'first ' if plan.declared else ''}batch {batches.of_phase[0]}; {plan.steps:,} steps = {plan.tokens:,} "
-            f"tokens, {max(epochs.values()):.2f} epochs",
+            f"{'first ' if plan.declared else ''}batch {batches.of_phase[0]}; {plan.steps:,} steps = {plan.tokens:,} tokens",
             *map(str, batches.data.packings)]
 
 

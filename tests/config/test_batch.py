@@ -40,13 +40,13 @@ def test_a_dry_run_shows_the_batch_that_training_says(ranks, tp, dp_replicate, m
         assert shown == [] != rank_problems(settings, ranks)
         return
     expected = str(BatchPlan.of(settings.train, settings.parallel, ranks))
-    data = SimpleNamespace(packings=(), order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
+    data = SimpleNamespace(packings=())
     grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
     batches = SimpleNamespace(plan=PhasePlan.of(settings.train), grid=grid, data=data,
                               of_phase=[BatchPlan.of(settings.train, settings.parallel, ranks)])
     message, = [line for line in summary_lines(settings, MODEL, batches, "fp32") if line.startswith("batch")]
     assert expected in message and expected in shown[0]
-    assert f"10 steps = {10 * SEQUENCES * LENGTH:,} tokens, {10 * SEQUENCES:.2f} epochs" in message
+    assert f"10 steps = {10 * SEQUENCES * LENGTH:,} tokens" in message
 
 
 @pytest.mark.parametrize(("parallel",), table("""

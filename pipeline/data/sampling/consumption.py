@@ -5,7 +5,7 @@ It needs no torch: the launcher prints it before a job queues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,10 @@ class Consumption:
         """Of a source, in all phases."""
         return sum(phase.get(source, 0) for phase in self.phases)
 
-    def epochs(self, source: str) -> float:
-        """Passes over a source: tokens trained on, divided by its tokens."""
-        return self.tokens(source) / self.available[source] if self.available[source] else 0.0
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes over each source: tokens trained on, divided by its tokens."""
+        return {source: self.tokens(source) / tokens if tokens else 0.0 for source, tokens in self.available.items()}
 
 
 def train_tokens(config: Config, counts: Mapping[str, Any]) -> dict[str, int]:
@@ -67,25 +68,20 @@ def planned_by(order: Order) -> Consumption:
     return Consumption(consumed, dict(order.pools), tuple(order.left_at()), padding if order.space.padded else ())
 
 
-def says_consumption(train: TrainConfig) -> bool:
-    """Whether there are phases, a mixture or a limit of epochs, so that the user wants to see each source's share."""
-    return bool(train.phases) or train.mixture is not None or train.max_epochs is not None
-
-
-def _limits(train: TrainConfig, consumption: Consumption) -> list[tuple[str, str, float]]:
+def _limits(train: TrainConfig, sources: Collection[str]) -> list[tuple[str, str, float]]:
     """What train.max_epochs limits: its name, the source whose epochs count, which are all where they are taken
     together, and the limit."""
-    limits, sources = train.max_epochs, consumption.available
+    limits = train.max_epochs
     named = limits if isinstance(limits, dict) else dict.fromkeys(sources, limits)
     return [(name, name if name in sources else TOGETHER, most) for name, most in named.items() if most is not None]
 
 
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:
     """Sources that would be gone through more often than train.max_epochs allows."""
-    return [f"train.max_epochs allows {most:g} of {name}, and the plan takes {consumption.epochs(source):.2f} "
+    return [f"train.max_epochs allows {most:g} of {name}, and the plan takes {consumption.epochs[source]:.2f} "
             f"({tokens_text(consumption.tokens(source))} of {tokens_text(consumption.available[source])} tokens"
             f"{' of ' + source if name != source else ''}): give more text, a smaller share, or fewer tokens."
-            for name, source, most in _limits(train, consumption) if consumption.epochs(source) > most]
+            for name, source, most in _limits(train, consumption.available) if consumption.epochs[source] > most]
 
 
 def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
@@ -100,7 +96,7 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
             if tokens:
                 epochs, of = tokens / consumption.available[source], sum(taken.values())
                 so_far = f", {seen[source] / consumption.available[source]:.2f} so far" if number else ""
-                result.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
+                result.append(f"{'  ' * plan.declared}{source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
         result += [f"  the epoch has {tokens_text(left)} tokens of {name} left where the length changes: they "
                   f"{'come first, packed again' if consumption.padding else 'are left to the next epoch'}"
@@ -111,15 +107,15 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
     return result
 
 
-def many_epochs(train: TrainConfig, consumption: Consumption) -> dict[str, float]:
-    """Epochs of each source that is repeated more than `MANY` times without a limit. A limit of one source holds for
-    all that are taken together."""
-    limited = {source for _, source, _ in _limits(train, consumption)}
-    return {source: epochs for source in consumption.available
-            if (epochs := consumption.epochs(source)) > MANY and source not in limited}
+def many_epochs(train: TrainConfig, epochs: Mapping[str, float]) -> dict[str, float]:
+    """Of the epochs of sources those above `MANY` without a limit, most first. A limit of one source holds for all that
+    are taken together."""
+    limited = {source for _, source, _ in _limits(train, epochs)}
+    return {source: own for source, own in sorted(epochs.items(), key=lambda item: -item[1])
+            if own > MANY and source not in limited}
 
 
 def repetition(source: str, epochs: float) -> str:
-    """A warning for a source of `many_epochs`."""
-    return (f"warning: {source}: {epochs:.1f} epochs. Beyond {MANY:g} epochs the same text helps little. Add text, or "
+    """A warning for a source of `many_epochs`, of plan, log and report."""
+    return (f"{source}: {epochs:.1f} epochs. Beyond {MANY:g} epochs the same text helps little. Add text, or "
             f"train on fewer tokens. train.max_epochs sets another limit.")

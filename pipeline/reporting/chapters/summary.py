@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import starmap
 from statistics import median
 
 from drover.pipeline.config.loading import dump_config
-from drover.pipeline.data.sampling.consumption import MANY
+from drover.pipeline.data.sampling.consumption import many_epochs, repetition
 from drover.pipeline.evaluation.results import ALONE
 from drover.pipeline.reporting.document import NONE, Block, Notice, Table, Text, Tile, filled
 from drover.pipeline.reporting.facts import Facts, shareable
@@ -16,14 +17,13 @@ TILES = (
     ("validation bits per byte", "{total[bits_per_byte]:.3f}", "{total[bytes]:B}, {total[documents]:,} documents"),
     ("validation perplexity", "{total[perplexity]:.2f}", "per token"),
     ("parameters", "{parameters:k}", "{model[non_embedding_parameters]:k} without embeddings"),
-    ("training tokens", "{tokens:k}", "{steps:,} steps"),
+    ("training tokens", "{tokens:k}", "{steps:,} steps, {most_epochs[0]:n} epochs of {most_epochs[1]}"),
     ("tokens per second", "{speed:k}", "median step, all ranks"),
     ("goodput", "{goodput:.1%}", "of the time since training first started"),
     ("run time", "{run_s:s}", "training {train_s:s}"))
 WARNINGS = {
     "accepted": "Training continued although its settings or inputs had changed (--accept-changes): {accepted}.",
-    "changed_code": "The code has changed since these stages ran; --force rebuilds them: {changed_code}.",
-    "many": f"Text was repeated more than {MANY:g} times, beyond which it helps little. Epochs: {{many}}."}
+    "changed_code": "The code has changed since these stages ran; --force rebuilds them: {changed_code}."}
 NOTES = {
     "changed": "Made with uncommitted changes in the code: {changed}.",
     "marks_as_spaces": "The tokenizer decodes U+2581 (\u2581) as a space. Documents with that character: "
@@ -54,7 +54,10 @@ def result(facts: Facts) -> str:
 def tiles(facts: Facts) -> Iterator[Tile]:
     """The headline figures."""
     speeds = facts.series("tokens_per_s").values()
-    known = {**facts.counts("train"), "total": facts.validation.get("overall"), "model": facts.results.get("model"),
+    counts = facts.counts("train")
+    epochs = [(epochs, source) for source, epochs in counts.get("epochs", {}).items()]
+    known = {**counts, "most_epochs": max(epochs, default=None),
+             "total": facts.validation.get("overall"), "model": facts.results.get("model"),
              "speed": median(speeds) if speeds else None, "goodput": facts.goodput and facts.goodput.share,
              "run_s": sum(facts.run_s(name) for name in facts.manifests if name not in facts.reused),
              "train_s": facts.run_s("train")}
@@ -70,11 +73,12 @@ def notices(facts: Facts) -> Iterator[Notice]:
     known = {
         **facts.validation, **counts, "changed_code": facts.changed_code, "spikes": spikes,
         "accepted": list(dict.fromkeys(shareable(change) for manifest in manifests for change in manifest.accepted)),
-        "many": {source: epochs for source, epochs in counts.get("epochs", {}).items() if epochs > MANY},
         "changed": [manifest.stage for manifest in manifests if manifest.git.get("changed")],
         "marks_as_spaces": facts.tokenizer.get("marks_as_spaces"),
         "incomplete": files.get("partly", 0) + files.get("unread", 0),
         "anomalies": spikes or counts.get("skipped") or counts.get("rollbacks")}
+    yield from (Notice("warning", text) for text in starmap(repetition, many_epochs(
+        facts.config.train, counts.get("epochs", {})).items()))
     for kind, texts in (("warning", WARNINGS), ("note", NOTES)):
         yield from (Notice(kind, filled(text, known)) for name, text in texts.items() if known.get(name))
 

@@ -319,12 +319,12 @@ def test_limits_and_printed_lines():
     logged = plan_lines(freely.train, plan_for(freely))
     assert {"phase 3: steps 91 to 125, 5.6k tokens, 10 sequences of 16 a step",
             "  books: 5.6k tokens (100%) of 801, 6.99 epochs, 9.85 so far"} < {*logged}
-    assert many_epochs(freely.train, plan_for(freely)) == {"books": pytest.approx(9.85, abs=0.01)}
+    assert many_epochs(freely.train, plan_for(freely).epochs) == {"books": pytest.approx(9.85, abs=0.01)}
     together = config_of(steps=300, max_epochs={"books": 1})
     assert "allows 1 of books, and the plan takes 1.07 (48k of 44.8k tokens of all sources)" in excesses(
         together.train, plan_for(together))[0]
     other = config_of(steps=3000, mixture={"web": 3, "code": 1, "books": 1}, max_epochs={"code": 30})
-    assert many_epochs(other.train, plan_for(other)).keys() == {"web", "books"}, "code has a limit of its own"
+    assert many_epochs(other.train, plan_for(other).epochs).keys() == {"web", "books"}, "code has a limit of its own"
     shorter = config_of(phases=[{"until": 1600, "mixture": {"web": 1, "code": 0, "books": 0}},
                                 {"until": 3200, "sequence_length": 32}])
     over = tokens_text(plan_for(shorter).left[1]["web"])
