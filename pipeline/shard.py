@@ -184,7 +184,8 @@ def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> It
         reasons.update({f"{name}: {reason}": count for name, own in filters.items()
                         for reason, count in own["reasons"].items()})
         yield (f"warning: source {source.name}: {dropped:,} of {counts['documents_in']:,} documents "
-               f"({dropped / counts['documents_in']:.0%}) are dropped, most as {_counted(dict((+reasons).most_common(3)))}")
+               f"({dropped / counts['documents_in']:.0%}) are dropped, most as "
+               f"{_counted(dict((+reasons).most_common(3)))}")
     for split in SPLITS:
         if not counts[split]:
             yield (f"warning: source {source.name} has no {split} document ({counts['train']} train, "

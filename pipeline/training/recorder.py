@@ -39,7 +39,8 @@ def summary_lines(config: Config, model: ModelConfig, batches: StepBatches, prec
     plan = batches.plan
     return [f"{model.parameter_count:,} parameters; {precision}; "
             f"{counted(torch.get_num_threads(), 'thread')} a rank; {_layout(config, batches.grid)}",
-            f"{'first ' if plan.declared else ''}batch {batches.of_phase[0]}; {plan.steps:,} steps = {plan.tokens:,} tokens",
+            f"{'first ' if plan.declared else ''}batch {batches.of_phase[0]}; {plan.steps:,} steps = {plan.tokens:,} "
+            f"tokens",
             *map(str, batches.data.packings)]
 
 

@@ -120,13 +120,14 @@ def test_documents_that_are_html_pages_are_counted_and_printed(tmp_path, capsys)
 
 def test_a_source_of_which_more_than_half_is_dropped_is_named_with_the_reasons(tmp_path, capsys):
     for name, most in (("web", 26), ("books", 25)):
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {number}" if number < most else f"{number} {name} " * 9}
-                                                 for number in range(50)])
+        write_jsonl(tmp_path / f"{name}.jsonl", [
+            {"text": f"{name} {number}" if number < most else f"{number} {name} " * 9} for number in range(50)])
     config = write_config(tmp_path, [files_source(name, tmp_path / f"{name}.jsonl") for name in ("web", "books")],
                           validation_share=0.1, filters=[{"kind": "length", "min_words": 3}])
     [message] = [line for line in finished(config).counts["remarks"]["web"] if "warning" in line]
-    assert message == ("warning: source web: 26 of 50 documents (52%) are dropped, most as 26 length: fewer than 3 words")
-    assert message in capsys.readouterr().out and "are dropped" not in str(finished(config).counts["remarks"]["books"])
+    assert message == "warning: source web: 26 of 50 documents (52%) are dropped, most as 26 length: fewer than 3 words"
+    assert message in capsys.readouterr().out
+    assert "are dropped" not in str(finished(config).counts["remarks"]["books"])
 
 
 def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, run):
