@@ -84,6 +84,13 @@ def test_sentences_are_short_and_in_the_words_of_the_field(page):
     assert not (result := FORBIDDEN.search(prose(text))), result
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_was_not_run_is_on_one_page(page):
+    """docs/not-tried.md has it, with a date."""
+    gaps = re.search(r"\bnot (been )?(run|tried|measured)\b|\buntried\b", page.read_text())
+    assert bool(gaps) == (page.stem == "not-tried"), gaps
+
+
 @pytest.mark.parametrize("room", ["pipeline", "model", "launch", "tools", "benchmarks", "drover"])
 def test_strings_and_comments_use_the_words_of_the_field(room):
     """Names of variables in f-strings, and keys of one word, are no prose."""

@@ -116,7 +116,7 @@ class LaunchConfig(Resources):
     never more ranks than GPUs. null: one rank per GPU (1 without GPUs), one worker per core."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Device of train and evaluate. `auto`: CUDA GPUs if there are any, else the CPU. `mps`: Apple's GPU, in one
-    process and fp32. `auto` never takes mps, which has not been tried on a Mac."""
+    process and fp32. `auto` never takes mps."""
     cluster: str | None = None
     """Profile of a Slurm cluster: `mine` for configs/clusters/mine.yaml, or a file. Settings of this section override
     it. A run's saved configuration holds the profile's settings instead of its name."""
