@@ -93,11 +93,13 @@ def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json."""
     go_offline()  # before anything imports the libraries that look for it
     from drover.pipeline.data.token_shards import ShardTable
-    from drover.pipeline.evaluation.results import as_json, summary, validation_results
+    from drover.pipeline.evaluation.results import as_json, figures, summary, validation_results
     from drover.pipeline.evaluation.validation import compare, measure_validation
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+    from drover.pipeline.records.checkpoints import step_of
     from drover.pipeline.training.data import download_once_per_node
     from drover.pipeline.training.rank_agreement import RankAgreement
+    from drover.pipeline.training.sinks import log_results
 
     settings = work.config.evaluate
     ranks = start_ranks(store=work.store, device=work.config.launch.device)
@@ -139,6 +141,8 @@ def evaluate(work: Work) -> None:
                 "validation_bytes": total["bytes"], "tasks": len(tasks), "ranks": ranks.world,
                 "dp_shard": opened.placed.shards, "device": str(ranks.device.type), "device_name": ranks.device_name,
                 "seconds": cached.seconds})
+            checkpoint = Path(work.input("convert")[1].counts["checkpoint"])
+            log_results(work, {"step": step_of(checkpoint), **figures(results)})
         ranks.barrier()  # the others end when the stage is committed
     finally:
         background.shutdown(wait=False)

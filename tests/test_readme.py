@@ -112,12 +112,12 @@ def test_a_second_run_is_up_to_date_at_once(demo, home):
 
 @pytest.mark.slow
 def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
-    assert sorted(path.name for path in (home / "runs/trial").iterdir() if not path.name.startswith(".")) == \
-        ["config.yaml", "convert", "launch", "logs", "tensorboard", "train"]
+    assert sorted(path.name.partition(".out")[0] for path in (home / "runs/trial").glob("[!.]*")) == \
+        ["config.yaml", "convert", "events", "launch", "logs", "train"]
 
 
 @pytest.mark.slow
 def test_tensorboard_shows_the_curves_of_the_runs(outcomes):
     [shown] = [result.stdout for command, result in outcomes.items() if command.endswith(INSPECT)]
-    for tag in ("train/loss", "train/lr", "train/grad_norm", "validation/bits_per_byte/code"):
+    for tag in ("train/loss", "train/lr", "train/norm_of_gradient", "validation/sample/bits_per_byte/code"):
         assert re.search(rf"^ *{tag}$", shown, re.MULTILINE), shown

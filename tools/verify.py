@@ -340,7 +340,7 @@ class Inventory:
                 continue
             if top == HASHES:
                 self._check(check_ledger, path, "Delete it, if nothing runs")
-            elif top in (LOCKS, "logs", "tensorboard") or (top == "launch" and path.suffix != ".json"):
+            elif top in (LOCKS, "logs") or ".tfevents." in top or (top == "launch" and path.suffix != ".json"):
                 self.report.note(LOGS, path)
             elif _QUARANTINED.search(top):
                 self.report.note(UNREAD, path)

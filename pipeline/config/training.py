@@ -354,9 +354,11 @@ class TrainConfig(Section):
     """Your own hooks of the training loop, for example guards. Each is my_module:MyHook, with its settings.
     pipeline/training/hooks.py shows how to write one."""
     validation_every: PositiveInt = execution(100)
-    """Steps between two measurements of validation bits per byte. The last step is measured too."""
+    """Steps between two measurements of the validation sample: its loss and its bits per byte. The last step is
+    measured too."""
     validation_tokens: PositiveInt = execution(65536)
-    """Validation tokens to measure per source. Whole documents are taken, always the same ones."""
+    """Tokens of the validation sample per source. Whole documents are taken, always the same ones: the first of those
+    that the stage evaluate measures."""
     sample_every: PositiveInt = execution(200)
     """Steps between two sets of sample texts. The last step writes one too."""
     sample_tokens: PositiveInt = execution(64)

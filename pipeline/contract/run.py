@@ -37,7 +37,7 @@ from drover.pipeline.core.files import opened, sha256_file
 
 
 class Run:
-    """The folder of one run: `config.yaml`, a folder per stage, `logs/`, `tensorboard/`, the report."""
+    """The folder of one run: `config.yaml`, a folder per stage, `logs/`, TensorBoard's files, the report."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -101,6 +101,16 @@ def library_versions() -> dict[str, str]:
     return {package: version for package, version in versions.items() if version is not None}
 
 
+def figures(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """The results that loggers draw: bits per byte of all validation text, and by source if there are several; the
+    metrics of the tasks."""
+    sources = results["validation"]["sources"]
+    entries = {"": results["validation"]["overall"], **(sources if len(sources) > 1 else {})}
+    return {"validation_text_bpb": {name: entry["bits_per_byte"] for name, entry in entries.items()},
+            "task_scores": {f"{name}/{metric}": entry["value"] for name, task in results["tasks"].items()
+                            for metric, entry in task["metrics"].items()}}
+
+
 def summary(results: Mapping[str, Any]) -> Iterator[str]:
     """The results in a few lines."""
     total = results["validation"]["overall"]

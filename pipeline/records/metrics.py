@@ -64,7 +64,8 @@ class Line(_Line, total=False):
     stall_s: float
     skipped: str
     tokens: Count
-    validation_bpb: dict[str, object]
+    validation_sample_bpb: dict[str, object]
+    validation_sample_loss: dict[str, object]
 
 
 class LoggedSample(TypedDict):

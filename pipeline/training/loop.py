@@ -350,7 +350,7 @@ class Loop:
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
             **packing_facts(self.data), **self.guards.counters(), "device_name": self.ranks.device_name,
             "loss": metrics[-1]["loss"] if metrics else None,
-            "validation_bpb": metrics[-1].get("validation_bpb") if metrics else None,
+            "validation_sample_bpb": metrics[-1].get("validation_sample_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True,
             scratch=[folder / PLACES])
 

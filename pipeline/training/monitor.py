@@ -62,8 +62,8 @@ class Norms(Hook):
 
 
 class Validation(Hook):
-    """Bits per byte of a fixed part of each source's validation documents, measured every so many steps; the same on
-    every rank and for every number of ranks, up to rounding."""
+    """The loss on the validation sample, a fixed part of each source's validation documents, measured every so many
+    steps; the same on every rank and for every number of ranks, up to rounding."""
 
     def __init__(self, loop: Loop) -> None:
         texts = loop.ranks.by_leader(lambda: validation_texts(loop))
@@ -73,7 +73,7 @@ class Validation(Hook):
         self._first = True  # it may have to compile
 
     def look(self, loop: Loop) -> Mapping[str, object]:
-        """Validation bits per byte of each source. NaN is logged and omitted."""
+        """Bits per byte and loss of each source's sample. NaN is logged and omitted."""
         if not loop.due(loop.config.train.validation_every):
             return {}
         model = loop.engine.model
@@ -90,14 +90,16 @@ class Validation(Hook):
             loop.engine.free_unsharded()
             model.train()
         self._first = False
-        results = {source: result.bits_per_byte for source, result in measured.items()}
-        if missing := [source for source, bits in results.items() if not math.isfinite(bits)]:
-            loop.say(f"after step {loop.progress.step} the validation loss on {', '.join(missing)} is NaN")
-        return {"validation_bpb": {source: bits for source, bits in results.items() if source not in missing}}
+        finite = {source: result for source, result in measured.items() if math.isfinite(result.bits_per_byte)}
+        if missing := [source for source in measured if source not in finite]:
+            loop.say(f"after step {loop.progress.step} the loss on the validation sample of {', '.join(missing)} is "
+                     f"NaN")
+        return {"validation_sample_bpb": {source: result.bits_per_byte for source, result in finite.items()},
+                "validation_sample_loss": {source: result.loss for source, result in finite.items()}}
 
 
 def validation_texts(loop: Loop) -> dict[str, ValidationText]:
-    """The validation text by source. Called on rank 0, which broadcasts it."""
+    """The validation sample by source. Called on rank 0, which broadcasts it."""
     sources = loop.config.shard.source_names
     result = {}
     for source, shards in open_shards(loop.batches.table, "validation", sources, loop.batches.folder).items():

@@ -33,10 +33,14 @@ import os
 import re
 import time
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal, Protocol, TypedDict
 from uuid import uuid4
 
@@ -59,9 +63,23 @@ LEAST_SECRET = 6
 """Shorter values of the environment are not treated as secrets: they could be ordinary words."""
 SHOWN = ("seed", "model", "train", "parallel")
 """Sections of the configuration that loggers show."""
-GROUPS = {"validation_bpb": "validation/bits_per_byte", "gradient_norms": "norms/gradient",
-          "weight_norms": "norms/weight", "update_norms": "norms/update"}
-"""Fields of a step's record with a value for each source or layer, and the prefix of their curves' names."""
+CURVES = {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/norm_of_gradient",
+          "tokens_per_s": "train/tokens_per_s", "validation_text_bpb": "validation/bits_per_byte",
+          "validation_sample_bpb": "validation/sample/bits_per_byte",
+          "validation_sample_loss": "validation/sample/loss", "task_scores": "validation/tasks",
+          "gradient_norms": "weights/gradient_norm", "weight_norms": "weights/norm",
+          "update_norms": "weights/update_norm"}
+"""The curve of a field of a step's record. The curves of a field with several values, of sources or layers, have
+their names at the end. TensorBoard sorts by these names, and its table of runs shows the first five: what a person
+looks at comes first."""
+OTHER_CURVES = "watch"
+"""The group of all other fields, behind train and validation."""
+EVENT_CURVES = {
+    "checkpoint": {"stall_s": f"{OTHER_CURVES}/checkpoint_stall_s", "seconds": f"{OTHER_CURVES}/checkpoint_s"},
+    "checkpoint_copied": {"seconds": f"{OTHER_CURVES}/checkpoint_copy_s",
+                          "bytes": f"{OTHER_CURVES}/checkpoint_copy_bytes"}}
+"""The curves of an event's details: seconds that training stalled for a checkpoint, and until it was written; seconds
+and bytes of its upload."""
 
 
 class Sink(Protocol):
@@ -112,23 +130,16 @@ class SinkSettings(Kind):
 
 
 def curves(record: Record) -> dict[str, float]:
-    """The curves of a step's record: every number under train/, and those of GROUPS.
-
-    A NaN loss is text in the record, and is not drawn.
-    """
-    result = {f"train/{name}": float(value) for name, value in record.items()
-             if isinstance(value, (int, float)) and name not in CLOCKS}
-    return result | {f"{curve}/{source}": float(value) for name, curve in GROUPS.items()
-                    for source, value in record.get(name, {}).items() if isinstance(value, (int, float))}
+    """The points of a step's record, by the name of their curve. A NaN loss is text in the record, and is not drawn."""
+    return {"/".join(filter(None, (CURVES.get(name, f"{OTHER_CURVES}/{name}"), part))): float(number)
+            for name, value in record.items() if name not in CLOCKS
+            for part, number in (value if isinstance(value, dict) else {"": value}).items()
+            if isinstance(number, (int, float))}
 
 
-def checkpoint_curves(kind: str, details: Record) -> dict[str, float]:
-    """The curves of an event. For a checkpoint: seconds that training stalled, and seconds to write it. For its upload:
-    seconds to upload, and bytes."""
-    shown = {"checkpoint": {"stall_s": "stall_s", "seconds": "seconds"},
-             "checkpoint_copied": {"seconds": "copy_seconds", "bytes": "copy_bytes"}}
-    return {f"checkpoint/{curve}": float(details[name]) for name, curve in shown.get(kind, {}).items()
-            if name in details}
+def event_curves(kind: str, details: Record) -> dict[str, float]:
+    """The points of an event, by the name of their curve."""
+    return {curve: float(details[name]) for name, curve in EVENT_CURVES.get(kind, {}).items() if name in details}
 
 
 class KeptId(TypedDict):
@@ -156,6 +167,11 @@ class CurveSink:
 
     ended = ""
 
+    @cached_property
+    def numbers(self) -> defaultdict[str, int]:
+        """The number of each prompt, from 1, in the order of their texts."""
+        return defaultdict(count(1).__next__)
+
     @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log one point of each curve, by name."""
@@ -168,21 +184,40 @@ class CurveSink:
         """See Sink."""
         if kind in ("finish", "stop"):
             self.ended = kind
-        if result := checkpoint_curves(kind, details):
+        if result := event_curves(kind, details):
             self.log(result, details["step"])
 
 
-class TensorBoard(SinkSettings):
-    """Curves and sample texts in `tensorboard/` of the run folder.
+FLUSH_S = 10
+"""Seconds until TensorBoard finds what was logged."""
+LAYOUT = {
+    "Loss": {"training and validation sample, nats per token": ["train/loss$", "validation/sample/loss/"],
+             "validation sample, bits per byte": ["validation/sample/bits_per_byte/"]},
+    "Optimizer": {"learning rate": ["train/lr$"], "norm of the gradient before clipping": ["train/norm_of_gradient$"]},
+    "Speed": {"tokens per second": ["train/tokens_per_s$"], "seconds of a step, and its wait for data": [
+        f"{OTHER_CURVES}/(step|data_wait)_s$"]}}
+"""The charts of TensorBoard's page Custom Scalars: category -> chart -> expressions for the curves in it."""
 
-    A start repeats the steps after the checkpoint that it continues from. TensorBoard drops their old points.
+
+class TensorBoard(SinkSettings):
+    """Curves, sample texts and settings, in files `events.out.tfevents.*` of the run folder.
+
+    They lie in the folder itself because TensorBoard names a run after the folder of its files. A start repeats the
+    steps after the checkpoint that it continues from. TensorBoard drops their old points.
     """
 
     needs = "tensorboard"
 
     def open(self, about: About) -> Sink:
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from torch.utils.tensorboard import SummaryWriter
-        return _Board(SummaryWriter(str(about.run_folder / "tensorboard"), purge_step=about.first_step + 1))
+        writer: Any = SummaryWriter(str(about.run_folder), purge_step=about.first_step + 1, flush_secs=FLUSH_S)
+        settings = {name: value for name, value in flatten(dict(about.settings)).items()
+                    if isinstance(value, (int, float, str)) and name != "name"}
+        writer.file_writer.add_summary(hparams_pb(settings, trial_id=about.name), 0)
+        writer.add_custom_scalars({category: {title: ["Multiline", tags] for title, tags in charts.items()}
+                                   for category, charts in LAYOUT.items()})
+        return _Board(writer)
 
 
 class _Board(CurveSink):
@@ -194,7 +229,9 @@ class _Board(CurveSink):
             self._writer.add_scalar(name, value, step)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        self._writer.add_text(f"samples/{prompt.strip()[:40] or 'empty'}", f"```\n{prompt}{text}\n```", step)
+        from tensorboard.plugins.text.summary_v2 import text_pb  # SummaryWriter.add_text would lengthen the tag
+        block = indent(f"{prompt}{text}", "    ", lambda _: True)  # code in Markdown, which no text can end
+        self._writer.file_writer.add_summary(text_pb(f"samples/{self.numbers[prompt]}", block), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -259,12 +296,12 @@ class BackgroundSink:
     A logger that raises is disabled. Training ends without waiting for a logger that hangs.
     """
 
-    def __init__(self, name: str, opened: Callable[[], Sink]) -> None:
-        self.name = name
-        self._opened = opened
+    def __init__(self, settings: Kind, about: About) -> None:
+        self.name = settings.kind
+        self._opened = lambda: SINKS.made([settings])[0].open(about)
         self._late = False  # whether training ended while calls waited
         self._sink: Sink | None = None
-        self._worker = BackgroundWorker(f"sink-{name}", self._call)
+        self._worker = BackgroundWorker(f"sink-{self.name}", self._call)
 
     @property
     def failure(self) -> str:
@@ -323,8 +360,7 @@ class TrainingLog:
         self._say = say
         if lines.torn_bytes:
             say(f"cut {lines.torn_bytes} bytes of a line that a killed run left unfinished in its logs")
-        self._sinks = [BackgroundSink(sink.kind, lambda sink=sink: SINKS.made([sink])[0].open(about))  # type: ignore[misc]
-                       for sink in sinks]
+        self._sinks = [BackgroundSink(sink, about) for sink in sinks]
 
     def write(self, method: str, *arguments: Any) -> None:
         """Log a step, a sample or an event: a method of `Sink` with its arguments."""
@@ -353,13 +389,16 @@ class TrainingLog:
 def open_log(work: Work, first_step: int) -> TrainingLog:
     """Rank 0's log of one start of training, which continues after `first_step` steps. Opening it cuts off lines that a
     kill left incomplete."""
+    lines = JsonLines(work.folder)
+    return TrainingLog(lines, _about(work, first_step, lines.reported), list(work.config.train.log_to), work.say)
+
+
+def _about(work: Work, first_step: int, reported: int) -> About:
     config = work.config
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name in SHOWN}
     settings["train"].pop("log_to")  # it may contain a private address
-    lines = JsonLines(work.folder)
-    about = About(config.name, work.run.folder, work.folder, first_step, lines.reported,
-                  {"name": config.name, **settings})
-    return TrainingLog(lines, about, list(config.train.log_to), work.say)
+    return About(config.name, work.run.folder, work.run.own_folder("train"), first_step, reported,
+                 {"name": config.name, **settings})
 
 
 LONGEST_TAG = 5000
@@ -399,7 +438,6 @@ class MLflow(SinkSettings):
 class _MLflowRun(CurveSink):
     def __init__(self, client: Any, experiment: str, about: About) -> None:
         self._client = client
-        self._prompts = dict[str, int]()
 
         def make() -> str:
             result = client.get_experiment_by_name(experiment)
@@ -413,8 +451,8 @@ class _MLflowRun(CurveSink):
                 client.log_param(self._id, name, str(value)[:LONGEST_TAG])
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
-        self._client.set_tag(self._id, f"sample {number}", f"after step {step}: {prompt}{text}"[:LONGEST_TAG])
+        self._client.set_tag(self._id, f"sample {self.numbers[prompt]}",
+                             f"after step {step}: {prompt}{text}"[:LONGEST_TAG])
 
     def close(self) -> None:
         self._client.set_terminated(self._id, status=ENDINGS.get(self.ended, "FAILED"))
@@ -462,11 +500,9 @@ class _WandbRun(CurveSink):
     def __init__(self, run: Any, rows: int) -> None:
         self._run = run
         self._rows = rows
-        self._prompts = dict[str, int]()
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
-        self.log({f"samples/{number}": f"{prompt}{text}"}, step)
+        self.log({f"samples/{self.numbers[prompt]}": f"{prompt}{text}"}, step)
 
     def close(self) -> None:
         self._run.finish(exit_code=0 if self.ended else 1)
@@ -474,3 +510,17 @@ class _WandbRun(CurveSink):
     def log(self, values: Mapping[str, Any], step: int) -> None:
         self._rows += 1
         self._run.log({"step": step, **values}, step=self._rows, commit=True)
+
+
+def log_results(work: Work, results: Record) -> None:
+    """Give results of the finished model, fields as in a record of its last step, to TensorBoard and MLflow. If one
+    fails, it is named. Other loggers get only what training reports: their rows and files may not be ready for more."""
+    until = time.monotonic() + CLOSE_S
+    about = _about(work, results["step"], 0)
+    takers = [settings for settings in work.config.train.log_to if isinstance(settings, (TensorBoard, MLflow))]
+    for sink in [BackgroundSink(settings, about) for settings in takers]:
+        sink.write("step", results)
+        sink.write("event", "finish", results)
+        sink.close(until)
+        if sink.failure:
+            work.say(f"warning: the logger {sink.name} does not have these results: {sink.failure.rstrip('.')}")

@@ -76,7 +76,7 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
     assert 0 < counts["restarts"] <= len(layouts) and (steps == 16 or counts["epochs"]["all sources"] > 1)
     assert_equal_but_for_rounding(fresh, within)
     assert steps > 16 or texts(fresh) == texts(fresh, "whole")
-    measured, expected = ([record.get("validation_bpb", -1) for record in curve(fresh, name)]
+    measured, expected = ([record.get("validation_sample_bpb", -1) for record in curve(fresh, name)]
                           for name in ("mini", "whole"))
     assert measured == [pytest.approx(value, rel=within) for value in expected]
     again = [(earlier[step], later[step]) for (one, earlier), (other, later) in pairwise(attempts) if one == other

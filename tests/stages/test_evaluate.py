@@ -19,6 +19,7 @@ from tests.stages.small_run import item, kept_parts, write_task
 from tests.stages.test_shard import documents
 from tests.stages.training import manifest_of
 from tests.token_shards import shards_in
+from tests.training.test_sinks import board_of, points
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,11 @@ def test_what_is_measured(small_run, evaluated):
                                  ("xz -9", lzma.compress(b"".join(texts), preset=9))):
             assert entry["baselines"][name] == pytest.approx(8 * len(compressed) / entry["bytes"], abs=1e-6)
     assert results["tasks"]["words"]["items"] == 7
+    board = board_of(small_run.parent / "runs/small")
+    for curve, value in (("bits_per_byte", held["overall"]["bits_per_byte"]),
+                         ("bits_per_byte/code", held["sources"]["code"]["bits_per_byte"]),
+                         ("tasks/words/acc", results["tasks"]["words"]["metrics"]["acc"]["value"])):
+        assert points(board, f"validation/{curve}") == [(3, pytest.approx(value))]
     assert [entry["prompt"] for entry in results["continuations"]] == ["def ", "x"]
 
 

@@ -49,7 +49,7 @@ def test_a_run_trains_and_says_so(fresh):
     for key in ("tokens_per_s", "data_wait_s", "step_s", "memory_mb"):
         assert all(isinstance(record[key], (int, float)) for record in metrics)
     assert metrics[-1]["mfu"] is None  # this CPU's peak is not known: no figure rather than a guess
-    assert [record["step"] for record in metrics if "validation_bpb" in record] == [4, 8, 12]
+    assert [record["step"] for record in metrics if "validation_sample_bpb" in record] == [4, 8, 12]
     assert {record["step"] for record in lines(fresh, log="samples")} == {6, 12}
     start, *others = lines(fresh, log="events")
     assert [record["event"] for record in (start, *others)] == ["start", *["checkpoint"] * 3, "finish"]

@@ -24,7 +24,7 @@ THREE_PHASES = [{"until": "4k", "sequence_length": 32, "mixture": {"code": 3, "m
                 {"until": "20k", "sequence_length": 128, "batch_tokens": 2048, "mixture": {"code": 1, "more": 1},
                  "lr_end": 0}]
 """A batch ramp with longer sequences, then longer ones still, annealed on other shares: 4 steps each."""
-CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "validation_bpb")
+CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "validation_sample_bpb")
 
 
 def reusing(prepared, folder, **changes):

@@ -84,7 +84,7 @@ def test_an_untouched_run_is_in_order(finished, capsys):
 def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(finished):
     """Of records, on which the checks of others depend, one file at a time; of all other files all at once."""
     logs = {*verify(finished).notes[LOGS]}
-    assert all(".locks" in file or "/tensorboard/" in file or file.endswith((".log", "PROGRESS.json")) for file in logs)
+    assert all(".locks" in file or ".tfevents." in file or file.endswith((".log", "PROGRESS.json")) for file in logs)
     files = [path for path in sorted([*finished.rglob("*"), *(finished.parents[1] / "texts").iterdir()])
              if path.is_file() and not path.is_symlink() and path.stat().st_size and str(path) not in logs]
     records = [path for path in files if path.suffix in (".json", ".yaml")]

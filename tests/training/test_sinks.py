@@ -5,6 +5,7 @@ W&B's and MLflow's are tested where these packages are installed. A logger's err
 import importlib.util
 import json
 import os
+import re
 import threading
 import time
 from unittest.mock import MagicMock, call, patch
@@ -14,14 +15,19 @@ import pytest
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.training.sinks import (
+    CURVES,
+    EVENT_CURVES,
+    LAYOUT,
+    OTHER_CURVES,
     About,
     JsonLines,
     SinkSettings,
     TrainingLog,
-    checkpoint_curves,
     curves,
+    event_curves,
     without_secrets,
 )
+from tests.reporting.picture import REPOSITORY
 from tests.waiting import HANG_S, wait_for
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None,
@@ -30,11 +36,14 @@ needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None,
                                   reason="the package mlflow is not installed: pip install -e '.[mlflow]'")
 
 
-def board_points(folder, tag):
-    """A TensorBoard curve."""
+def board_of(folder):
+    """What TensorBoard reads in a folder, as a run of that name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    board = EventAccumulator(str(folder))
-    board.Reload()
+    return EventAccumulator(str(folder)).Reload()
+
+
+def points(board, tag):
+    """A TensorBoard curve."""
     return [(event.step, event.value) for event in board.Scalars(tag)]
 
 
@@ -79,7 +88,7 @@ def start(folder, printed, *sinks, steps, first_step=0, end="finish"):
                       [SINKS.read(sink) for sink in sinks], printed.append)
     log.write("event", "resume" if first_step else "start", {"step": first_step})
     for step, loss in steps:
-        validated = {"validation_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {}
+        validated = {"validation_sample_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {}
         log.write("step", record(step, loss, **validated))
     log.write("event", "checkpoint", {"step": steps[-1][0], "stall_s": 0.25, "seconds": 1.5, "path": "x"})
     log.write("sample", steps[-1][0], "def (", f"text {steps[-1][1]}")
@@ -127,10 +136,40 @@ def test_json_lines_go_on_after_a_torn_line(tmp_path):
 
 
 def test_tensorboard_drops_what_is_done_again(two_starts):
-    board = two_starts("tensorboard") / "tensorboard"
-    assert board_points(board, "train/loss") == [(1, 4.0), (2, 3.0), (3, 1.75), (4, 1.5)]
-    assert board_points(board, "validation/bits_per_byte/code") == [(4, 2.5)]
-    assert board_points(board, "checkpoint/stall_s") == [(4, 0.25)]
+    board = board_of(two_starts("tensorboard"))
+    assert points(board, "train/loss") == [(1, 4.0), (2, 3.0), (3, 1.75), (4, 1.5)]
+    assert points(board, "validation/sample/bits_per_byte/code") == [(4, 2.5)]
+    assert points(board, "watch/checkpoint_stall_s") == [(4, 0.25)]
+
+
+def test_tensorboard_shows_first_what_people_look_at(two_starts):
+    """By names that it sorts, by its layout, and in its table of runs; and the sample texts under their numbers."""
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+    from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
+
+    board = board_of(two_starts("tensorboard"))
+    assert sorted(board.Tags()["scalars"]) == ["train/loss", "train/lr", "validation/sample/bits_per_byte/code",
+                                               "watch/checkpoint_s", "watch/checkpoint_stall_s"]
+    assert sorted(CURVES.values())[:5] == ["train/loss", "train/lr", "train/norm_of_gradient", "train/tokens_per_s",
+                                           "validation/bits_per_byte"]
+    assert max(CURVES[name] for name in ("tokens_per_s", "task_scores")) < OTHER_CURVES < CURVES["weight_norms"]
+    [layout] = board.Tensors("custom_scalars__config__")[:1]
+    chart = Layout.FromString(layout.tensor_proto.string_val[0]).category[0].chart[0]
+    assert list(chart.multiline.tag) == ["train/loss$", "validation/sample/loss/"]
+    [settings] = board.PluginTagToContent("hparams").values()
+    assert {name: value.number_value or value.string_value for name, value in
+            parse_session_start_info_plugin_data(settings).hparams.items()} == {
+        "seed": 3, "model.dim": 32, "train.lr": 0.001, "train.prompts.0": "def "}
+    assert board.Tensors("samples/1")[-1].tensor_proto.string_val == [b"    def (text 1.5"]
+
+
+def test_every_curve_is_in_the_reference_and_every_chart_has_one():
+    page = (REPOSITORY / "docs/reference.md").read_text()
+    names = [*CURVES.values(), *(curve for of_event in EVENT_CURVES.values() for curve in of_event.values())]
+    assert [name for name in names if f"`{name}" not in page] == []
+    drawn = curves({**{name: {"code": 1.0} if "sample" in name else 1.0 for name in CURVES}, "step_s": 1.0})
+    for tag in (tag for charts in LAYOUT.values() for tags in charts.values() for tag in tags):
+        assert any(re.match(tag, name) for name in drawn), tag
 
 
 @needs_wandb
@@ -140,10 +179,11 @@ def test_wandb_continues_one_run_offline(two_starts):
     rows = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
             for record in records if record.WhichOneof("record_type") == "history"]
     shown = {name: [row[name] for row in rows if name in row]
-             for name in ("_step", "train/loss", "samples/1", "checkpoint/stall_s", "validation/bits_per_byte/code")}
+             for name in ("_step", "train/loss", "samples/1", "watch/checkpoint_stall_s",
+                          "validation/sample/bits_per_byte/code")}
     assert shown == {"_step": sorted({row["_step"] for row in rows}), "train/loss": [loss for _, loss in STEPS],
-                     "samples/1": ["def (text 2.0", "def (text 1.5"], "checkpoint/stall_s": [0.25, 0.25],
-                     "validation/bits_per_byte/code": [2.5, 2.5]}, "W&B drops what is not further on"
+                     "samples/1": ["def (text 2.0", "def (text 1.5"], "watch/checkpoint_stall_s": [0.25, 0.25],
+                     "validation/sample/bits_per_byte/code": [2.5, 2.5]}, "W&B drops what is not further on"
     runs = [item.run for item in records if item.WhichOneof("record_type") == "run"]
     identity = json.loads((folder / "train/wandb.json").read_text())["id"]
     assert {(run.run_id, run.project, run.display_name) for run in runs} == {(identity, "ours", "mine")}
@@ -161,7 +201,8 @@ def test_mlflow_continues_one_run_in_files(two_starts):
     assert run.data.params == {"name": "mine", "seed": "3", "model.dim": "32", "train.lr": "0.001",
                                "train.prompts.0": "def "}
     assert run.data.tags["sample 1"] == "after step 4: def (text 1.5"
-    assert run.data.metrics["validation/bits_per_byte/code"] == 2.5 and run.data.metrics["checkpoint/stall_s"] == 0.25
+    assert run.data.metrics["validation/sample/bits_per_byte/code"] == 2.5
+    assert run.data.metrics["watch/checkpoint_stall_s"] == 0.25
 
 
 @needs_mlflow
@@ -176,10 +217,10 @@ def test_a_kill_while_mlflow_takes_the_settings_leaves_one_run(tmp_path, monkeyp
 
 
 def test_curves_are_the_numbers_that_can_be_drawn():
-    assert curves(record(2, "nan", skipped="nonfinite", tokens=7, validation_bpb={"a": 1, "b": 2.5})) == {
-        "train/lr": 0.5, "train/tokens": 7.0, "validation/bits_per_byte/a": 1.0, "validation/bits_per_byte/b": 2.5}
-    assert checkpoint_curves("checkpoint_copied", {"step": 2, "bytes": 9, "seconds": 2.5}) == {
-        "checkpoint/copy_bytes": 9.0, "checkpoint/copy_seconds": 2.5}
+    assert curves(record(2, "nan", skipped="nonfinite", tokens=7, validation_text_bpb={"": 1, "b": 2.5})) == {
+        "train/lr": 0.5, "watch/tokens": 7.0, "validation/bits_per_byte": 1.0, "validation/bits_per_byte/b": 2.5}
+    assert event_curves("checkpoint_copied", {"step": 2, "bytes": 9, "seconds": 2.5}) == {
+        "watch/checkpoint_copy_bytes": 9.0, "watch/checkpoint_copy_s": 2.5}
 
 
 def sink_mock(fails="", gate=None):

@@ -32,8 +32,8 @@ def validation(facts: Facts) -> Iterator[Block]:
     yield Table("Bits per byte by source", {
         "source": "{name}", "model": "{bits_per_byte:.4f}",
         **{name: f"{{baselines[{name}]:.4f}}" for name in total["baselines"]}, "byte entropy": "{entropy:.4f}",
-        "perplexity": "{perplexity:.3f}", "documents": "{documents:,}",
-        "of documents": "{of_documents:,}", "bytes": "{bytes:,}", "tokens": "{targets:,}",
+        "perplexity": "{perplexity:.3f}", "documents": "{documents:,} of {of_documents:,}",
+        "bytes": "{bytes:,}", "tokens": "{targets:,}",
         "training text for xz": "{training_bytes:B} of {of_training_bytes:B}"},
         flat(entries, "name"), " ".join(f"{name}: {meaning}." for name, meaning in facts.results.get(
             "definitions", {}).items() if name in total["baselines"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -25,6 +24,9 @@ from drover.pipeline.reporting.document import (
 )
 from drover.pipeline.reporting.facts import Facts, shareable
 
+SAMPLE = ("Training measures the validation sample: the first documents of each source, {sample:,} tokens or a little "
+          "more. The finished model was measured on {overall[documents]:,} documents with {overall[targets]:,} tokens: "
+          "those are the figures under Validation and at the top.")
 MOST_ROWS = 6
 """Steps in the table of the loss, and as many with a validation."""
 CURVES = {"Learning rate": "lr", "Gradient norm before clipping": "grad_norm", "Tokens per second": "tokens_per_s"}
@@ -51,9 +53,12 @@ MEANINGS = {**CAUSES, PRODUCTIVE: "steps of the finished model, each counted onc
 
 def training(facts: Facts) -> Iterator[Block]:
     """The chapter: a summary, curves over the steps, figures, and events."""
-    plan = "; ".join(map(str, PhasePlan.of(facts.config.train).phases))
+    plan = PhasePlan.of(facts.config.train)
+    phases = "; ".join(map(str, plan.phases)) if plan.declared else str(plan.phases[0]).partition(": ")[2]
     yield filled("{steps:,} steps in {precision}, ranks: {ranks:,}, engine: {engine}. Planned: {plan}.",
-                 {**facts.counts("train"), "plan": plan})
+                 {**facts.counts("train"), "plan": phases})
+    if facts.validation:
+        yield filled(SAMPLE, {**facts.validation, "sample": facts.config.train.validation_tokens})
     yield _losses(facts)
     for title, name in CURVES.items():
         yield Lines(title, "", _curve(facts.series(name, facts.updates)), from_zero=True)
@@ -66,13 +71,10 @@ def training(facts: Facts) -> Iterator[Block]:
 def _losses(facts: Facts) -> Lines:
     """Training and validation loss in one chart."""
     losses = _curve(facts.series("loss", facts.updates), "training, ")
-    for source, text in (value("splits[validation]", facts.counts("encode")) or {}).items():
-        if bits := facts.series(f"validation_bpb[{source}]"):
-            nats = math.log(2) * text["text_bytes"] / text["tokens"]
-            losses.append(Series(f"validation, {source}", list(bits), [nats * number for number in bits.values()]))
-    return Lines("Loss", "nats per token", losses,
-                 "Validation is measured in bits per byte on a fixed part of the validation text, and converted here "
-                 "by the bytes per token of each source's validation text.")
+    for source in value("splits[validation]", facts.counts("encode")) or ():
+        if points := facts.series(f"validation_sample_loss[{source}]"):
+            losses.append(Series(f"validation sample, {source}", list(points), list(points.values())))
+    return Lines("Loss", "nats per token", losses)
 
 
 def _curve(points: Mapping[int, float], name: str = "") -> list[Series]:
@@ -85,14 +87,14 @@ def _curve(points: Mapping[int, float], name: str = "") -> list[Series]:
 
 def _steps(facts: Facts) -> Table:
     """A few steps, and as many with validation, as a text form of the curves."""
-    measured = [record for record in facts.updates if record.get("validation_bpb")]
-    sources = dict.fromkeys(source for record in measured for source in record["validation_bpb"])
+    measured = [record for record in facts.updates if record.get("validation_sample_bpb")]
+    sources = dict.fromkeys(source for record in measured for source in record["validation_sample_bpb"])
     shown = {record["step"]: record for record in [*spread(facts.updates, MOST_ROWS), *spread(measured, MOST_ROWS)]}
     return Table("Loss by step", {
         "step": "{step:,}", "training loss (nats per token)": "{loss:.4f}", "learning rate": "{lr:.2e}",
         "gradient norm": "{grad_norm:.3f}", "tokens per second": "{tokens_per_s:,.0f}", "tokens so far": "{tokens:,}",
-        **{f"validation bits per byte, {source}": f"{{validation_bpb[{source}]:.3f}}" for source in sources}},
-        [shown[step] for step in sorted(shown)])
+        **{f"validation sample, {source} (bits per byte)": f"{{validation_sample_bpb[{source}]:.3f}}"
+           for source in sources}}, [shown[step] for step in sorted(shown)])
 
 
 def _figures(facts: Facts) -> Table:
