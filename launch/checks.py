@@ -25,6 +25,7 @@ from drover.pipeline.core.console import counted, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import complete_checkpoints, valid_marker
+from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
 from drover.pipeline.storage.store import Store, preflight
 
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY",
@@ -207,6 +208,7 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
     reasons = []
     for stage in stages:
         try:
+            _download(config, stage)
             files = STAGES[stage].input_files(config)
         except UserError as error:
             reasons.append(f"{stage}: {error}")
@@ -218,6 +220,15 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
                 config.shard, [(name, str(path)) for name, path in files])]
     if reasons:
         raise UserError(all_problems(reasons, "Inputs of the stages are missing or cannot be used", len(reasons)))
+
+
+def _download(config: Config, stage: str) -> None:
+    """Download the files of a name on the Hub that a stage reads from the cache. UserError if that fails."""
+    path, start = config.tokenizer.path, config.train.init_from
+    if stage == "tokenizer" and path is not None and names_the_hub(path):
+        hub_folder(path, download=True)
+    if stage == "train" and start is not None and names_the_hub(start):
+        hub_folder(start, weights=True, download=True)
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:

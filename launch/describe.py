@@ -92,7 +92,8 @@ def training_facts(config: Config, job: Job) -> list[str]:
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
     lines += [f"length    {train.steps:,} steps = {plan.tokens:,} tokens",
               f"model     {known.parameter_count:,} parameters: {shape}" if known else
-              f"model     {shape}; parameters are known once the tokenizer is"]
+              f"model     {shape}; parameters are known once the tokenizer is",
+              *[f"start     from the weights in {train.init_from}"] * (train.init_from is not None)]
     if fits and (state := state_bytes_per_rank(config, ranks)):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and optimizer state; activations come "
                      f"on top")

@@ -82,7 +82,7 @@ class Session:
                                 options.repetition_penalty, options.seed, stop=tuple(options.stop))
         except ValueError as error:
             raise UserError(str(error)) from None
-        weights_folder(options.model)
+        weights_folder(options.model, download=True)
         import torch
 
         from drover.model.devices import automatic, find_device

@@ -30,6 +30,8 @@ from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of
 from drover.pipeline.evaluation.scores import Item, scored
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
+from drover.pipeline.records.weight_files import weights_folder
+from drover.pipeline.storage.model_hub import names_the_hub
 
 if TYPE_CHECKING:
     from drover.pipeline.evaluation.harness import HarnessModel
@@ -61,6 +63,9 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Measure, compare and print."""
+    for path in options.models:
+        if names_the_hub(str(path)):
+            weights_folder(path, download=True)
     go_offline()  # before anything imports the libraries that look for it
     refuse_low(options, "limit", "batch", "length")
     if not options.tasks and options.validation is None:

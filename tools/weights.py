@@ -51,7 +51,7 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Convert."""
     refuse_low(options, "shard_gb")
-    weights_folder(options.source)  # refuses a missing model before torch is imported
+    weights_folder(options.source, download=True)  # refuses a missing model before torch is imported
     import torch
 
     convert(options.source, options.target, options.format,

@@ -211,9 +211,9 @@ class TokenizerConfig(Section):
     `byte` (256 bytes) and `char` (the corpus's characters) are for small experiments."""
     path: LocalPath | None = execution(None)
     """A ready tokenizer: sentencepiece's `.model`, Llama 3's tiktoken `tokenizer.model`, or Hugging Face's
-    `tokenizer.json`. It can also be the folder of one, or a name on the Hub (owner/name) for Hugging Face. Its content
-    counts, not its place. A `tokenizer_config.json` next to a tokenizer.json names the BOS and EOS tokens. Both are
-    exported unchanged, with the chat template."""
+    `tokenizer.json`. It can also be the folder of one, or a name on the Hugging Face Hub (owner/name, or
+    owner/name@revision). Its content counts, not its place. A `tokenizer_config.json` next to a tokenizer.json names
+    the BOS and EOS tokens. Both are exported unchanged, with the chat template."""
     vocab_size: PositiveInt = 32768
     """Size of a trained vocabulary, with the 256 special ids; a multiple of 128. A ready tokenizer keeps its own
     size."""

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -28,6 +29,7 @@ from drover.pipeline.config.shipped import FILTERS, SINKS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import REPOSITORY, UserError, listed
 from drover.pipeline.core.files import Record, read_bytes, read_json, sealed_text, sha256_json, typed, write_text
+from drover.pipeline.storage.model_hub import hub_folder, names_the_hub, pinned
 
 Tree = dict[str, Any]
 """A mapping of settings, in which each key is a `Key`. Aliases share their value, so trees are never changed."""
@@ -308,7 +310,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     if plugins := tree.get("plugins"):
         place = place_of(tree, ("plugins",))
         tree["plugins"] = load_plugins(plugins, folder_of(place, path.parent), place)
-    config = _validated(tree, path, typed)
+    config = _at_commits(_validated(tree, path, typed))
     if check:
         refuse_impossible(config, path)
     return config
@@ -401,12 +403,26 @@ def _profile(name: str, given: Tree, place: str, config: Path) -> Tree:
                  given)
 
 
+def _at_commits(config: Config) -> Config:
+    """The configuration with a commit for each name on the Hub: without a revision, that with which the run, or the run
+    that it reuses, was started. A name that cannot be resolved stays as it is, and what needs its files is refused."""
+    for section, key in (("tokenizer", "path"), ("train", "init_from")):
+        part = config.part(section)
+        if (name := getattr(part, key)) is not None and names_the_hub(name):
+            records = (folder / "config.yaml" for folder in (config.folder, Path(config.reuse or config.folder)))
+            with suppress(UserError):
+                recorded = [read_yaml(file).get(section, {}).get(key) for file in records if file.is_file()]
+                config = config.model_copy(update={section: part.model_copy(update={key: pinned(name, *recorded)})})
+    return config
+
+
 def _shape(name: str, given: Tree, place: str, config: Path) -> Tree:
     """The section `model`, over the shape of a preset or of the weights in a folder."""
     from drover.model.presets import preset
 
     try:
-        model = shape_in(Path(name)) if os.path.isdir(name) else preset(name)  # noqa: PTH112 - of any length
+        model = (shape_in(Path(name)) if os.path.isdir(name)  # noqa: PTH112 - of any length
+                 else shape_in(hub_folder(name, download=True)) if names_the_hub(name) else preset(name))
     except (UserError, ValueError) as error:
         raise UserError(f"{place}: {shortened(str(error), 2000)}") from None
     shape = model.model_dump()

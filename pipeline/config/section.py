@@ -25,8 +25,8 @@ def local(text: str) -> str:
     """The text; ValueError if it is a URL (s3://..., https://...) and no path on this machine."""
     if _ADDRESS.match(text):
         raise ValueError(f"{text} is an address, but a path on this machine is needed, mounted file systems included. "
-                         f"Mount it, or copy it here first, and give the path without file://. Data sets of the "
-                         f"Hugging Face Hub are sources of the kind hf")
+                         f"Mount it, or copy it here first, and give the path without file://. Of the Hugging Face "
+                         f"Hub, models and tokenizers are named owner/name, and data sets are sources of the kind hf")
     return text
 
 

@@ -223,9 +223,10 @@ class TrainConfig(Section):
     rank's share of the batch. The plan shows it. Set it as large as memory allows."""
     init_from: LocalPath | None = execution(None)
     """Folder with weights to start from, instead of random ones. It is a run (its newest checkpoint), a training
-    checkpoint of any layout, a Hugging Face folder, or weights alone. Optimizer state, schedule and data position start
-    from scratch. The weights' content is part of what the run is, not their path. Keep the folder until the run is
-    done. docs/continue.md says what may differ."""
+    checkpoint of any layout, a Hugging Face folder, or weights alone. Or it is a name on the Hugging Face Hub
+    (owner/name, or owner/name@revision). Optimizer state, schedule and data position start from scratch. The weights'
+    content is part of what the run is, not their path. Keep the folder until the run is done. docs/continue.md says
+    what may differ."""
     optimizer: str = added("adamw")
     """`adamw`; `muon`: Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for all else; or `module:NAME` of your
     own. pipeline/training/optimizers.py shows how to write one."""

@@ -125,7 +125,8 @@ class Config(Section):
     """Stage 3: tokenize the text shards into token shards."""
     model: ModelConfig = nested()
     """The network. The key `preset` takes the shape of a published Llama (llama3_8b, llama3.2_1b and others, see
-    model/presets.py). It can also take the shape of the weights in a folder. The other keys here override it."""
+    model/presets.py). It can also take the shape of the weights in a folder, or of a name on the Hugging Face
+    Hub. The other keys here override it."""
     train: TrainConfig = nested()
     """Stage 4: pretraining."""
     parallel: ParallelConfig = nested(execution)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,8 +149,11 @@ def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list
 
 
 def go_offline() -> None:
-    """Keep the Hugging Face libraries off the network. Call it before they are first imported."""
+    """Keep the Hugging Face libraries off the network. Call it before they are first imported, but for the one that
+    downloads models."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        vars(constants)["HF_HUB_OFFLINE"] = True
 
 
 def only_kept_differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

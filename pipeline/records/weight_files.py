@@ -13,6 +13,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_record, write_json
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, complete_checkpoints
+from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
 
 OURS = "drover."
 RUN = "config.yaml"
@@ -22,11 +23,17 @@ INDEX = "index.json"
 """Next to weights alone, without optimizer state."""
 
 
-def weights_folder(path: Path) -> Path:
-    """The folder itself, or a run's newest complete checkpoint. UserError if there is none."""
+def weights_folder(path: Path, *, download: bool = False) -> Path:
+    """The folder itself, a run's newest complete checkpoint, or the cache's folder of a name on the Hub. UserError if
+    there is none.
+
+    download: from the Hub what its cache does not have.
+    """
+    if names_the_hub(str(path)):
+        return hub_folder(str(path), weights=True, download=download)
     if not path.is_dir():
-        raise UserError(f"{path} is no folder. Weights are read from a run, a training checkpoint, or a folder in "
-                        f"Hugging Face's form (config.json).")
+        raise UserError(f"{path} is no folder. Weights are read from a run, a training checkpoint, a folder in Hugging "
+                        f"Face's form (config.json), or the Hub by name (owner/name).")
     if not (path / RUN).is_file():
         return path
     result = complete_checkpoints(path / "train")

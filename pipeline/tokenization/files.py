@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, Inside, copy_file, read_record, sha256_file, write_json, write_text
+from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -30,7 +30,6 @@ EXPORT = "hf/tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
-HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 CODE = "auto_map"
 """The key of a transformers config that names Python files to download and run."""
 SPLIT = "split_special_tokens"
@@ -97,12 +96,14 @@ def ready_file(settings: TokenizerConfig) -> Path:
     """The file of a ready tokenizer: `tokenizer.path` itself, or in the folder or on the Hub that it names.
 
     Raises:
-        UserError: it is a name on the Hub, and cannot be downloaded.
+        UserError: it is a name on the Hub, and not in the cache.
     """
     assert settings.path is not None
     path, name = Path(settings.path), FILES[settings.kind]
-    if settings.kind == "huggingface" and names_the_hub(settings.path):
-        path = fetched(settings.path, ["tokenizer.json", *COMPANIONS])
+    if names_the_hub(settings.path):
+        path = hub_folder(settings.path)
+        if settings.kind == "tiktoken" and (original := path / "original").is_dir():  # Llama 3's place for it
+            path = original
     return path / name if name is not None and path.is_dir() else path
 
 
@@ -116,36 +117,6 @@ def kind_of_model(path: Path) -> str:
     """The kind of a `tokenizer.model`: sentencepiece (Llama 2), or tiktoken, lines of base64 and ranks (Llama 3)."""
     with open(path, "rb") as file:
         return "sentencepiece" if file.read(1) == b"\n" else "tiktoken"
-
-
-def names_the_hub(path: str) -> bool:
-    """Whether a `tokenizer.path` can only mean the Hub: no such path exists, and it has the form owner/name."""
-    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
-
-
-def fetched(name: str, files: list[str]) -> Path:
-    """The folder with those of `files` that the Hub's repository `name` has.
-
-    A cached version is used as it is: the Hub is contacted only if the cache has none. So nodes without a network find
-    what the launcher downloaded, and a run does not change with the Hub.
-
-    Raises:
-        UserError: it cannot be downloaded, with what to do.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-    try:
-        return Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
-        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"tokenizer.path: there is no {name} here, and the download from the Hugging Face Hub failed "
-                        f"({reason}). Without a network, download it elsewhere (hf download {name} "
-                        f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder. If the repository asks for "
-                        f"consent, log in first (hf auth login).") from None
 
 
 def settings_beside(path: Path) -> Mapping[str, Any]:

@@ -23,6 +23,8 @@ from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.fsdp import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.weight_files import weights_folder
+from drover.pipeline.storage.model_hub import names_the_hub
 from drover.pipeline.tokenization.conversion import open_tokenizer
 from drover.pipeline.tokenization.files import MODEL_FILE, RECORD, kind_of_model, vocabulary_record
 
@@ -120,7 +122,7 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
         more = [f"and {len(wrong) - 3:,} more"] * (len(wrong) > 3)
         raise UserError(f"train.init_from: the weights in {path} were trained with another tokenizer, so that ids "
                         f"would mean something else:\n{listed([*wrong[:3], *more])}\nTake theirs, from the stage "
-                        f"tokenizer on: {_taking(theirs)}")
+                        f"tokenizer on: {_taking(theirs, path)}")
     return f"the same {len(old):,} tokens"
 
 
@@ -128,7 +130,8 @@ def tokenizer_of(path: Path) -> Path | None:
     """The tokenizer.json of the weights: in their folder, or of the run that they belong to, which may have it from
     another run; else the tokenizer.model in their folder. UserError if a run's is gone."""
     if (run := run_of(path)) is None:
-        return next((place for name in (TOKENIZER, MODEL_FILE) if (place := path / name).is_file()), None)
+        folder = weights_folder(path)
+        return next((place for name in (TOKENIZER, MODEL_FILE) if (place := folder / name).is_file()), None)
     try:
         result, why = run.stage_folder("tokenizer") / "hf" / TOKENIZER, ""
     except UserError as error:
@@ -139,10 +142,12 @@ def tokenizer_of(path: Path) -> Path | None:
     return result
 
 
-def _taking(path: Path) -> str:
+def _taking(path: Path, weights: Path) -> str:
     """The settings that take the tokenizer in a file. A run's is taken as the tokenizer.model that the run has: an
-    export keeps this file, and llama.cpp needs it."""
+    export keeps this file, and llama.cpp needs it. weights: `train.init_from`."""
     kind = "huggingface" if path.name == TOKENIZER else kind_of_model(path)
+    if names_the_hub(str(weights)):
+        return f"tokenizer.kind={kind} tokenizer.path={weights}"
     stage = path.parent.parent
     if (stage / RECORD).is_file() and (record := vocabulary_record(stage))["file"] == MODEL_FILE:
         kind, path = record["kind"], stage

@@ -1,14 +1,21 @@
 """Configuration files: inheritance, overrides, strictness, and every problem at once with its place."""
 
+import re
+
 import pytest
+import torch
 
 from drover.pipeline.config.explaining import field_texts
 from drover.pipeline.config.loading import config_hash, dump_config, load_config, save_config
 from drover.pipeline.config.section import flatten, identity, sections_in
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.files import write_json
+from drover.pipeline.formats.huggingface import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
+from tests.hub_server import hub  # noqa: F401 - a fixture
+from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer
 
 
 def test_a_run_of_an_earlier_drover_is_read_without_settings_that_were_removed(written):
@@ -72,6 +79,31 @@ launch:
                        for home in ("~", str(tmp_path)))
     assert result == expected and (result.seed, result.model.layers, result.launch.partition) == (5, 3, "ours")
     assert dump_config(result).count("~") == 1 and result.train.prompts == ["~/x"]
+
+
+def test_names_on_the_hub_have_a_commit_from_the_start_of_a_run_on(written, hub, tmp_path):  # noqa: F811
+    """Also where the default branch moves, and in a run that reuses this one. Without the Hub the name stays, so that
+    all problems of the configuration are reported."""
+    config = written("runs_dir: RUNS\nname: a\ntokenizer: {kind: huggingface, path: one/x}\ntrain: {init_from: one/x, "
+                     "sequence_length: 128}\nmodel: {preset: one/x}".replace("RUNS", str(tmp_path / "runs")))
+    hub.off = True
+    assert re.fullmatch(r"(?s).*c\.yaml:5: one/x is no folder here, .* hf download one/x .*", refusal(config))
+    assert load_config(config, ["model.preset=null"]).tokenizer.path == "one/x"
+    hub.off = False
+    shape = config_to_json(for_tokenizer(TOKENIZER_OF_BYTES).config, torch.float32)
+    commits = []
+    for layers in (2, 3):
+        write_json(tmp_path / "theirs/config.json", {**shape, "num_hidden_layers": layers})
+        commits.append(hub.push("one/x", tmp_path / "theirs", f"v{layers}"))
+    old, new = (f"one/x@{commit}" for commit in commits)
+    first = load_config(config, ["train.init_from=one/x@v2"])
+    assert (first.tokenizer.path, first.train.init_from, first.model.layers) == (new, old, 3)
+    save_config(first, tmp_path / "runs/a/config.yaml")
+    hub.off = True
+    reusing = ["name=b", f"reuse={tmp_path}/runs/a"]
+    for overrides, expected in (([], old), (["name=b"], new), (reusing, old), (["train.init_from=one/x@v2"], old),
+                                ([f"train.init_from={new}"], new)):
+        assert load_config(config, overrides).train.init_from == expected
 
 
 @pytest.mark.parametrize("name", ["20261101", "1e3", "1.5", "null", "true", "on"])

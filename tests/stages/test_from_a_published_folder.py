@@ -3,6 +3,7 @@ longer context and goes out again with everything that it came with."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.files import read_json
-from tests.conftest import run_stage, write_config
+from drover.pipeline.core.files import read_json, sha256_file
+from tests.conftest import run_python, run_stage, write_config
+from tests.hub_server import hub  # noqa: F401 - a fixture
+from tests.pages import files
 from tests.stages.training import curve
 from tests.token_shards import shards_in
 from tests.tokenization.conftest import byte_level, texts, with_special  # noqa: F401
@@ -114,3 +117,37 @@ def test_everything_that_it_came_with_goes_out_again(further, source):
     assert shape.eos_token_id == after["eos_token_id"] and shape.pad_token_id == after["pad_token_id"]
     report = (config.parent / "runs/mini/report.md").read_text()
     assert f"started from the weights in …/{source.parent.name}/{source.name} and trained on" in report
+
+
+def test_by_its_name_on_the_hub_it_stays_the_same(corpus, source, tmp_path, hub):  # noqa: F811
+    """As on the page about it. Where the default branch moves, and where stages have no network: the plan downloads all
+    that they read."""
+    [(written, text)] = [item for item in files("continue").items() if "smol" in item[0]]
+    config, run = tmp_path / Path(written).name, tmp_path / "smol"
+    config.write_text(text)
+    [name] = set(re.findall(r"\w+/SmolLM2-135M", text))
+    commit = hub.push(name, source)
+
+    def launched(command, *arguments, check=True):
+        return run_python("-m", "drover", command, "--config", config, "--cluster", "local", *FAST,
+                          f"runs_dir={tmp_path}", f"shard.sources.0.paths=[{corpus}/*.txt]", "shard.shard_mb=4",
+                          "train.sequence_length=256", "launch.processes=1", *arguments, check=check, **hub.variables)
+    hub.off = True
+    refusal = launched("plan", check=False)
+    assert refusal.returncode == 2 and "smol.yaml" in refusal.stderr and f"hf download {name} " in refusal.stderr
+    hub.off = False
+    assert f"start     from the weights in {name}@{commit}" in launched("plan").stdout
+    hub.off = True
+    launched("run", "--stage", "shard,tokenizer,encode,train")
+    for stage, setting in (("tokenizer", "tokenizer.path"), ("train", "train.init_from")):
+        manifest = read_manifest(run / stage)
+        assert manifest.places[setting] == f"{name}@{commit}"
+        assert {record["sha256"] for record in manifest.files} <= {sha256_file(path) for path in source.iterdir()}
+    hub.off = False
+    (source / "README.md").write_text("moved")
+    moved = hub.push(name, source)
+    (hub.home / f"hub/models--{name.replace('/', '--')}/refs/main").write_text(moved)
+    again = launched("run", "--stage", "shard,tokenizer,encode,train", "--accept-changes", "train.steps=3").stdout
+    assert re.search(r"^tokenizer +up to date$", again, re.MULTILINE) and "step 3/3" in again
+    assert read_manifest(run / "train").places["train.init_from"] == f"{name}@{commit}"
+    assert f"{name}@{moved}" in launched("plan", "name=other").stdout

@@ -5,11 +5,8 @@ import json
 import os
 import shutil
 from types import SimpleNamespace
-from unittest.mock import Mock
 
-import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
@@ -19,11 +16,13 @@ from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
+from drover.pipeline.storage.model_hub import hub_folder
 from drover.pipeline.tokenization import checking
 from drover.pipeline.tokenization.conversion import open_tokenizer, ready_problems
-from drover.pipeline.tokenization.files import fetched, input_files, names_the_hub, ready_file, vocabulary_record
+from drover.pipeline.tokenization.files import input_files, ready_file, vocabulary_record
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.pipeline.tokenizer import make
+from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import refused, table
 from tests.tokenization.conftest import ODD_TEXTS, rank_lines, with_special
 from tests.tokenization.test_checking import checked
@@ -33,7 +32,6 @@ TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ m
             "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 BOUNDS = {"bos_token": "<s>", "eos_token": "</s>"}
-FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
 def test_another_file_than_the_recorded_one_is_refused(folders, tmp_path):
@@ -149,6 +147,21 @@ def test_a_folder_stands_for_the_file_of_its_kind_and_settings_beside_it_are_inp
     assert input_files(config) == [("tokenizer", tmp_path / "tokenizer.json"), ("tokenizer_config", beside)]
 
 
+@pytest.mark.parametrize(("kind", "file"), table("""
+    huggingface -> tokenizer.json
+    sentencepiece -> tokenizer.model
+    tiktoken -> original/tokenizer.model"""))
+def test_a_name_on_the_hub_stands_for_the_file_of_its_kind(tmp_path, hub, kind, file):  # noqa: F811
+    (tmp_path / "theirs/original").mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "original/tokenizer.model"):
+        (tmp_path / "theirs" / name).write_text("{}")
+    hub.push("someone/llama", tmp_path / "theirs")
+    config = Config(tokenizer=TokenizerConfig(kind=kind, path="someone/llama"))
+    refused(UserError, "someone/llama is no folder here, .*hf download", input_files, config)
+    folder = hub_folder("someone/llama", download=True)
+    assert input_files(config)[0] == ("tokenizer", folder / file)
+
+
 @pytest.fixture
 def ready(byte_level, tmp_path):
     """Writes a ready folder: the ids that its template puts before and after a text, and settings beside it."""
@@ -194,38 +207,3 @@ def test_what_is_put_around_a_text_is_bos_and_eos_or_nothing(ready, tmp_path, be
 def test_settings_that_transformers_reads_otherwise_or_not_are_refused(ready, tmp_path, config, more, message):
     ready([900], config=config, **more)
     refused(UserError, message, stage, tmp_path / "stage", tmp_path)
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """The folder of a repository in the Hub's own cache, which is empty; there is no network."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path / "models--someone--some-model"
-
-
-def test_the_hub_is_contacted_if_the_cache_has_nothing(cache, monkeypatch):
-    refused(UserError, r"^tokenizer\.path: there is no someone/some-model here.*"
-            "hf download someone/some-model tokenizer.json tokenizer_config.json --local-dir",
-            fetched, "someone/some-model", FILES)
-    wanted, real = [], huggingface_hub.snapshot_download
-    for error, shown in ((OSError("no route\nmore lines"), "no route"), (OSError(), "OSError")):
-        failing = Mock(side_effect=[LocalEntryNotFoundError("not cached"), error])
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
-        refused(UserError, rf"failed \({shown}\)\. Without", fetched, "someone/some-model", FILES)
-
-    def download(name, **wishes):
-        wanted.append(wishes)
-        return real(name, **wishes) if wishes.get("local_files_only") else str(cache)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert fetched("someone/some-model", FILES) == cache
-    assert wanted == [{"allow_patterns": FILES, "local_files_only": True}, {"allow_patterns": FILES}]
-
-
-def test_local_paths_are_never_taken_for_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert names_the_hub("meta-llama/Llama-3.2-1B")
-    (tmp_path / "meta-llama").mkdir()
-    assert not names_the_hub("meta-llama/Llama-3.2-1B")  # more likely a misspelt folder
-    for path in ("tokenizer.json", "/a/b", "./a/b", "a/b/c", "../a", "s3://a"):
-        assert not names_the_hub(path)

@@ -13,6 +13,7 @@ from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.pipeline.tokenization.tokenizer import BOS
 from drover.tools import chat
 from drover.tools.chat import ChatTemplate, main
+from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
@@ -50,6 +51,15 @@ def test_prompts_are_continued_in_their_order(places, model, capsys):
     prompts = ["def main():", "a much longer prompt than the first\n", "é"]
     assert printed(capsys, main, "--model", places["run"], *prompts, "--temperature", "0", "--max-tokens",
                    "30") == "".join(f"{prompt}{continued(model, prompt, 30)}\n" for prompt in prompts)
+
+
+def test_a_model_of_the_hub_is_downloaded_when_it_is_named(places, model, capsys, hub):  # noqa: F811
+    hub.push("someone/small", places["hf"])
+    for off in (False, True):
+        hub.off = off
+        assert printed(capsys, main, "--model", "someone/small", "a", "--temperature", "0", "--max-tokens",
+                       "9") == f"a{continued(model, 'a', 9)}\n"
+    assert "no such model" in printed(capsys, main, "--model", "someone/other", "a", expect=2) or hub.off
 
 
 def test_the_settings_reach_the_model(places, model, capsys):

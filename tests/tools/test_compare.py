@@ -13,6 +13,7 @@ from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.tools.compare import as_text, difference, main
 from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import corpus, text_of
+from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import printed, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
@@ -49,9 +50,10 @@ def compared(home, capsys, *arguments, expect=0):
     return printed(capsys, main, *arguments, "--task-folders", home / "tasks", "--batch", "4", expect=expect)
 
 
-def test_models_of_any_form_are_compared_with_the_first(home, capsys):
+def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # noqa: F811
     """Scores and their errors are tested in tests/evaluation."""
-    models = [str(home / name) for name in ("run/train/checkpoints/step-00000002", "run", "hf")]
+    hub.push("someone/hf", home / "hf")
+    models = [str(home / "run/train/checkpoints/step-00000002"), str(home / "run"), "someone/hf"]
     arguments = ("--models", *models, "--tasks", "capitals", "pages", "--validation", home / "run", "--limit", "2")
     results = json.loads(compared(home, capsys, *arguments, "--json"))
     by_score = {}

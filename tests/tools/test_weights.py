@@ -25,6 +25,7 @@ from tests.conftest import run_python
 from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
+from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import printed, refused
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
@@ -70,11 +71,13 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tmp_path, capsys):
+def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tmp_path, capsys, hub):  # noqa: F811
+    """From the Hub, by way of our form, to Hugging Face's."""
     settings = source / "tokenizer_config.json"
     plain = read_json(settings)
     write_json(settings, {**plain, "auto_map": {"AutoTokenizer": ["evil.E", None]}})
-    output = carry(capsys, source, tmp_path / "drover", "drover")
+    hub.push("someone/small", source)
+    output = carry(capsys, "someone/small", tmp_path / "drover", "drover")
     assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in output
     assert "tokenizer_config.json named code (auto_map), which is left out" in output
     output = carry(capsys, tmp_path / "drover", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
