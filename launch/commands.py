@@ -28,6 +28,7 @@ from drover.pipeline.core.console import (
     Parser,
     Program,
     add_run,
+    draw,
     echo,
     find_run,
     printable,
@@ -146,7 +147,7 @@ def _why_stopped(run: Path) -> int:
     """Print the run's status, and of stages that are not done how each start of the newest submission ended that did
     not end well, with the last lines of the rank that its reason names, or of the first."""
     status, = query([run], Scheduler())
-    print(*show(status), sep="\n")
+    draw(*show(status))
     files = status.files
     for row in status.rows:
         stage = files.stages[row.stage]

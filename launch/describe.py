@@ -18,7 +18,7 @@ from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.console import aligned, counted, duration, echo, first, readable
+from drover.pipeline.core.console import counted, draw, duration, echo, first, readable, table
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.stages import largest_share
 
@@ -46,7 +46,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     """Print the run folder, one row per job, and what the settings of train amount to."""
     echo(f"run       {run.folder}\ncluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
-    echo("", *aligned([headings, *(_row(job, options) for job in jobs)]))
+    draw("", table([headings, *(_row(job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
         echo("", *training_facts(run.config, train), *consumption_lines(run))
         if counts := train.node_counts[1:]:

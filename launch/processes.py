@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import math
 import os
 import random
@@ -138,7 +137,7 @@ def pass_on(source: int, other_end: int, target: IO[str], log: IO[bytes]) -> Non
                 target.buffer.write(chunk)  # type: ignore[attr-defined]
                 target.buffer.flush()  # type: ignore[attr-defined]
             *lines, rest = (rest + chunk).split(b"\n")
-            log.writelines(_last_drawing(line) + b"\n" for line in lines)
+            log.writelines(text + b"\n" for line in lines if (text := _last_drawing(line)) or not line)
             rest = rest[-CHUNK:]
     if text := _last_drawing(rest):
         log.write(text + b"\n")
@@ -236,16 +235,29 @@ def run_local(command: Sequence[str], environment: Environment, each: Each = lam
         environment = {**environment, **meeting("127.0.0.1", free_port()), "WORLD_SIZE": str(ranks),
                        "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()]
+    streams = (sys.stdout, sys.stderr)
+    pipes = [os.openpty() if stream.isatty() else os.pipe() for stream in streams]
     (_, out), (_, errors) = pipes
+
+    def fit() -> bool:
+        """The pseudo-terminals are as wide as ours, so that the stage draws lines that fit. They change no byte."""
+        for (read, _), stream in zip(pipes, streams, strict=True):
+            with suppress(OSError, termios.error):  # no terminal, or the stage has ended
+                termios.tcsetwinsize(read, termios.tcgetwinsize(stream))
+        return each()
+
+    for (_, write), stream in zip(pipes, streams, strict=True):
+        if stream.isatty():
+            tty.setraw(write)
     with open(log, "ab", buffering=0) as log_file:
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, log_file), daemon=True)
-                   for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=True)]
+                   for pipe, stream in zip(pipes, streams, strict=True)]
+        fit()
         running = [started(command, {**environment, **variables}, out, errors) for variables in own]
         for reader in readers:
             reader.start()
         group = ProcessGroup(dict(enumerate(running)), stage, stop_signals)
-        group.run(each)
+        group.run(fit)
         for reader in readers:
             reader.join(1)  # a grandchild that keeps the pipe open cannot hold us up
     return group
@@ -255,13 +267,3 @@ def _prepare(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))  # until the stage has its handlers
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the background job of a shell inherits that it is ignored
-
-
-def _terminal_pair() -> tuple[int, int]:
-    """A pseudo-terminal as wide as ours, so that the stage draws its live line. It changes no byte."""
-    read, write = os.openpty()
-    tty.setraw(write)
-    with suppress(OSError):  # a terminal without a size: the stage takes its default
-        size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
-        fcntl.ioctl(write, termios.TIOCSWINSZ, size)
-    return read, write

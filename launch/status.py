@@ -22,32 +22,39 @@ import json
 import shutil
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from drover.launch.run_status import FINISHED, SILENT, RunStatus, judge, read_run
+from drover.launch.run_status import FINISHED, SILENT, RunStatus, StageRow, judge, read_run
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.core.console import (
     RUNS,
     Parser,
     Program,
     add_json,
+    draw,
     find_run,
-    in_colour,
     is_run,
     printable,
     runs_in,
+    screen_of,
+    table,
 )
 from drover.pipeline.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 WIDTH = 100
 """Columns, if the output is no terminal."""
 WATCH_S = 5.0
-LINE = "{stage:<10} {state:<8} {job:<9} {elapsed:>10}  {progress:<24} {left:>9}"
-"""A row of the table. Other figures of a stage follow in a line below the table."""
-HEADING = {name: name for name in ("stage", "state", "job", "elapsed", "progress", "left")}
-COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "done": "32", "reused": "32",
-           "to do": "0"}
+HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
+"""Other figures of a stage follow in a line below the table."""
+NUMBERS = ("elapsed", "left")
+COLOURS = {"running": "cyan", "waiting": "cyan", "failed": "red", "stopped": "yellow", "done": "green",
+           "reused": "green", "to do": ""}
 
 
 def add_options(parser: Parser) -> None:
@@ -75,7 +82,7 @@ def work(options: argparse.Namespace) -> int:
         print(json.dumps([{"run": str(one.files.folder), "outcome": one.outcome, "remarks": one.remarks,
                            "stages": [asdict(row) for row in one.rows]} for one in seen], indent=1))
     else:
-        print(*(show(seen[0]) if run else overview(seen) if seen else [f"no runs in {RUNS}"]), sep="\n")
+        draw(*(show(seen[0]) if run else overview(seen) if seen else [f"no runs in {RUNS}"]))
     return 0
 
 
@@ -91,40 +98,40 @@ def watch(folder: Path) -> int:
     ended = 0
     while True:
         status, = query([folder], Scheduler())
-        lines = [f"{time.strftime('%H:%M:%S')}, every {WATCH_S:g} s, Ctrl-C ends this", *show(status)]
-        if sys.stdout.isatty():  # a line too many would scroll the table away
-            lines = ["\x1b[H\x1b[2J" + "\n".join(lines[:shutil.get_terminal_size().lines - 2])]
-        print(*lines, sep="\n", flush=True)
+        screen = screen_of(sys.stdout)
+        screen.clear()
+        draw(f"{time.strftime('%H:%M:%S')}, every {WATCH_S:g} s, Ctrl-C ends this", *show(status),
+             most=screen.height - 1 if screen.is_terminal else None)  # a line too many would scroll the table away
         ended = ended + 1 if status.outcome else 0
         if ended == 2:  # between two stages nothing runs for a moment
             return 0 if status.outcome == "done" else 1
         time.sleep(WATCH_S)
 
 
-def show(status: RunStatus) -> list[str]:
-    """The run as lines: a table of the stages, their other figures, and remarks."""
+def show(status: RunStatus) -> list[RenderableType]:
+    """The run, to be drawn: a table of the stages, their other figures, and remarks."""
     chain = status.files.chain
     title = f"run       {status.files.folder}"
     if chain:
         title += f", submitted {chain.submitted[:16]} UTC from commit {str(chain.git.get('commit', 'unknown'))[:10]}"
         title += " with changes" * bool(chain.git.get("changed"))
-    return [*_wrapped(title), "", *map(_line, [HEADING, *map(vars, status.rows)]),
+    return [*_wrapped(title), "", _table(status.rows),
             *(line for row in status.rows if row.figures for line in _wrapped(f"{row.stage:<9} {row.figures}")),
             *(line for remark in status.remarks for line in ["", *_wrapped(remark, "! ")])]
 
 
-def overview(runs: list[RunStatus]) -> list[str]:
+def overview(runs: list[RunStatus]) -> list[RenderableType]:
     """A line for each run, at least one, with its current stage."""
-    lines = [SILENT] * (SILENT in runs[0].remarks) + [_line(HEADING, f"{'run':<16} {'done':<6}")]
-    for run in runs:
-        done = f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}"
-        lines.append(_line(vars(run.current), f"{run.files.folder.name:<16} {done:<6}"))
-    return lines
+    done = [f"{sum(row.state in FINISHED for row in run.rows)}/{len(run.rows)}" for run in runs]
+    before = [[run.files.folder.name, share] for run, share in zip(runs, done, strict=True)]
+    return [*([SILENT] * (SILENT in runs[0].remarks)), _table([run.current for run in runs], ["run", "done"], before)]
 
 
-def _line(cells: Mapping[str, str], before: str = "") -> str:
-    line = printable(before + LINE.format(**cells)).rstrip()
-    return f"\x1b[{COLOURS.get(cells['state'], '1')}m{line}\x1b[0m" if in_colour(sys.stdout) else line
+def _table(rows: Sequence[StageRow], headings: Sequence[str] = (), before: Sequence[Sequence[str]] = ()) -> Table:
+    """Rows of stages in the colours of their states. headings, before: of columns before theirs."""
+    cells = [[*own, *(getattr(row, name) for name in HEADING)]
+             for own, row in zip(before or [()] * len(rows), rows, strict=True)]
+    return table([[*headings, *HEADING], *cells], NUMBERS, [COLOURS[row.state] for row in rows])
 
 
 def _wrapped(text: str, bullet: str = "") -> list[str]:

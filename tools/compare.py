@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.config.tree import EvaluateConfig
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.core.console import Parser, Program, add_json, aligned, echo, find_model, find_run, refuse_low
+from drover.pipeline.core.console import Parser, Program, add_json, draw, echo, find_model, find_run, refuse_low, table
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of
@@ -34,12 +34,14 @@ from drover.pipeline.records.weight_files import weights_folder
 from drover.pipeline.storage.model_hub import names_the_hub
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from drover.pipeline.evaluation.harness import HarnessModel
 
 FORMAT = 2
-COLUMNS = {"task": "{}", "metric": "{}", "n": "{:,}", "chance": "{:.4f}", "model": "{}", "value": "{:.4f}",
-           "stderr": "{:.4f}", "difference": "{:+.4f}", "low": "{:+.4f}", "high": "{:+.4f}"}
-HEADING = ("task", "metric", "n", "chance", "model", "score", "std. error", "difference", "from", "to (95%)")
+COLUMNS = {"model": "{}", "value": "{:.4f}", "stderr": "{:.4f}", "difference": "{:+.4f}", "low": "{:+.4f}",
+           "high": "{:+.4f}"}
+HEADING = ("model", "score", "std. error", "difference", "from", "to (95%)")
 NORMAL_95 = 1.96
 
 
@@ -110,7 +112,7 @@ def work(options: argparse.Namespace) -> None:
                 "rows": [rounded(row) for row in rows(results)],
                 "notes": [f"{name}: {doubt}" for name, result in results.items() for doubt in doubts(result)]}
         if ranks.is_rank_zero:
-            print(json.dumps(made, ensure_ascii=False)) if options.json else echo(as_text(made))
+            print(json.dumps(made, ensure_ascii=False)) if options.json else draw(*page_of(made))
         ranks.barrier()
     finally:
         stop_ranks()
@@ -191,11 +193,16 @@ def difference(first: Sequence[Item], second: Sequence[Item]) -> dict[str, float
     return {"difference": apart, "low": apart - NORMAL_95 * stderr, "high": apart + NORMAL_95 * stderr}
 
 
-def as_text(made: Mapping[str, Any]) -> str:
-    """The table, and the notes."""
-    cells = [["" if row.get(name) is None else form.format(row[name]) for name, form in COLUMNS.items()]
-             for row in made["rows"]]
-    return "\n".join([*aligned([HEADING, *cells]), "", *made["notes"]])
+def page_of(made: Mapping[str, Any]) -> list[RenderableType]:
+    """A table for each task and metric, and the notes."""
+    page = list[RenderableType]()
+    for (task, metric, items, chance), models in groupby(
+            made["rows"], key=lambda row: tuple(row[key] for key in ("task", "metric", "n", "chance"))):
+        cells = [["" if row.get(name) is None else form.format(row[name]) for name, form in COLUMNS.items()]
+                 for row in models]
+        by_chance = "" if chance is None else f", {chance:.4f} by chance"
+        page += [f"{task}, {metric} ({items:,} items{by_chance})", table([HEADING, *cells], HEADING[1:]), ""]
+    return [*page, *made["notes"]]
 
 
 main = Program("python -m drover.tools.compare", __doc__, add_options, work)

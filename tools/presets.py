@@ -16,7 +16,7 @@ from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
-from drover.pipeline.core.console import Parser, Program, add_json, aligned, echo, refuse_low
+from drover.pipeline.core.console import Parser, Program, add_json, draw, refuse_low, table
 from drover.pipeline.core.errors import UserError
 
 TRAINING_BYTES = 16
@@ -24,16 +24,19 @@ TRAINING_BYTES = 16
 states in float32."""
 CHINCHILLA = 20
 """Tokens a parameter: Hoffmann et al., 2022, table 3, rounded as it is quoted. Llama 3 8B was trained on 1,900."""
-TABLE = {"preset": "{preset}", "parameters": "{parameters:,}", "blocks": "{layers}", "width": "{dim:,}",
-         "heads": "{heads}", "KV heads": "{kv_heads}", "head size": "{head_width}", "feed-forward": "{hidden:,}",
-         "context": "{context_length:,}", "KV cache a token": "{cache_of_token:,} B",
-         "at full context": "{cache_of_context:,.3f} GiB", "FLOPs a token": "{flops_per_token:.3e}",
-         "bf16 weights": "{gb_in_16_bits:,.2f} GB", "training state": "{training_gb:,.2f} GB"}
-BUDGET = {"preset": "{preset}", "parameters": "{parameters:,}", "sequences of": "{sequence_length:,}",
-          "tokens": "{tokens:.4g}", "FLOPs": "{flops:.4g}",
-          "weights in 16 bits": "{gb_in_16_bits:,.2f} GB",
-          "in 8 bits": "{gb_in_8_bits:,.2f} GB", "in 4 bits": "{gb_in_4_bits:,.2f} GB"}
-"""Columns: how the figures of `facts` are written."""
+TABLES = (
+    {"parameters": "{parameters:,}", "blocks": "{layers}", "width": "{dim:,}", "heads": "{heads}",
+     "KV heads": "{kv_heads}", "head size": "{head_width}", "feed-forward": "{hidden:,}"},
+    {"context": "{context_length:,}", "KV cache a token": "{cache_of_token:,} B",
+     "at full context": "{cache_of_context:,.3f} GiB"},
+    {"FLOPs a token": "{flops_per_token:.3e}", "bf16 weights": "{gb_in_16_bits:,.2f} GB",
+     "training state": "{training_gb:,.2f} GB"})
+BUDGETS = (
+    {"parameters": "{parameters:,}", "sequences of": "{sequence_length:,}", "tokens": "{tokens:.4g}",
+     "FLOPs": "{flops:.4g}"},
+    {"weights in 16 bits": "{gb_in_16_bits:,.2f} GB", "in 8 bits": "{gb_in_8_bits:,.2f} GB",
+     "in 4 bits": "{gb_in_4_bits:,.2f} GB"})
+"""Columns of each table: how the figures of `facts` are written. A terminal of 80 columns has room for a table."""
 
 
 def add_options(parser: Parser) -> None:
@@ -58,14 +61,15 @@ def work(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    columns = BUDGET if options.budget else TABLE
-    note = (f"{CHINCHILLA} tokens a parameter, FLOPs as training counts them (matrix products and, whole, attention)."
+    note = (f"{CHINCHILLA} tokens a parameter, FLOPs as training counts them\n(matrix products and, whole, attention)."
             if options.budget else
-            f"KV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training "
-            f"state: {TRAINING_BYTES} bytes\na parameter (AdamW, bf16 with float32 masters). Presets without a "
-            f"vocabulary of their own: {options.vocab_size:,}.")
-    rows = [[form.format(**one) for form in columns.values()] for one in result]
-    echo("\n".join([*aligned([[*columns], *rows], str.rjust), "", note]))
+            f"KV cache in bf16. FLOPs to train on a token at full context, attention whole.\nTraining state: "
+            f"{TRAINING_BYTES} bytes a parameter (AdamW, bf16 with float32 masters).\nPresets without a vocabulary of "
+            f"their own: {options.vocab_size:,}.")
+    for columns in BUDGETS if options.budget else TABLES:
+        rows = [[one["preset"], *(form.format(**one) for form in columns.values())] for one in result]
+        draw(table([["preset", *columns], *rows], columns), "")
+    draw(note)
 
 
 def facts(name: str, shape: ModelConfig, length: int | None) -> dict[str, Any]:

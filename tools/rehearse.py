@@ -17,7 +17,7 @@ import json
 import sys
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.core.console import Parser, Program, add_json, refuse_low
+from drover.pipeline.core.console import Parser, Program, add_json, draw, refuse_low
 from drover.pipeline.core.errors import UserError
 
 
@@ -39,7 +39,7 @@ def work(options: argparse.Namespace) -> int:
         raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
     refuse_low(options, "ranks")
     from drover.pipeline.rehearsal.fitting import fit_in_memory, rehearse_apart
-    from drover.pipeline.rehearsal.report import ends_and_middle, fullest, lines
+    from drover.pipeline.rehearsal.report import ends_and_middle, fullest, page_of
 
     config = load_config(options.config, options.overrides)
     numbers = options.rank or ends_and_middle(config, options.ranks)
@@ -50,7 +50,7 @@ def work(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"fits": fits, "verdict": text, "ranks": [one.as_json() for one in result]}, indent=1))
     else:
-        print("\n".join([*lines(config, result), *([f"memory     {text}"] if text else [])]))
+        draw(*page_of(config, result), *([f"memory     {text}"] if text else []))
     return 0 if fits else 1
 
 

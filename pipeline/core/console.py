@@ -9,15 +9,26 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NoReturn, TextIO
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from drover.pipeline.core.errors import UserError, is_full_disk, meant
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.live import Live
+    from rich.table import Table
+
+LIVE_S, PLAIN_S = 0.2, 10.0
+"""Seconds between two looks at progress: on a terminal, and elsewhere."""
+ALARMS = {"error:": "bold red", "warning:": "bold yellow", "WARNING:": "bold yellow"}
+"""What is coloured in a line on a terminal."""
+STAGE = 10
+"""Columns of a stage's name, before what is printed of it."""
 Say = Callable[[str], None]
 """Prints a message for the user."""
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -29,10 +40,44 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda one: f"\\x{ord(one[0]):02x}" if one[0] < "\u0100" else f"\\u{ord(one[0]):04x}", text)
 
 
+def can_draw(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal that takes colours and lines that are drawn again: not with NO_COLOR
+    (https://no-color.org), and not a dumb one."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def screen_of(stream: IO[str]) -> Console:
+    """rich's console of a stream. It takes no word of a text for a command of its own. What is no terminal has no
+    width, so that no table is folded there."""
+    from rich.console import Console
+
+    # Not by rich's own judgement: FORCE_COLOR would put colours into logs.
+    return Console(file=stream, force_terminal=can_draw(stream), width=None if stream.isatty() else 100_000,
+                   soft_wrap=True, markup=False, emoji=False, highlight=False)
+
+
+def draw(*things: RenderableType, file: IO[str] | None = None, most: int | None = None) -> None:
+    """Print lines, tables and texts of rich, flushed immediately. most: so many lines, the first."""
+    screen = screen_of(file or sys.stdout)
+    with screen.capture() as drawn:
+        for thing in things:
+            screen.print(thing)
+    print(*map(str.rstrip, drawn.get().split("\n")[:-1][:most]), sep="\n", file=file, flush=True)
+
+
 def echo(*lines: str, file: IO[str] | None = None) -> None:
     """Print lines, flushed immediately so that logs and pipes show them. Names and texts in them may be somebody
-    else's: `printable`."""
-    print(*map(printable, lines), sep="\n", file=file, flush=True)
+    else's: `printable`. A terminal shows ALARMS in colour."""
+    text = printable("\n".join(lines))
+    if not can_draw(file or sys.stdout) or not any(word in text for word in ALARMS):
+        print(text, file=file, flush=True)
+        return
+    from rich.text import Text
+
+    coloured = Text(text)
+    for word, style in ALARMS.items():
+        coloured.highlight_words([word], style)
+    draw(coloured, file=file)
 
 
 def say(stage: str, text: str) -> None:
@@ -57,56 +102,116 @@ def readable(size: float) -> str:
     return f"{size:.3g} PB"
 
 
-class ProgressBar:
-    """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds otherwise.
+class LiveLine:
+    """One line that shows how far something is: on a terminal drawn again in place, with a bar where there is room for
+    it; elsewhere printed now and then. What is printed meanwhile appears above.
 
-    file: where it is printed, by default to stdout.
+    Args:
+        file: where it is printed, by default to stdout.
+
+    Attributes:
+        present: the share that is done, and figures with two spaces between them. Those that do not fit are left out,
+            the last first.
     """
 
+    def __init__(self, stage: str, file: IO[str] | None = None) -> None:
+        self.stage, self.file = stage, file or sys.stdout
+        self.shown = -math.inf
+        self.present = 0.0, ""
+        self._live: Live | None = None
+
+    def __rich_console__(self, screen: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.progress_bar import ProgressBar as Bar
+        from rich.text import Text
+
+        share, figures = self.look()
+        room = options.max_width - STAGE
+        if len(figures) > room:
+            figures = figures[:room + 2].rpartition("  ")[0] or figures
+        yield Text(f"{self.stage:<9} ", "bold", end="")
+        if (width := min(20, (room - len(figures) - 2) // 10 * 10)) > 0:
+            yield Bar(1.0, share, width=width, complete_style="cyan", finished_style="green")
+            figures = f"  {figures}"
+        yield Text(printable(figures), no_wrap=True, overflow="ellipsis", end="")
+
+    def look(self) -> tuple[float, str]:
+        """What is shown."""
+        return self.present
+
+    def show(self, *, ticking: bool = False) -> None:
+        """Show what is done, the first time at once and then now and then. ticking: a thread does, too."""
+        now = time.monotonic()
+        if now - self.shown < (LIVE_S if self._live else PLAIN_S):
+            return
+        self.shown = now
+        if self._live:
+            self._live.refresh()
+        elif can_draw(self.file):
+            from rich.live import Live
+
+            screen = screen_of(self.file)
+            # A process that is killed could not show the cursor again.
+            screen.show_cursor = lambda show=True: False  # type: ignore[method-assign]
+            self._live = Live(self, console=screen, auto_refresh=ticking, transient=True)
+            self._live.start(refresh=True)
+        else:
+            echo(f"{self.stage:<9} {self.look()[1]}", file=self.file)
+
+    def close(self) -> None:
+        """Remove it from the terminal."""
+        if self._live:
+            self._live.update("")
+            self._live.stop()
+
+
+class ProgressBar(LiveLine):
+    """`label: done/total unit  ETA  rate` as a live line, and at the end in how much time."""
+
     def __init__(self, stage: str, label: str, total: int, unit: str, file: IO[str] | None = None) -> None:
-        self.stage, self.label, self.total, self.unit = stage, label, total, unit
-        self.file = file or sys.stdout
-        self.live = self.file.isatty()
-        self.every_s = 0.2 if self.live else 10.0
+        super().__init__(stage, file)
+        self.label, self.total, self.unit = label, total, unit
         self.done, self.first = 0, 0
-        self.start = self.shown = time.monotonic()
 
     def __enter__(self) -> ProgressBar:
+        self.start = time.monotonic()
+        if can_draw(self.file):
+            self.show(ticking=True)
+        self.shown = self.start
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.live:
-            print("\r\x1b[K", end="", flush=True, file=self.file)
+        self.close()
         if kind is None:
-            elapsed = time.monotonic() - self.start
-            self._say(f"{self.label}: {self.done}/{self.total} {self.unit} in {duration(elapsed)}")
+            echo(f"{self.stage:<9} {self._counted} in {duration(self._elapsed_s)}", file=self.file)
 
-    def _say(self, text: str) -> None:
-        echo(f"{self.stage:<9} {text}", file=self.file)
+    @property
+    def _counted(self) -> str:
+        return f"{self.label}: {self.done}/{self.total} {self.unit}"
+
+    @property
+    def _elapsed_s(self) -> float:
+        return max(1e-9, time.monotonic() - self.start)
+
+    @property
+    def left_s(self) -> float:
+        """Estimated seconds to the end, at the rate since the start. Something must have been done."""
+        return (self.total - self.done) * self._elapsed_s / (self.done - self.first)
+
+    def look(self) -> tuple[float, str]:
+        """What is shown."""
+        made = self.done - self.first
+        pace = f"{duration(self.left_s)} to go  {made / self._elapsed_s:.1f}/s" if made else duration(self._elapsed_s)
+        return self.done / max(1, self.total), f"{self._counted}  {pace}"
 
     def already(self, count: int) -> None:
         """Count work that an earlier, interrupted run finished; it is not part of the rate."""
         self.done = self.first = count
 
-    @property
-    def left_s(self) -> float:
-        """Estimated seconds to the end, at the rate since the start. Something must have been done."""
-        return (self.total - self.done) * (time.monotonic() - self.start) / (self.done - self.first)
-
     def advance(self, units: int = 1) -> None:
-        """Count finished units and occasionally print the progress."""
+        """Count finished units and occasionally show the progress."""
         self.done += units
-        now = time.monotonic()
-        if now - self.shown < self.every_s or self.done >= self.total:
-            return
-        self.shown = now
-        rate = (self.done - self.first) / (now - self.start)
-        text = (f"{self.label}: {self.done}/{self.total} {self.unit}, {rate:.1f}/s, "
-                f"{duration(self.left_s)} to go")
-        if self.live:
-            print(f"\r\x1b[K{self.stage:<9} {printable(text)}", end="", flush=True, file=self.file)
-        else:
-            self._say(text)
+        if self.done < self.total:
+            self.show()
 
 
 def number_ranges(ranks: Sequence[int]) -> str:
@@ -141,10 +246,24 @@ def quiet_imports() -> Iterator[None]:
         logging.disable(before)
 
 
-def aligned(rows: Sequence[Sequence[str]], just: Callable[[str, int], str] = str.ljust) -> list[str]:
-    """A table for a terminal. just: how cells outside the first column are padded to their width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([first.ljust(widths[0]), *map(just, others, widths[1:])]).rstrip() for first, *others in rows]
+def table(rows: Sequence[Sequence[str]], numbers: Container[str] = (), styles: Sequence[str] = ()) -> Table:
+    """A table to `draw`. Where it is too wide, texts are folded.
+
+    Args:
+        rows: the first is the heading.
+        numbers: headings of columns that are aligned to the right and never folded.
+        styles: of the other rows.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", row_styles=styles)
+    for name in rows[0]:
+        result.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers,
+                          overflow="fold")
+    for row in rows[1:]:
+        result.add_row(*(Text(printable(cell)) for cell in row))
+    return result
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -182,16 +301,10 @@ OF_WEIGHTS = ("config.json", "index.json")
 INTERRUPTED = 130
 
 
-def in_colour(stream: TextIO) -> bool:
-    """Whether to print colours to a stream: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
-
-
 def complain(text: str) -> None:
     """Print an error for the user."""
     sys.stdout.flush()
-    opening = "\x1b[31merror:\x1b[0m" if in_colour(sys.stderr) else "error:"
-    print(f"{opening} {printable(text)}", file=sys.stderr, flush=True)
+    echo(f"error: {text}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,11 +10,13 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.phases import BatchPlan, with_largest
 from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.console import aligned, readable
+from drover.pipeline.core.console import readable, table
 from drover.pipeline.parallel.stages import bubble, stage_layers
 from drover.pipeline.rehearsal.memory import KINDS, Peak
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from drover.pipeline.rehearsal.watch import Collective, Traffic
 
 RESULT = "pipeline/training/engine.py"
@@ -62,28 +64,30 @@ def ends_and_middle(config: Config, ranks: int) -> list[int]:
     return [place * each for place in sorted({0, config.parallel.pp // 2, config.parallel.pp - 1})]
 
 
-def lines(config: Config, rehearsals: Sequence[Rehearsal]) -> list[str]:
+def page_of(config: Config, rehearsals: Sequence[Rehearsal]) -> list[RenderableType]:
     """The results as a page for the terminal."""
     ranks, parallel = rehearsals[0].ranks, config.parallel
     plan, sizes = BatchPlan.of(with_largest(config, ranks).train, parallel, ranks), parallel.sizes(ranks)
     layout = " x ".join(f"{name} {size}" for name, size in zip(
         ("pp", "dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True) if size > 1) or "1"
-    page = [f"rehearsed  one step of {config.name} on {ranks:,} ranks = {layout}", f"batch      {plan}"]
+    page: list[RenderableType] = [f"rehearsed  one step of {config.name} on {ranks:,} ranks = {layout}",
+                                  f"batch      {plan}"]
     if parallel.pp > 1:
         lost = bubble(config.model, parallel, plan.accumulation)
         text = "little, if all kinds of passes take equally long" if lost is None else f"{lost:.0%} of the time used"
         page.append(f"pipeline   {parallel.pp_schedule}, {parallel.stages} stages; lost by waiting: {text}")
     equal_ranks = [f"rank {one.rank:,}" for one in rehearsals]
-    page += ["", *aligned([
+    page += ["", table([
         ["memory at its peak", *equal_ranks], ["layers", *(one.layers for one in rehearsals)],
         *([kind, *(readable(one.peak.kinds[kind]) for one in rehearsals)] for kind in KINDS),
-        ["all", *(readable(one.peak.bytes) for one in rehearsals)]], str.rjust)]
+        ["all", *(readable(one.peak.bytes) for one in rehearsals)]], equal_ranks)]
     largest = fullest(rehearsals)
     page += [f"largest on rank {largest.rank:,}: {'; '.join(map(str, largest.peak.items[:3]))}", ""]
     channels = sorted({channel for one in rehearsals for channel in one.traffic.calls})
-    page += aligned([["collectives of the step", "ranks", *equal_ranks],
-                     *([f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
-                        *(_counted(one, channel) for one in rehearsals)] for channel in channels)], str.rjust)
+    page += [table([["collectives of the step", "ranks", *equal_ranks],
+                    *([f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
+                       *(_counted(one, channel) for one in rehearsals)] for channel in channels)],
+                   ["ranks", *equal_ranks])]
     page += ["each with calls and bytes: what a rank sends or receives, whichever is more", ""]
     return page + judgements(rehearsals)
 

@@ -286,7 +286,6 @@ class Loop:
 
     def _leave(self, stop: Stop) -> None:
         """Log and record why training ends early, once the checkpoint is complete."""
-        self.recorder.interrupt()
         ending = self._settle()
         self.ranks.barrier()  # without an agent, rank 0 holds the store over which the others learn of the save
         step = self.progress.step

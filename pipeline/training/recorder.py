@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import Progress, ProgressRecord
-from drover.pipeline.core.console import counted, duration
+from drover.pipeline.core.console import LiveLine, counted, duration
 from drover.pipeline.data.sampling.consumption import planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.parallel.blocks import compiled_share
@@ -75,9 +74,6 @@ def _layout(config: Config, grid: Grid) -> str:
     return f"FSDP2 {grid.replicate} x {grid.shard}{named}{stages}"
 
 
-LIVE_S, PLAIN_S = 0.2, 10.0
-"""Seconds between two steps that are shown: on a terminal, and elsewhere."""
-
 class Recorder:
     """The records of one start. Every rank has a recorder; only rank 0's writes, once it is open.
 
@@ -93,8 +89,7 @@ class Recorder:
         self.plan = plan
         self.log: TrainingLog | None = None
         self._events = deque[tuple[str, dict[str, object]]]()
-        self._live = sys.stdout.isatty()
-        self._shown = 0.0
+        self._line = LiveLine("train")
         self._progress = ProgressRecord(work.folder)
         self._newest: Progress | None = None
         self._trained = self.flops_per_token = self.look_s = 0.0
@@ -157,28 +152,20 @@ class Recorder:
             self._newest = Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=loss,
                                     tokens_per_s=tokens_per_s, goodput=goodput)
             self._progress.note(self._newest)
+            time_left = "" if after.step == self.plan.steps else f"  ETA {duration(max(0.0, left_s))}"
             share_of_peak = f"  mfu {mfu:.1%}" if mfu else ""
-            self._show(after.step, f"loss {result.loss:.4f}  lr {rate:.2e}  grad {result.grad_norm:.2f}  "
-                                   f"tok/s {tokens_per_s:,.0f}{share_of_peak}  ETA {duration(max(0.0, left_s))}")
+            self._show(after.step, f"loss {result.loss:.4f}{time_left}  tok/s {tokens_per_s:,.0f}  "
+                                   f"grad {result.grad_norm:.2f}  lr {rate:.2e}{share_of_peak}")
         return record
 
-    def _show(self, step: int, text: str) -> None:
-        """Print a step: live on a terminal, every 10 s elsewhere; the last step always."""
-        now = time.monotonic()
-        last = step == self.plan.steps
-        if now - self._shown < (LIVE_S if self._live else PLAIN_S) and not last:
-            return
-        self._shown = now
-        text = f"step {step}/{self.plan.steps}  {text}"
-        if self._live:
-            print(f"\r\x1b[K{'train':<9} {text}", end="\n" if last else "", flush=True)
+    def _show(self, step: int, figures: str) -> None:
+        """Show a step: live on a terminal, a line now and then elsewhere. The first and the last are always shown."""
+        self._line.present = step / self.plan.steps, f"step {step}/{self.plan.steps}  {figures}"
+        if step < self.plan.steps:
+            self._line.show()
         else:
-            self.work.say(text)
-
-    def interrupt(self) -> None:
-        """Clear the live line, so that another line can be printed."""
-        if self._live and self.ranks.is_rank_zero:
-            print("\r\x1b[K", end="", flush=True)
+            self._line.close()
+            self.work.say(self._line.present[1])
 
     def _goodput(self, now: float) -> float:
         """The share of the time since the first start that went into productive steps."""
@@ -213,6 +200,7 @@ class Recorder:
     def close(self) -> None:
         """Make everything durable and stop recording. The final goodput includes the time after the last step, such as
         its checkpoint, as the report's does."""
+        self._line.close()
         self.flush()
         if self._newest is not None:
             self._progress.note(replace(self._newest, goodput=self._goodput(time.time())))

@@ -2,6 +2,7 @@
 to say what is wrong."""
 
 import io
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ from drover.pipeline.core.console import (
     ProgressBar,
     add_run,
     complain,
+    draw,
     duration,
     echo,
     find_model,
-    in_colour,
     say,
 )
+from drover.pipeline.core.console import table as table_of
 from drover.pipeline.core.errors import UserError
 from tests.refusal import refused, table
 
@@ -75,13 +77,31 @@ def test_a_defect_keeps_its_traceback():
     refused(ValueError, "ours", failing(ValueError("ours")), [])
 
 
-def test_errors_are_red_on_a_terminal_that_is_not_asked_to_do_without(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
+UNADORNED = ("NO_COLOR=1", "TERM=dumb")
+
+
+@pytest.fixture(autouse=True)
+def colours(monkeypatch):
+    """The terminal has colours, whatever this process's is."""
+    for name in ("NO_COLOR", "COLORTERM", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # must put none into pipes
+
+
+def test_errors_are_red_on_a_terminal_that_is_not_asked_to_do_without(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", screen := Terminal())
-    complain("a\x1b[2J")
-    assert screen.getvalue() == "\x1b[31merror:\x1b[0m a\\x1b[2J\n" and not in_colour(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not in_colour(screen)
+    complain("a\x1b[2J [red]x")
+    say("shard", "warning: less")
+    assert screen.getvalue() == "\x1b[1;31merror:\x1b[0m a\\x1b[2J [red]x\n"
+    say("shard", "warning: an error: none")
+    assert "\x1b" not in capsys.readouterr().out
+    for name in UNADORNED:
+        with monkeypatch.context() as one:
+            one.setenv(*name.split("="))
+            one.setattr("sys.stderr", screen := Terminal())
+            complain("a")
+            assert screen.getvalue() == "error: a\n"
 
 
 @pytest.mark.parametrize("arguments", ["demo", "runs/demo", "--run demo", "--run ./runs/demo/"])
@@ -127,19 +147,39 @@ def test_in_a_log_progress_is_a_line_now_and_then(clock, capsys):
             clock[0] += 4
             bar.advance()
     assert capsys.readouterr().out.splitlines() == [
-        "encode    shards: 23/40 units, 0.2/s, 1 m 08 s to go", "encode    shards: 24/40 units in 16 s"]
+        "encode    shards: 23/40 units  1 m 08 s to go  0.2/s", "encode    shards: 24/40 units in 16 s"]
 
 
-def test_on_a_terminal_one_line_is_drawn_again_and_cleared(clock, monkeypatch):
+@pytest.mark.parametrize(("columns", "bar", "figures"), [
+    (20, "", "shards: 1/"), (40, "", "shards: 1/4 [b]units"), (60, "", "shards: 1/4 [b]units  3.0 s to go  1.0/s"),
+    (71, "━━╸━━━━━━━  ", "shards: 1/4 [b]units  3.0 s to go  1.0/s"),
+    (200, "━━━━━╺━━━━━━━━━━━━━━  ", "shards: 1/4 [b]units  3.0 s to go  1.0/s")])
+def test_on_a_terminal_one_line_is_drawn_again_fits_and_is_cleared(columns, bar, figures, clock, monkeypatch):
+    """What is printed meanwhile stays whole, above it. The cursor is never hidden: a kill would leave it so."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    with ProgressBar("encode", "shards", 4, "units") as bar:
+    with ProgressBar("encode", "shards", 4, "[b]units") as progress:
         clock[0] += 1
-        bar.advance()
+        progress.advance()
+        say("encode", text := "warning: [red] of " + 100 * "x")
         clock[0] += 0.1  # too soon for another
-        bar.advance()
-    drawn = screen.getvalue()
-    assert drawn == ("\r\x1b[Kencode    shards: 1/4 units, 1.0/s, 3.0 s to go\r\x1b[K"
-                     "encode    shards: 2/4 units in 1.1 s\n")
+        progress.advance()
+    assert "\x1b[?25" not in screen.getvalue() and sys.stdout is screen
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).split("\r")
+    line = f"\x1b[2Kencode    {bar}{figures}"
+    assert len(line) - 4 <= columns and drawn[1:] == [
+        line, f"\x1b[2Kencode    {text}\n{line[4:]}", "\x1b[2K\n",
+        "\x1b[1A\x1b[2Kencode    shards: 2/4 [b]units in 1.1 s\n"]
+
+
+def test_tables_take_names_literally_and_fit_a_terminal_but_not_a_pipe(monkeypatch, capsys):
+    rows = [["name", "count"], ["a long [red] name \x1b[2J " + "x" * 80, "1,000"], ["漢字", "2"]]
+    draw(table_of(rows, ["count"]))
+    assert [len(line) for line in capsys.readouterr().out.splitlines()] == [113, 113, 111]
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    draw(table_of(rows, ["count"], ["red", ""]))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80 and re.match(r"a long \[red\] name \\x1b\[2J", lines[1])
 
 
 def test_nothing_is_claimed_of_what_failed(clock, capsys):

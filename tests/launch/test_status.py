@@ -15,6 +15,7 @@ from drover.launch.run_status import judge, read_run
 from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, show
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import write_text
 from tests.launch.run_folders import NOW, SETTINGS, HandMade
 from tests.refusal import table
@@ -164,27 +165,29 @@ RUNNING = """\
 run       runs/demo, submitted 2026-11-21T11:45 UTC from commit 61ec0478c8 with
           changes
 
-stage      state    job          elapsed  progress                      left
-shard      done     12          1 m 05 s
-tokenizer  done     13          1 m 05 s
-encode     done     15          1 m 05 s
-train      running  16         10 m 00 s  320/500 steps 64%         5 m 38 s
+stage      state    job    elapsed  progress               left
+shard      done     12    1 m 05 s
+tokenizer  done     13    1 m 05 s
+encode     done     15    1 m 05 s
+train      running  16   10 m 00 s  320/500 steps 64%  5 m 38 s
 convert    waiting  17
 evaluate   waiting  18
 report     waiting  19
 train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
 
 ! train crashed before and was started again: rank 2 on n3 was killed by signal
-  9"""
+  9
+"""
 
 
-def test_a_chain_that_runs(run, monkeypatch):
+def test_a_chain_that_runs(run, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     run.training(attempt=1)
     run.attempt("attempt", "train", "16", ranks=4, nodes=["n3"])
     run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")
     seen = run.status({"16": JobInfo("16", "RUNNING", "", "n[1-4]", 600), **DEPENDENTS})
-    assert "\n".join(show(seen)) == RUNNING
+    draw(*show(seen))
+    assert capsys.readouterr().out == RUNNING
     run.state("train", "running", seconds=-1)
     assert run.status({}).rows[3].left == "", "an earlier start wrote that"
 

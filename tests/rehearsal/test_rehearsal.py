@@ -24,10 +24,11 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config, changed
+from drover.pipeline.core.console import draw
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.rehearsal import fitting, step
 from drover.pipeline.rehearsal.fitting import fit_in_memory, rehearse_apart
-from drover.pipeline.rehearsal.report import ends_and_middle, lines
+from drover.pipeline.rehearsal.report import ends_and_middle, page_of
 from drover.pipeline.rehearsal.step import FLASH_KERNEL, as_on_gpus, on_gpus
 from drover.tools.rehearse import main
 from tests.conftest import REPOSITORY
@@ -128,15 +129,17 @@ def plain():
     return rehearse_apart(CONFIG, 2, [0])[0]
 
 
-def test_what_makes_a_step_slow_is_named_and_a_plain_step_waits_for_nothing(plain):
+def test_what_makes_a_step_slow_is_named_and_a_plain_step_waits_for_nothing(plain, capsys):
     config = config_of(train={"attention": f"{__name__}:Waits"})
     [result] = rehearse_apart(config, 2, [0])
     assert next(iter(result.masks.values()))[-2:] == (512, 512)
     assert any("attention/sdpa.py" in place and "dense_mask" in place for place in result.masks)
     [place] = result.waits
     assert place.startswith("tests/rehearsal/test_rehearsal.py") and place.endswith("(attend)")
-    assert place in "\n".join(lines(config, [result])) and not plain.waits and not plain.masks
-    assert "none: the host reads nothing but the result of the step" in "\n".join(lines(CONFIG, [plain]))
+    draw(*page_of(config, [result]), *page_of(CONFIG, [plain]))
+    shown = capsys.readouterr().out
+    assert place in shown and not plain.waits and not plain.masks
+    assert "none: the host reads nothing but the result of the step" in shown
 
 
 @pytest.mark.parametrize("settings, ranks, rank, text", [

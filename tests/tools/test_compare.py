@@ -7,10 +7,11 @@ import shlex
 import pytest
 from scipy import stats
 
+from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.tools.compare import as_text, difference, main
+from drover.tools.compare import difference, main, page_of
 from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import corpus, text_of
 from tests.hub_server import hub  # noqa: F401 - a fixture
@@ -69,8 +70,10 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
         assert second["low"] <= second["difference"] <= second["high"]
         assert second["difference"] == pytest.approx(second["value"] - first["value"], rel=1e-4, abs=2e-6)
         assert export["value"] == pytest.approx(second["value"], rel=1e-5), "the same weights in another form"
-    heading, *lines = as_text(results).strip().splitlines()
-    assert heading.split()[:5] == ["task", "metric", "n", "chance", "model"] and len(lines) == len(results["rows"])
+    draw(*page_of(results))
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(lines), lines.count("")] == [len(results["rows"]) + 3 * 7, 7]
+    assert [lines[1].split()[:2], lines[2].split()[0]] == [["model", "score"], models[0]]
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("""
