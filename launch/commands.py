@@ -188,7 +188,7 @@ def _explain_options(parser: Parser) -> None:
 def _explain(options: argparse.Namespace) -> int:
     key, overridden, _ = options.explain.partition("=")  # `explain train.lr=5`: the override was meant as one
     options.overrides = [*[options.explain] * bool(overridden), *options.overrides]
-    echo(explanation(configuration(options), key))
+    draw(*explanation(configuration(options), key).split("\n"))
     return 0
 
 

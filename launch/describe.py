@@ -18,7 +18,7 @@ from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.console import counted, draw, duration, echo, first, readable, table
+from drover.pipeline.core.console import counted, draw, duration, first, readable, table
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.stages import largest_share
 
@@ -44,18 +44,18 @@ class Disk:
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, one row per job, and what the settings of train amount to."""
-    echo(f"run       {run.folder}\ncluster   {options.cluster} ({where})")
+    draw(f"run       {run.folder}", f"cluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
     draw("", table([headings, *(_row(job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        echo("", *training_facts(run.config, train), *consumption_lines(run))
+        draw("", *training_facts(run.config, train), *consumption_lines(run))
         if counts := train.node_counts[1:]:
-            echo(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
+            draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
     if disk.needed:
-        echo(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:",
+        draw(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:",
              *(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
-    echo()
+    draw("")
 
 
 def _row(job: Job, options: Options) -> list[str]:

@@ -244,20 +244,20 @@ def run_local(command: Sequence[str], environment: Environment, each: Each = lam
         for (read, _), stream in zip(pipes, streams, strict=True):
             with suppress(OSError, termios.error):  # no terminal, or the stage has ended
                 termios.tcsetwinsize(read, termios.tcgetwinsize(stream))
-        return each()
+        return True
 
+    fit()
     for (_, write), stream in zip(pipes, streams, strict=True):
         if stream.isatty():
             tty.setraw(write)
     with open(log, "ab", buffering=0) as log_file:
         readers = [threading.Thread(target=pass_on, args=(*pipe, stream, log_file), daemon=True)
                    for pipe, stream in zip(pipes, streams, strict=True)]
-        fit()
         running = [started(command, {**environment, **variables}, out, errors) for variables in own]
         for reader in readers:
             reader.start()
         group = ProcessGroup(dict(enumerate(running)), stage, stop_signals)
-        group.run(fit)
+        group.run(lambda: fit() and each())
         for reader in readers:
             reader.join(1)  # a grandchild that keeps the pipe open cannot hold us up
     return group

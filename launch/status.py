@@ -19,8 +19,6 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 
 import argparse
 import json
-import shutil
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,7 +34,6 @@ from drover.pipeline.core.console import (
     draw,
     find_run,
     is_run,
-    printable,
     runs_in,
     screen_of,
     table,
@@ -47,8 +44,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-WIDTH = 100
-"""Columns, if the output is no terminal."""
 WATCH_S = 5.0
 HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
 """Other figures of a stage follow in a line below the table."""
@@ -115,9 +110,9 @@ def show(status: RunStatus) -> list[RenderableType]:
     if chain:
         title += f", submitted {chain.submitted[:16]} UTC from commit {str(chain.git.get('commit', 'unknown'))[:10]}"
         title += " with changes" * bool(chain.git.get("changed"))
-    return [*_wrapped(title), "", _table(status.rows),
-            *(line for row in status.rows if row.figures for line in _wrapped(f"{row.stage:<9} {row.figures}")),
-            *(line for remark in status.remarks for line in ["", *_wrapped(remark, "! ")])]
+    return [title, "", _table(status.rows),
+            *(f"{row.stage:<9} {row.figures}" for row in status.rows if row.figures),
+            *(line for remark in status.remarks for line in ("", f"! {remark}"))]
 
 
 def overview(runs: list[RunStatus]) -> list[RenderableType]:
@@ -132,12 +127,6 @@ def _table(rows: Sequence[StageRow], headings: Sequence[str] = (), before: Seque
     cells = [[*own, *(getattr(row, name) for name in HEADING)]
              for own, row in zip(before or [()] * len(rows), rows, strict=True)]
     return table([[*headings, *HEADING], *cells], NUMBERS, [COLOURS[row.state] for row in rows])
-
-
-def _wrapped(text: str, bullet: str = "") -> list[str]:
-    columns = max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
-    return textwrap.wrap(printable(text), columns, initial_indent=bullet, subsequent_indent=" " * (len(bullet) or 10),
-                         max_lines=16, placeholder=" ...", break_long_words=False, break_on_hyphens=False)
 
 
 main = Program("python launch/status.py", __doc__, add_options, work, interrupted="")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from drover.pipeline.core.console import counted
+from drover.pipeline.core.console import Watch, counted, watch_of
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import Ledger, output_record, sha256_json, write_json
 from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
@@ -83,6 +83,10 @@ class Cached:
         self._keys[name] = key = sha256_json([inputs, values, more, self._made_by])
         return self.ledger.recorded({name: key}).get(name)
 
+    def watch(self, name: str) -> Watch:
+        """Shows on rank 0 how much of the part `name` is measured."""
+        return watch_of(self.work.name, name, sys.stdout) if self.ranks.is_rank_zero else iter
+
     def forget(self) -> None:
         """Invalidate all parts of this start: its inputs did not match their digests."""
         for name in self.seconds if self.ranks.is_rank_zero else ():
@@ -116,7 +120,8 @@ def evaluate(work: Work) -> None:
         due = ranks.is_rank_zero and cached.record(*of_baselines) is None
         baselines = background.submit(compare, work) if due else Future[Any]()  # without a result, which is not read
         validation = cached.get("validation text", ("encode", "convert"), (
-            "validation_tokens", "sequence_length", "dtype"), lambda: measure_validation(work, ranks, opened, length))
+            "validation_tokens", "sequence_length", "dtype"),
+            lambda: measure_validation(work, ranks, opened, length, cached.watch("validation text")))
         continuations = cached.get("continuations", ("tokenizer", "convert"), (
             "prompts", "prompt_tokens", "temperature", "top_p", "dtype"),
             lambda: continue_prompts(work, ranks, opened))
@@ -212,9 +217,10 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
     for task in tasks:
         files = {name: digest for name, digest in work.fingerprint["files"].items()
                  if name.startswith(f"{task.name}/")}
+        model.watch = cached.watch(name := f"task {task.name}")
         try:
             results[task.name] = cached.get(
-                f"task {task.name}", ("tokenizer", "convert"), (
+                name, ("tokenizer", "convert"), (
                     "sequence_length", "dtype", "task_limit", "bootstrap_iters"),
                 partial(measure_task, model, task, settings.task_limit, settings.bootstrap_iters, log), files=files)
         except UserError as error:

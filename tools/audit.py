@@ -24,7 +24,7 @@ from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.manifest import not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import Parser, Program, add_json, echo
+from drover.pipeline.core.console import Parser, Program, add_json, echo, watch_of
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problem_of
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers
@@ -247,7 +247,8 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], result: Audit, 
     from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 
     seen: dict[tuple[int, int], dict[int, np.ndarray]] = {}
-    for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
+    chunks = [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]
+    for part in watch_of("audit", "samples", sys.stderr)(chunks):
         located = data.order.locate(sample_numbers([part]))
         for pool, epoch, space in np.unique(np.stack(located[:3]), axis=1).T.tolist():
             used = seen.setdefault((pool, epoch), {}).setdefault(

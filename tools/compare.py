@@ -24,7 +24,18 @@ from drover.pipeline.config.kinds import add_plugin_option
 from drover.pipeline.config.tree import EvaluateConfig
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.core.console import Parser, Program, add_json, draw, echo, find_model, find_run, refuse_low, table
+from drover.pipeline.core.console import (
+    Parser,
+    Program,
+    add_json,
+    draw,
+    echo,
+    find_model,
+    find_run,
+    refuse_low,
+    table,
+    watch_of,
+)
 from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of
@@ -102,6 +113,8 @@ def work(options: argparse.Namespace) -> None:
                 model = HarnessModel(opened, batch=options.batch, length=options.length, ranks=ranks)
             except UserError as error:
                 raise UserError(f"{path}: {error}") from None
+            if ranks.is_rank_zero:
+                model.watch = watch_of("compare", name, sys.stderr)
             results[name] = {task.name: measure_task(model, task, options.limit, bootstrap_iters, Path(os.devnull))
                              for task in tasks}
             if validation is not None:
@@ -195,7 +208,7 @@ def difference(first: Sequence[Item], second: Sequence[Item]) -> dict[str, float
 
 def page_of(made: Mapping[str, Any]) -> list[RenderableType]:
     """A table for each task and metric, and the notes."""
-    page = list[RenderableType]()
+    page: list[RenderableType] = []
     for (task, metric, items, chance), models in groupby(
             made["rows"], key=lambda row: tuple(row[key] for key in ("task", "metric", "n", "chance"))):
         cells = [["" if row.get(name) is None else form.format(row[name]) for name, form in COLUMNS.items()]

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ STAGE = 10
 """Columns of a stage's name, before what is printed of it."""
 Say = Callable[[str], None]
 """Prints a message for the user."""
+Watch = Callable[[Any], Iterator[Any]]
+"""Passes the batches of a list on, and may show how many are done."""
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -57,12 +60,19 @@ def screen_of(stream: IO[str]) -> Console:
 
 
 def draw(*things: RenderableType, file: IO[str] | None = None, most: int | None = None) -> None:
-    """Print lines, tables and texts of rich, flushed immediately. most: so many lines, the first."""
+    """Print lines, tables and texts of rich, flushed immediately. Where a terminal is too narrow for a line, it is
+    continued below its text. most: so many lines, the first."""
     screen = screen_of(file or sys.stdout)
     with screen.capture() as drawn:
         for thing in things:
-            screen.print(thing)
+            screen.print(_folded(thing, screen.width) if isinstance(thing, str) else thing)
     print(*map(str.rstrip, drawn.get().split("\n")[:-1][:most]), sep="\n", file=file, flush=True)
+
+
+def _folded(line: str, width: int) -> str:
+    label = re.match(r"! |\S+ {2,}|\s*", line)
+    return "\n".join(textwrap.wrap(printable(line), width, subsequent_indent=" " * (label.end() if label else 0),
+                                   max_lines=16, placeholder=" ...", break_long_words=False, break_on_hyphens=False))
 
 
 def echo(*lines: str, file: IO[str] | None = None) -> None:
@@ -212,6 +222,16 @@ class ProgressBar(LiveLine):
         self.done += units
         if self.done < self.total:
             self.show()
+
+
+def watch_of(stage: str, label: str, file: IO[str]) -> Watch:
+    """A `Watch` with a progress bar, which is printed to `file`."""
+    def watched(batches: Any) -> Iterator[Any]:
+        with ProgressBar(stage, label, len(batches), "batches", file) as progress:
+            for batch in batches:
+                yield batch
+                progress.advance()
+    return watched
 
 
 def number_ranges(ranks: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from drover.model.devices import exact
 from drover.model.loss import IGNORED
+from drover.pipeline.core.console import Watch
 from drover.pipeline.data.sampling.packing import Pieces, best_fit
 from drover.pipeline.evaluation.scores import Measurement
 
@@ -142,7 +143,8 @@ def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
 
 @torch.no_grad()
 def measure(forward: Forward, batches: ValidationBatches, device: torch.device | str = "cpu",
-            copies: int = 1, together: AbstractContextManager[Any] | None = None) -> dict[str, Measurement]:
+            copies: int = 1, together: AbstractContextManager[Any] | None = None, watch: Watch = iter
+            ) -> dict[str, Measurement]:
     """Nats, targets and bytes of each source, the same on every rank.
 
     Called by all ranks together when there are several; `copies` of them (a tensor-parallel group) hold equal
@@ -156,7 +158,7 @@ def measure(forward: Forward, batches: ValidationBatches, device: torch.device |
     device = torch.device(device)
     sums = torch.zeros(len(sources), dtype=torch.float64, device=exact(device))
     with together or nullcontext():
-        for windows, inputs in batches:
+        for windows, inputs in watch(batches):
             nats = forward(*(tensor.to(device) for tensor in inputs)).to(sums.device).sum(dim=1, dtype=torch.float64)
             if len(windows):
                 sums[windows.to(sums.device)] = nats

@@ -33,6 +33,7 @@ from torch import Tensor, inference_mode
 from drover.model.devices import exact
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.stream import stream
+from drover.pipeline.core.console import Watch
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import named_in_errors
 from drover.pipeline.evaluation.items import BITS, TaskResult, item_results, shown_name
@@ -65,6 +66,7 @@ class HarnessModel(HFLM):
 
     Attributes:
         truncated: how many contexts were too long and lost their beginning.
+        watch: as of `Placed.divide`.
 
     Raises:
         UserError: the length is more than the model's context.
@@ -77,6 +79,7 @@ class HarnessModel(HFLM):
         self.opened = opened
         self.ranks = ranks
         self.truncated = 0
+        self.watch: Watch = iter
         self._ends = eos_ids(opened)
         described = SimpleNamespace(device=exact(opened.device), config=None)
         tokenizer = hugging_face_tokenizer(opened.tokenizer_folder)
@@ -106,7 +109,7 @@ class HarnessModel(HFLM):
             start += len(batches[-1])
         score = super()._loglikelihood_tokens
         scored = self.opened.placed.divide(
-            self.ranks, batches, lambda batch: score([requests[number] for number in batch], True))
+            self.ranks, batches, lambda batch: score([requests[number] for number in batch], True), self.watch)
         result = dict(zip(order, chain.from_iterable(scored), strict=True))
         return [result[number] for number in range(len(pairs))]
 
@@ -136,7 +139,8 @@ class HarnessModel(HFLM):
         """The model's continuation of each context, up to the first stop string. Request i uses seed i."""
         work = [self._prompt(seed, *request.args) for seed, request in enumerate(requests)]
         batches = [work[start:start + self.batch_size] for start in range(0, len(work), self.batch_size)]
-        return [text for texts in self.opened.placed.divide(self.ranks, batches, self._continued) for text in texts]
+        return [text for texts in self.opened.placed.divide(self.ranks, batches, self._continued, self.watch)
+                for text in texts]
 
     def _prompt(self, seed: int, context: str, settings: dict[str, Any]) -> tuple[list[int], Sampling]:
         """A context's ids, without their beginning if the new tokens need the room, and how the task samples."""

@@ -15,6 +15,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.model.names import parameter_shapes
 from drover.pipeline.config.training import ParallelConfig
+from drover.pipeline.core.console import Watch
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.weights import Weights, load_model
 from drover.pipeline.parallel.host_memory import always_return_freed_memory, free_memory
@@ -43,8 +44,11 @@ class Placed:
         """Whether a call failed on this rank while others wait for it, so that the ranks cannot continue together."""
         return bool(getattr(self.together, "broken", False))
 
-    def divide(self, ranks: Ranks, work: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+    def divide(self, ranks: Ranks, work: Sequence[Any], function: Callable[[Any], Any], watch: Watch = iter
+               ) -> list[Any]:
         """Results of `function` in the order of `work`, each computed by one rank, on every rank.
+
+        watch: of this rank's part.
 
         Raises:
             UserError: another rank failed, which would otherwise keep this one waiting.
@@ -53,7 +57,7 @@ class Placed:
         error = None
         try:
             with self.together:
-                made = [function(item) for item in work[ranks.rank::ranks.world]]
+                made = [function(item) for item in watch(work[ranks.rank::ranks.world])]
         except Exception as failure:
             if self.broken:
                 raise

@@ -30,6 +30,7 @@ import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.console import Watch
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.remote_tokens import shards_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
@@ -58,7 +59,7 @@ def chosen_documents(work: Work) -> dict[str, Chosen]:
     return {source: documents for source, documents in chosen.items() if len(documents)}
 
 
-def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: int) -> dict[str, Any]:
+def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: int, watch: Watch) -> dict[str, Any]:
     """The loss on each source's validation text, and how much text was measured. Every rank reads the documents
     of its own batches. length: tokens per window."""
     from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
@@ -71,7 +72,7 @@ def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: in
                                 world=ranks.world)
     measured = measure(lambda tokens, labels, documents, positions: opened.model(
         tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device,
-        together=opened.placed.together)
+        together=opened.placed.together, watch=watch)
     return {"sources": {source: {
         "nats": measured[source].nats, "targets": measured[source].targets, "bytes": measured[source].text_bytes,
         "documents": len(documents), "tokens": int(documents.lengths.sum()), "of_documents": documents.of_documents,

@@ -20,6 +20,7 @@ from drover.pipeline.core.console import (
     echo,
     find_model,
     say,
+    watch_of,
 )
 from drover.pipeline.core.console import table as table_of
 from drover.pipeline.core.errors import UserError
@@ -170,6 +171,21 @@ def test_on_a_terminal_one_line_is_drawn_again_fits_and_is_cleared(columns, bar,
     assert len(line) - 4 <= columns and drawn[1:] == [
         line, f"\x1b[2Kencode    {text}\n{line[4:]}", "\x1b[2K\n",
         "\x1b[1A\x1b[2Kencode    shards: 2/4 [b]units in 1.1 s\n"]
+
+
+def test_lines_are_folded_below_their_text_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    draw("batch     1,024 tokens a step and more\x07", "", f"! it ended: {'x' * 40}",
+         "  a setting whose meaning is long")
+    assert screen.getvalue().splitlines() == [
+        "batch     1,024 tokens a step", "          and more\\x07", "", "! it ended:", f"  {'x' * 40}",
+        "  a setting whose meaning is", "  long"]
+
+
+def test_batches_are_passed_on_and_counted(capsys):
+    assert [*watch_of("evaluate", "x", sys.stderr)([3, 5])] == [3, 5]
+    assert capsys.readouterr().err.startswith("evaluate  x: 2/2 batches in ")
 
 
 def test_tables_take_names_literally_and_fit_a_terminal_but_not_a_pipe(monkeypatch, capsys):

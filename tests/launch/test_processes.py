@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
@@ -72,17 +73,39 @@ def test_requests_are_noted(number, given):
 def test_a_live_line_is_shown_unchanged_and_logged_once():
     """A closed output ends nothing."""
     shown, log = io.TextIOWrapper(io.BytesIO()), io.BytesIO()
+    text = b"1/3\r\x1b[2K2/3\r\x1b[2K\n\r\x1b[1A\x1b[2K\x1b[31mdone\x1b[0m 3/3\n\nnext\r\nrest"
     reader, closed = os.pipe()
     os.close(reader)
     for target in shown, os.fdopen(closed, "w"):
         read, write = os.pipe()
-        os.write(write, b"\r\x1b[K1/3\r\x1b[Kdone 3/3\nnext\r\nrest")
+        os.write(write, text)
         pass_on(read, write, target, log)
     show(target, "nobody reads this")
     with suppress(BrokenPipeError):
         target.close()
-    assert shown.buffer.getvalue() == b"\r\x1b[K1/3\r\x1b[Kdone 3/3\nnext\r\nrest"
-    assert log.getvalue() == 2 * b"done 3/3\nnext\nrest\n"
+    assert shown.buffer.getvalue() == text
+    assert log.getvalue() == 2 * b"done 3/3\n\nnext\nrest\n"
+
+
+def test_a_stage_sees_its_terminal_resized(tmp_path, monkeypatch):
+    read, write = os.openpty()
+    termios.tcsetwinsize(write, (24, 60))
+    code = "import os, sys, time; seen = []\nwhile 40 not in seen:\n seen.append(os.get_terminal_size(1)[0])\n " \
+           "sys.stderr.write(str(os.get_terminal_size(2)[0]) + '\\n'); time.sleep(0.02)"
+    with open(write, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+
+        def resize():
+            if "60" in log.read_text():
+                termios.tcsetwinsize(read, (24, 40))
+            return True
+
+        log = tmp_path / "log"
+        assert run_local([sys.executable, "-c", code], os.environ, resize, log=log).status == 0
+        monkeypatch.undo()
+    os.close(read)
+    assert {*log.read_text().split()} == {"60", "40"}
 
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):

@@ -162,8 +162,7 @@ def test_a_request_to_stop(run):
 
 
 RUNNING = """\
-run       runs/demo, submitted 2026-11-21T11:45 UTC from commit 61ec0478c8 with
-          changes
+run       runs/demo, submitted 2026-11-21T11:45 UTC from commit 61ec0478c8 with changes
 
 stage      state    job    elapsed  progress               left
 shard      done     12    1 m 05 s
@@ -175,13 +174,12 @@ evaluate   waiting  18
 report     waiting  19
 train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
 
-! train crashed before and was started again: rank 2 on n3 was killed by signal
-  9
+! train crashed before and was started again: rank 2 on n3 was killed by signal 9
 """
 
 
 def test_a_chain_that_runs(run, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "80")  # of no terminal: nothing is folded
     run.training(attempt=1)
     run.attempt("attempt", "train", "16", ranks=4, nodes=["n3"])
     run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")
