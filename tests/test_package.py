@@ -20,12 +20,12 @@ def site(tmp_path_factory):
     (folder / "source").mkdir()
     subprocess.run(["cp", "-a", *PARTS, folder / "source"], cwd=REPOSITORY, check=True)  # links as links
     run_python("-c", "from setuptools import build_meta; build_meta.build_sdist('..')", cwd=folder / "source")
-    archive, = folder.glob("drover-*.tar.gz")
+    archive, = folder.glob("drover_lm-*.tar.gz")
     with tarfile.open(archive) as file:
         held = {name.split("/")[1] for name in file.getnames() if "/" in name}
     assert {"drover", "constraints.txt", "LICENSE"} <= held and "tests" not in held
     run_python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, archive)
-    wheel, = folder.glob("drover-*.whl")
+    wheel, = folder.glob("drover_lm-*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
         scripts, = (name for name in file.namelist() if name.endswith("entry_points.txt"))

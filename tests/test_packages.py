@@ -39,9 +39,9 @@ def test_requirements_have_bounds_and_a_version_that_the_tests_were_run_with(ext
         REPOSITORY / "constraints.txt").read_text().splitlines()}
     for name, one in requirements(extra).items():
         bounds = {bound.operator for bound in one.specifier}
-        assert name == "drover" or ">=" in bounds, name
+        assert name == "drover-lm" or ">=" in bounds, name
         assert name not in MARGIN or "<" in bounds, name
-        assert extra in ("wandb", "mlflow") or canonicalize_name(name) in {*pinned, "drover", "setuptools"}, name
+        assert extra in ("wandb", "mlflow") or canonicalize_name(name) in {*pinned, "drover-lm", "setuptools"}, name
 
 
 @pytest.mark.parametrize(("stage", "setting", "module", "extra"), table("""
@@ -57,7 +57,7 @@ def test_a_stage_says_which_extra_it_lacks(monkeypatch, stage, setting, module, 
     [output] = absent_packages(config, stage)
     assert f"needs the package {module}, which is not installed here: `pip install --editable '.[{extra}]'`" in output
     monkeypatch.setattr(packages, "CHECKOUT", False)
-    assert f"`pip install 'drover[{extra}]'` installs it. Or" in absent_packages(config, stage)[0]
+    assert f"`pip install 'drover-lm[{extra}]'` installs it. Or" in absent_packages(config, stage)[0]
     assert absent_packages(config, "report") == []
 
 

@@ -122,7 +122,7 @@ DocumentFilter = Annotated[SerializeAsAny[Kind], PlainValidator(FILTERS.read)]
 
 class NearDuplicates(Section):
     """Detection of near-duplicates by MinHash signatures. Documents that share a band are linked, and one document of
-    each connected component is kept. Needs the package rensa (`pip install --editable '.[clean]'`)."""
+    each connected component is kept. Needs the package rensa (the extra `clean`)."""
 
     preset: Literal["fineweb", "olmo3"] = "fineweb"
     """`fineweb`: shingles of 5 words, 14 bands of 8 rows, for a Jaccard similarity of about 0.75. `olmo3`: shingles of

@@ -19,7 +19,7 @@ EXTRAS = {"lm_eval": "eval", "deepspeed": "deepspeed", "submitit": "slurm", "dat
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The folder with `pipeline`, `model` and the others."""
 CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
-"""Whether this is a checkout, in which pip installs Drover's requirements and not a package named drover."""
+"""Whether this is a checkout, in which pip installs Drover's requirements and nothing from the index."""
 
 
 class UserError(Exception):
@@ -138,7 +138,9 @@ def install(module: str) -> str:
     extra = EXTRAS.get(module)
     if extra is None:
         return f"`pip install {module}`"
-    return f"`pip install --editable '.[{extra}]'` in the checkout" if CHECKOUT else f"`pip install 'drover[{extra}]'`"
+    if CHECKOUT:
+        return f"`pip install --editable '.[{extra}]'` in the checkout"
+    return f"`pip install 'drover-lm[{extra}]'`"
 
 
 def installed_version(package: str) -> str | None:
