@@ -1,6 +1,7 @@
 """The package that is installed: one name for all of it, its configurations with it, and nothing taken from where it is
 started."""
 
+import shlex
 import subprocess
 import tarfile
 import zipfile
@@ -11,6 +12,8 @@ from tests.conftest import REPOSITORY, run_python
 
 PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE",
          "MANIFEST.in", "constraints.txt")
+
+ASK = "from drover.pipeline.core.errors import install; print(install('tensorboard'))"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def site(tmp_path_factory):
     run_python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, archive)
     wheel, = folder.glob("drover_lm-*.whl")
     with zipfile.ZipFile(wheel) as file:
-        assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
+        assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover", "drover_lm"}
         scripts, = (name for name in file.namelist() if name.endswith("entry_points.txt"))
         assert "drover = drover.__main__:main" in file.read(scripts).decode()
         file.extractall(folder / "site")
@@ -49,3 +52,12 @@ def test_an_installed_package_makes_a_run_beside_files_with_the_names_of_its_par
     assert "all done in" in made.stdout and "runs/demo/report.html" in made.stdout
     assert "llama3_8b" in start(site, tmp_path, "drover", "presets", "llama3_8b").stdout
     assert "trace" in start(site, tmp_path, "drover", "completion", "bash").stdout
+
+
+@pytest.mark.slow
+def test_the_command_that_brings_an_extra_is_right_for_a_checkout_and_for_a_wheel(site, tmp_path):
+    for code, folder in ((REPOSITORY, REPOSITORY), (site, tmp_path)):
+        printed = run_python("-c", ASK, cwd=folder, PYTHONPATH=str(code))
+        pip, *arguments = shlex.split(printed.stdout.split("`")[1])
+        tried = start(code, folder, pip, *arguments, "--dry-run", "--no-index", "--no-build-isolation")
+        assert tried.returncode == 0, tried.stderr
