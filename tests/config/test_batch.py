@@ -87,6 +87,10 @@ RECIPES = table("""
     shakespeare_char -> 1
     shakespeare_char_gpu -> 1
     tinystories -> 8
+    llama_110m -> 1
+    llama_110m -> 8
+    llama_350m -> 1
+    llama_350m -> 8
     llama3.2_1b -> 8
     llama3_8b -> 8
     llama3_8b_128k -> 8
@@ -102,3 +106,12 @@ def test_every_shipped_recipe_is_possible_and_takes_the_micro_batch_that_it_name
         assert BatchPlan.of(within.train, within.parallel, ranks).micro_batch == within.train.micro_batch
     assert rank_problems(settings, ranks) == []
     assert {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")} == {name for (name, *_), _ in RECIPES}
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama_110m", 2.2), ("llama_350m", 7.0)])
+def test_small_recipes_train_on_the_tokens_that_their_comment_names(name, billions):
+    settings = load_config(REPOSITORY / f"configs/{name}.yaml")
+    tokens, shape = settings.train.steps * settings.train.batch_tokens, settings.model.with_vocabulary(32000)
+    assert round(tokens / 1e9, 1) == billions and round(tokens / shape.parameter_count) == 20
+    hours = tokens * shape.flops_per_token(settings.train.sequence_length, causal=True) / (0.43 * 989e12) / 3600
+    assert round(hours) == {"llama_110m": 1, "llama_350m": 10}[name]

@@ -20,6 +20,7 @@ from drover.pipeline.rehearsal.report import ends_and_middle, fullest
 
 LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
 PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("configs/llama_110m.yaml", 1, ()), ("configs/llama_350m.yaml", 1, ()), ("configs/llama_350m.yaml", 8, ()),
     ("configs/llama3.2_1b.yaml", 8, ()), ("configs/llama3_8b.yaml", 8, ()), ("configs/llama3_8b.yaml", 64, ()),
     ("configs/llama3_8b_128k.yaml", 8, ()), ("configs/llama3_70b.yaml", 1024, ()),
     ("configs/llama3_405b.yaml", 16384, ()), ("configs/llama3_405b.yaml", 16384, LONG))

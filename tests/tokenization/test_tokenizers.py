@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drover.pipeline.tokenization.conversion import open_tokenizer
 from drover.pipeline.tokenization.tokenizer import BOS, EOS, MAX_PART, MAX_RUN, SPECIAL_TOKENS, WORD_MARK, reads_back
 from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
@@ -54,6 +55,29 @@ def test_special_tokens_that_a_program_joins_to_a_text_are_tokens_in_the_export(
     assert tokenizer("hi" + tokenizer.eos_token)["input_ids"] == expected
     assert tokenizer(["hi" + eos, eos])["input_ids"] == [expected, [vocabulary.bos_id, vocabulary.eos_id]]
     assert vocabulary.special_ids.isdisjoint(vocabulary.encode(bos + "hi" + eos))
+
+
+@every_kind
+def test_special_tokens_that_are_added_later_are_tokens_and_stay_text_in_documents(
+        vocabularies, exported, texts, tmp_path, kind):
+    """As for a chat template with names of its own; the folder is saved, and opened by both programs."""
+    from copy import deepcopy
+
+    from transformers import AutoTokenizer
+    vocabulary, start, end = vocabularies[kind], "<|im_start|>", "<|im_end|>"
+    changed = deepcopy(exported[kind])
+    changed.add_special_tokens({"additional_special_tokens": [start, end]})
+    changed.chat_template = ("{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>"
+                             "{% endfor %}")
+    changed.save_pretrained(tmp_path)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), open_tokenizer("huggingface", tmp_path / "tokenizer.json")
+    first = theirs.convert_tokens_to_ids(start)
+    assert first >= vocabulary.used and ours.special_tokens[end] == theirs.convert_tokens_to_ids(end) == first + 1
+    assert theirs.apply_chat_template([{"role": "user", "content": "Hello é"}], return_dict=False) == [
+        first, *vocabulary.encode("user\nHello é"), first + 1]
+    for text in [*ODD_TEXTS, f"a {start}b{end} {vocabulary.bounds[1]}", *texts]:
+        assert ours.encode(text) == vocabulary.encode(text)
+        same_as_exported(vocabulary, theirs, text)
 
 
 @every_kind
