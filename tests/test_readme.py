@@ -19,8 +19,8 @@ from tests.data.source_files import COMPRESS, lines
 from tests.pages import checkout, commands, files, typed, warm_stages
 
 README = (REPOSITORY / "README.md").read_text()
-HAVE_TESTS = {"extending", "weights", "evaluation", "generation", "tutorial-crawl", "tutorial-tinystories",
-              "tutorial-export", "data", "tokens", "machines"}
+HAVE_TESTS = {"after-pretraining", "extending", "weights", "evaluation", "generation", "tutorial-crawl",
+              "tutorial-tinystories", "tutorial-export", "data", "tokens", "machines"}
 """Pages with tests of their own."""
 PAGES = ["../README", *sorted({path.stem for path in (REPOSITORY / "docs").glob("*.md")} - HAVE_TESTS)]
 COMMANDS = dict.fromkeys(commands(*PAGES, needs=["torchao"] if find_spec("torchao") else []))
