@@ -36,15 +36,20 @@ def _llama1(dim: int, layers: int, heads: int, norm_eps: float = 1e-6) -> ModelC
     return shape.model_copy(update={"context_length": 2048, "norm_eps": norm_eps})
 
 
-def ladder_step(depth: int) -> ModelConfig:
-    """A step of the ladder: `depth` blocks, width 64 * depth, heads of width 64.
+def _step(layers: int, dim: int, multiplier: float | None = None) -> ModelConfig:
+    """A step of the ladder: heads of width 64, above a width of 2048 of 128, which share no keys or values. Embeddings
+    are tied, and the vocabulary is the tokenizer's."""
+    heads = dim // (64 if dim <= 2048 else 128)
+    return ModelConfig(dim=dim, layers=layers, heads=heads, kv_heads=heads, ffn_dim_multiplier=multiplier,
+                       multiple_of=64, context_length=1024, rope_theta=10000.0, tied_embeddings=True)
 
-    With a constant ratio of width to depth, results of one step carry over to the next (Kaplan et al. 2020, figure 5:
-    the ratio itself matters little). Heads share no keys or values, embeddings are tied, and the vocabulary is the
-    tokenizer's.
-    """
-    return ModelConfig(dim=64 * depth, layers=depth, heads=depth, kv_heads=depth, multiple_of=64, context_length=1024,
-                       rope_theta=10000.0, tied_embeddings=True)
+
+LADDER = [_step(*sizes) for sizes in (
+    (2, 128), (3, 192), (4, 256), (5, 320), (6, 384), (8, 512), (10, 640), (12, 768), (16, 1024), (24, 1024),
+    (24, 1536), (16, 2048, 1.5), (24, 2048, 1.5), (28, 3072), (32, 4096))]
+"""Shapes from small to large. Up to 12 blocks the width is 64 times the depth: the ratio itself matters little (Kaplan
+et al. 2020, figure 5). Then come sizes of published models: GPT-2's 12 x 768 and 24 x 1024, Llama's 16 x 2048 (3.2 1B),
+28 x 3072 (3.2 3B) and 32 x 4096 (7B), SmolLM2's 24 x 2048 (1.7B)."""
 
 
 def _extended(base: ModelConfig, factor: float, tied: bool = False) -> ModelConfig:
@@ -80,9 +85,9 @@ PRESETS: dict[str, ModelConfig] = {
     "tinyllama_1.1b": ModelConfig(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, vocab_size=32000,
                                   context_length=2048, rope_theta=10000.0),
     # Named after their parameters with a vocabulary of 32,000; the smallest with one of 4,096.
-    "ladder_1m": ladder_step(2),
-    "ladder_15m": ladder_step(5),
-    "ladder_42m": ladder_step(8),
-    "ladder_110m": ladder_step(12),
-    "ladder_350m": ladder_step(18),
+    "ladder_1m": _step(2, 128),
+    "ladder_15m": _step(5, 320),
+    "ladder_42m": _step(8, 512),
+    "ladder_110m": _step(12, 768),
+    "ladder_350m": _step(24, 1024),
 }

@@ -94,7 +94,7 @@ TABLE = {
     "tinyllama_1.1b": (2048, 22, 32, 4, 5632, 32000, 2048, 1e4, 1e-5, None, False),
 }
 LADDER = {"ladder_1m": 950_912, "ladder_15m": 16_592_320, "ladder_42m": 42_082_816, "ladder_110m": 109_529_856,
-          "ladder_350m": 323_561_088}
+          "ladder_350m": 336_380_928}
 
 
 def test_every_preset_has_a_row():
@@ -152,7 +152,7 @@ def test_the_network_itself_has_as_many_parameters(name):
 def test_the_ladder(name):
     shape = PRESETS[name].with_vocabulary(4096 if name == "ladder_1m" else 32000)
     assert shape.parameter_count == LADDER[name] and shape.problems() == []
-    assert shape.dim == 64 * shape.layers and shape.head_width == 64
+    assert shape.dim == 64 * min(shape.layers, 16) and shape.head_width == 64
 
 
 @pytest.mark.parametrize(("name", "length", "gibibytes"), [

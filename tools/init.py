@@ -16,13 +16,14 @@ import re
 import shlex
 import sys
 import time
+import unicodedata
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
 from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
-from drover.model.presets import ladder_step
+from drover.model.presets import LADDER
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import read_tokens, tokens_text
 from drover.pipeline.core.console import Parser, Program, duration, echo, refuse_low
@@ -32,37 +33,66 @@ from drover.tools.presets import CHINCHILLA
 from drover.tools.survey import Corpus, look
 
 CPU_SHARE = 0.6
-"""Share of the speed of matrix products that training reaches on CPUs: the middle of what was measured, from 0.4 to
-1.0."""
+"""Share of the speed of small matrix products that training reaches on CPUs (benchmarks/RESULTS.md)."""
 GPU_FLOPS = 0.35 * 300e12
 """FLOP/s of a GPU: a careful guess that does not depend on its model."""
-SIZE = 1024
-"""Rows and columns of the matrices in the speed test: 2 GFLOP a product, some 10 ms on two cores."""
-TEST_S = 0.1
+SIZE, PRODUCTS = 64, 40
+"""Rows and columns of the matrices in the speed test, small enough for one thread, and products at a time: 20 MFLOP,
+less than a millisecond."""
+TEST_S = 0.5
 """Seconds of the speed test, however slow the machine is."""
+START_S = 8.0
+"""Seconds that a training takes besides its steps: imports, the first batch, samples, the last checkpoint."""
+OTHER_S, OTHER_MB_S = 30.0, 1.0
+"""Seconds that the stages before and after training take, and for each MB of text on one core, about."""
+VALIDATION = 0.05
+"""Share of the time of steps that validation may take in addition."""
 EPOCHS = 4
 """Up to so many epochs, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
 BYTES = 512
 """Ids of the vocabulary of bytes, with the special ones. Smaller corpora than 0.5 MB take it: one of 1,024 learned ids
 may need more text than there is."""
+BITS, BITS_AT, BITS_POWER = 0.83, 2e6, 0.075
+"""Bits per byte of validation text that models need after training on so many bytes, as a share of those of gzip -9;
+and the power of the bytes with which they fall (benchmarks/RESULTS.md)."""
+BITS_RANGE = 0.25
+"""By how much of it texts differed, and some more."""
+BITS_MEASURED = range(1_000_000, 10_000_000)
+"""Bytes that measured models were trained on."""
+MOST_EMBEDDING = 1.5
+"""The embedding has at most so many times the parameters of the blocks: a larger vocabulary costs more than it brings.
+"""
+TRAIN_MB = 100.0
+"""Of more text the vocabulary is made of a sample."""
 FEW_DOCUMENTS = 500
 """With fewer, the validation text is the end of each source: too few documents could be drawn at random."""
+LR_LAW = "0.003239 - 0.0001395 ln(parameters of the blocks): Kaplan et al. 2020"
 MUON_WIDTH = 512
 """Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
+
+LETTERS = str.maketrans({
+    "ä": "ae", "ö": "oe", "ü": "ue", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue", "ß": "ss", "æ": "ae", "Æ": "Ae", "ø": "oe",
+    "Ø": "Oe", "œ": "oe", "Œ": "Oe", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ı": "i"})
+"""How Latin letters are written in ASCII that are no letter with an accent, or not only that."""
 
 
 @dataclass(frozen=True)
 class Proposal:
     """A proposed model and training.
 
-    corpus_tokens: tokens in the text, about. tokens: to train on. limit: what decided their number, in words.
+    corpus_tokens: tokens in the text, about. tokens: to train on. token_bytes: bytes of text in one.
     """
 
     shape: ModelConfig
     corpus_tokens: int
     tokens: int
-    limit: str
-    seconds: float
+    token_bytes: float
+
+    @property
+    def epochs(self) -> str:
+        """What of the text is trained on, in words."""
+        share = self.tokens / self.corpus_tokens
+        return f"{share:.2g} epochs of your text" if share >= 1 else f"{100 * share:.2g}% of your text"
 
     @property
     def batch_tokens(self) -> int:
@@ -74,6 +104,30 @@ class Proposal:
     def steps(self) -> int:
         """Optimizer steps."""
         return max(20, self.tokens // self.batch_tokens)
+
+    @property
+    def muon(self) -> bool:
+        """Whether Muon is proposed."""
+        return self.shape.dim <= MUON_WIDTH
+
+    def seconds(self, flops: float) -> float:
+        """Of training, at so many FLOP/s: steps, validation, and what a start takes. Muon's iterations multiply 30
+        times the width's cube, and 12 times with the feed-forward width, for each of 5 and each layer."""
+        shape = self.shape
+        update = 5 * shape.layers * shape.dim**2 * (30 * shape.dim + 12 * shape.hidden) if self.muon else 0
+        step = self.batch_tokens * shape.flops_per_token(shape.context_length, causal=False) + update
+        return START_S + (1 + VALIDATION) * self.steps * step / flops
+
+
+    def expected(self, gzip_bits: float) -> str:
+        """The bits per byte that it will need of validation text for which gzip needs so many, in words."""
+        size = int(self.tokens * self.token_bytes)
+        bits = gzip_bits * BITS * (size / BITS_AT) ** -BITS_POWER
+        far = "" if size in BITS_MEASURED else "; so much text was not measured, so this may be far off"
+        return (f"about {bits:.2f} bits per byte of validation text ({bits * (1 - BITS_RANGE):.2f} to "
+                f"{bits * (1 + BITS_RANGE):.2f}), {bits * math.log(2) * self.token_bytes:.1f} nats per token, by "
+                f"gzip's {gzip_bits:.2f} and the power -{BITS_POWER} of {size / 1e6:,.1f} MB trained on, as measured "
+                f"on small models (benchmarks/RESULTS.md){far}")
 
 
 def add_options(parser: Parser) -> None:
@@ -99,24 +153,27 @@ def work(options: argparse.Namespace) -> None:
     if target.exists():
         raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
     corpus, machine = look(options.data), find_machine()
-    rate = machine.gpus * GPU_FLOPS or CPU_SHARE * matrix_rate(machine.cores)
+    rate = machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
     proposal = propose(corpus, rate, options.minutes, options.params)
     write_text(target, as_yaml(corpus, proposal, _name(options.data)))
     load_config(target)
+    others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
     for remark in corpus.remarks:
         echo(remark)
     echo(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
-         f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
+         f"({proposal.epochs}), {proposal.steps:,} steps: about {duration(proposal.seconds(rate))} of training here, "
+         f"and {duration(others)} of the other stages, if nothing else runs\n"
+         f"expected: {proposal.expected(corpus.gzip_bits)}\n"
          f"{target} is written. Read it, then:\n"
          f"  drover run --config {shlex.quote(str(target))} --cluster local")
 
 
-def matrix_rate(cores: int) -> float:
-    """FLOP/s of `cores` cores in float32 products, without importing torch.
+def matrix_rate() -> float:
+    """FLOP/s of a core in small float32 products, without importing torch.
 
-    Measured in processor time, which other programs change little: the machine's full speed, not what is free now.
+    The best of many, in processor time, which other programs change little: what the core can, not what is free now.
     """
     import numpy as np
 
@@ -124,42 +181,52 @@ def matrix_rate(cores: int) -> float:
     best = 0.0
     began = time.perf_counter()
     while not best or time.perf_counter() - began < TEST_S:
-        start = time.process_time()  # of all threads together
-        left @ left
-        best = max(best, 2 * SIZE**3 / max(1e-9, time.process_time() - start))
-    return best * cores
+        start = time.process_time()
+        for _ in range(PRODUCTS):
+            left @ left
+        best = max(best, PRODUCTS * 2 * SIZE**3 / max(1e-9, time.process_time() - start))
+    return best
 
 
 def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
     """A model and its training, from the text and the FLOP/s. `params`, if given, replaces the minutes."""
-    vocabulary = min(32768, max(BYTES, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
-    token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
-    text = 1 + int(corpus.text_bytes / token_bytes)
-    budget = params or math.sqrt(flops * 60 * minutes / (6 * CHINCHILLA))
-    tokens = int(min(CHINCHILLA * budget, EPOCHS * text))
-    limit = f"{tokens / text:.2g} epochs of your text" if tokens >= text else f"{tokens / text:.0%} of your text"
-    wanted = params or max(1.0, tokens / CHINCHILLA)
-    length = 1024 if tokens >= 20e6 else 512 if tokens >= 4e6 else 256
-    shapes = [ladder_step(depth).model_copy(update={"context_length": length, "vocab_size": vocabulary})
-              for depth in range(2, 49)]
-    shape = min(shapes, key=lambda shape: abs(math.log(shape.parameter_count / wanted)))
-    return Proposal(shape, text, tokens, limit, tokens * shape.flops_per_token(length, causal=False) / flops)
+    def trained(step: ModelConfig, tokens: float | None) -> Proposal:
+        """On so many tokens; None: as many as the minutes allow. Never on too many of the text."""
+        blocks = step.with_vocabulary(BYTES).non_embedding_parameter_count
+        most = min(32768, max(1024, MOST_EMBEDDING * blocks / step.dim), math.sqrt(2 * corpus.text_bytes))
+        vocabulary = max(BYTES, 2 ** int(math.log2(most)))
+        token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
+        text = 1 + int(corpus.text_bytes / token_bytes)
+        shape = step.with_vocabulary(vocabulary)
+        made = Proposal(shape, text, EPOCHS * text, token_bytes)
+        for _ in range(5 if tokens is None else 1):  # the length and the batch depend on the tokens
+            allowed = made.tokens * (60 * minutes - START_S) / (made.seconds(flops) - START_S)
+            used = int(max(1, min(allowed if tokens is None else tokens, EPOCHS * text)))
+            length = 1024 if used >= 20e6 else 512 if used >= 4e6 else 256
+            made = Proposal(shape.model_copy(update={"context_length": length}), text, used, token_bytes)
+        return made
+
+    if params is not None:
+        return min((trained(step, CHINCHILLA * params) for step in LADDER),
+                   key=lambda made: abs(math.log(made.shape.parameter_count / params)))
+    return min((trained(step, None) for step in LADDER),
+               key=lambda made: abs(math.log(made.tokens / made.shape.parameter_count / CHINCHILLA)))
 
 
 def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     """The configuration, each choice with its reason."""
     shape, steps = proposal.shape, proposal.steps
-    muon = shape.dim <= MUON_WIDTH
-    lr = 0.01 if muon else 0.003239 - 0.0001395 * math.log(shape.non_embedding_parameter_count)
+    lr = 0.01 if proposal.muon else 0.003239 - 0.0001395 * math.log(shape.non_embedding_parameter_count)  # LR_LAW
     few = corpus.files < FEW_DOCUMENTS
+    validation_tokens = min(65536, max(1024, int(VALIDATION * 0.75 * proposal.tokens / len(corpus.sources))))
     validation = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
     rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
     prompts = corpus.prompts or ["The "]
     vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
-                  f"vocab_size: {shape.vocab_size}   # about the square root of the text's bytes")
+                  f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer in small models")
     return f"""\
 # Proposed for {corpus.files:,} files with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know better.
-{"".join(f"# {remark}{chr(10)}" for remark in corpus.remarks)}name: {_quoted(name)}
+{"".join(f"# {remark}{chr(10)}" for remark in [*corpus.remarks, *corpus.left_out])}name: {_quoted(name)}
 
 shard:
   sources:
@@ -167,28 +234,34 @@ shard:
   shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
   validation_share: {validation:.2g}
   validation_rule: {rule}
+{"  max_rejected_share: 0.01   # not all files were looked into" + chr(10) if corpus.sampled else ""}\
 
 tokenizer:
   {vocabulary}
+{f"  train_mb: {TRAIN_MB:g}{chr(10)}" if corpus.text_bytes > TRAIN_MB * 1e6 else ""}\
 
-model:   # {tokens_text(shape.parameter_count)} parameters; {CHINCHILLA} tokens for each use compute best
+# {CHINCHILLA} tokens for each parameter use compute best (Hoffmann et al. 2022).
+model:   # {tokens_text(shape.parameter_count)} parameters
   dim: {shape.dim}
   layers: {shape.layers}
   heads: {shape.heads}
   kv_heads: {shape.kv_heads}
+{f"  ffn_dim_multiplier: {shape.ffn_dim_multiplier}{chr(10)}" if shape.ffn_dim_multiplier else ""}\
   multiple_of: {shape.multiple_of}
   context_length: {shape.context_length}
   rope_theta: {shape.rope_theta}
   tied_embeddings: true
 
-train:   # {tokens_text(proposal.tokens)} tokens, {proposal.limit}; beyond {EPOCHS} epochs, repeated text teaches little
+# Expected: {proposal.expected(corpus.gzip_bits)}.
+train:   # {tokens_text(proposal.tokens)} tokens, {proposal.epochs}; above {EPOCHS} epochs repeated text teaches little
   steps: {steps}
   sequence_length: {shape.context_length}
-  batch_tokens: {proposal.batch_tokens}
-  optimizer: {'muon' if muon else 'adamw'}
-  lr: {lr:.2g}
+  batch_tokens: {proposal.batch_tokens}   # some 400 steps
+  optimizer: {'muon' if proposal.muon else 'adamw'}
+  lr: {lr:.2g}   # {"measured on a model of 3M parameters (benchmarks/RESULTS.md)" if proposal.muon else LR_LAW}
   warmup_steps: {max(1, steps // 20)}
   validation_every: {max(1, steps // 4)}
+  validation_tokens: {validation_tokens}   # of each source: a twentieth of the time
   sample_every: {max(1, steps // 2)}
   prompts: {_flow(prompts)}
   checkpoint: {{every_steps: {max(1, steps // 4)}}}
@@ -202,10 +275,12 @@ def _sources(corpus: Corpus) -> str:
     """A line for each kind of files."""
     lines = dict[str, str]()
     for kind, paths in corpus.sources.items():
-        base = re.sub(r"[^A-Za-z0-9_]+", "-", kind.text_field or "text").strip("-")[:40] or "records"
+        field = f"{kind.text_field or ('other' if kind.format else 'text')}-{kind.encoding}".removesuffix("-utf-8")
+        base = re.sub(r"[^A-Za-z0-9_]+", "-", field).strip("-")[:40] or "records"
         name = next(own for own in chain([base], (f"{base}-{number}" for number in count(2))) if own not in lines)
         more = "".join(f", {key}: {_quoted(value)}" for key, value in kind.settings().items())
-        lines[name] = f"    - {{kind: files, name: {name}, paths: {_flow(paths)}{more}}}"
+        globs = ", ".join(f"{key}: {_flow(own)}" for key, own in paths.items())
+        lines[name] = f"    - {{kind: files, name: {name}, {globs}{more}}}"
     return "\n".join(lines.values())
 
 
@@ -219,8 +294,10 @@ def _quoted(text: str) -> str:
 
 
 def _name(folder: Path) -> str:
-    """A run's name from a folder's."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "mine"
+    """A run's name from a folder's: in ASCII, with umlauts and the like written out and accents left out."""
+    text = unicodedata.normalize("NFC", folder.resolve().name).translate(LETTERS)
+    plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:100].strip("-._") or "mine"
 
 
 main = Program("python -m drover.tools.init", __doc__, add_options, work)

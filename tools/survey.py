@@ -1,13 +1,17 @@
 """What text a folder holds, in which kinds of files, and which files hold none: for `drover init`.
 
-A kind is what a source of `kind: files` reads with one set of settings. Each file is opened.
+A kind is what a source of `kind: files` reads with one set of settings. Of very many files some are looked into, the
+same ones each time; the others are taken to be as most of these with their ending.
 """
 
 from __future__ import annotations
 
 import codecs
 import glob
+import math
+import os
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.data import FilesSource
-from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import first, printable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
-from drover.pipeline.data.sources import input_files
-from drover.pipeline.data.streams import COMPRESSIONS, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
+from drover.pipeline.data.streams import COMPRESSIONS, HEAD, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
-PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
+PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
 READ = 1 << 24
 """Bytes of a text file that are read."""
@@ -41,8 +43,8 @@ PROSE = 100
 LONG_BYTES = 100e6
 """Text files of more bytes are divided into documents: they would be rejected (shard.max_document_mb) or take much
 memory."""
-MOST_REASONS = 20
-"""So many reasons to leave out files are named."""
+MOST_REASONS, MOST_IN_A_LINE = 20, 6
+"""So many reasons to leave out files are named, and in the line that sums them up."""
 PROMPTS = 3
 """The beginnings of so many files are proposed as prompts."""
 UNICODE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
@@ -53,12 +55,24 @@ LIKELY = ["cp1250", "cp1251", "koi8_r", "cp932", "euc_jp", "gb18030", "big5", "c
 """Encodings that are guessed where text is not Western."""
 GUESSED = 200
 """So many files of an ending have their encoding guessed; the next ones have the commonest of these, if it fits."""
+LOOKED_INTO = 10_000
+"""Of more files so many are looked into, of each ending its share."""
+SAMPLES, SAMPLED = 60, 1_200_000
+"""Of about so many files the beginnings, so many characters together, are compressed, to see how much of the text can
+be predicted."""
+FEW_NAMES = 20
+"""Up to so many files of a folder are written one by one where they share no ending."""
+NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|(-----BEGIN ))")
+"""How files begin whose text nobody wants to learn: markup, keys and certificates."""
+MBOX = b"\n\nFrom "
+"""Between two mails of a file."""
 
 
 @dataclass(frozen=True)
 class FileKind:
     """Settings of a source, where they are not the defaults; `text_field` is empty for text files."""
 
+    format: str = ""
     text_field: str = ""
     encoding: str = "utf-8"
     delimiter: str | None = None
@@ -75,22 +89,29 @@ class Corpus:
 
     Attributes:
         folder: where they lie.
-        sources: for each kind of files their paths, as globs where these match no others.
+        sources: for each kind of files `paths`, as globs, and `exclude`: what these match of others.
         files: how many they are.
+        sampled: whether only some of them were opened.
         text_bytes: bytes of text in them, about.
+        gzip_bits: bits per byte that gzip -9 needs of the beginnings of some.
         prompts: the beginnings of some.
-        remarks: what to know about the files, such as which hold no text and why, as lines.
+        remarks: what to know about the files, as lines; the first one says how many hold no text and why.
+        left_out: which ones, by reason.
     """
 
     folder: Path
-    sources: Mapping[FileKind, list[str]]
+    sources: Mapping[FileKind, dict[str, list[str]]]
     files: int
+    sampled: bool
     text_bytes: int
+    gzip_bits: float
     prompts: list[str]
     remarks: list[str]
+    left_out: list[str]
 
 
 EMPTY = "it is empty"
+TEST_SPLIT = "a test split, by its name: what a model is tested on, it should not learn"
 DESCRIPTIONS = ("dataset_info.json", "config.json")
 """Files in JSON that lie next to the text of data sets or weights."""
 
@@ -100,63 +121,100 @@ class NoTextError(Exception):
 
 
 def look(folder: Path) -> Corpus:
-    """The text in a folder. UserError if there is none, or a folder in it cannot be read."""
+    """The text in a folder. UserError if there is none."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder. Give the folder that holds your text files.")
     folder = folder.resolve()
-    paths = sorted(files_below(folder, _refuse))
-    tests = _test_split(paths, folder)
-    kinds = defaultdict[FileKind, list[Path]](list)
+    closed = list[OSError]()
+    paths = sorted(files_below(folder, closed.append))
     left_out = defaultdict[str, list[Path]](list)
-    guesses = defaultdict[str, Counter[str]](Counter)
-    prompts = list[str]()
+    for error in closed:
+        left_out[f"a folder that cannot be read: {error.strerror}"].append(Path(error.filename))
+    tests = _test_split(paths, folder)
+    left_out[TEST_SPLIT] += sorted(tests)
+    groups = defaultdict[str, list[Path]](list)
     for path in paths:
-        if path in tests:
-            left_out["a test split, by its name: what a model is tested on, it should not learn"].append(path)
-            continue
-        try:
-            kind, text = _kind(path, guesses[_ending(path)])
-        except NoTextError as reason:
-            left_out[str(reason)].append(path)
-            continue
-        kinds[kind].append(path)
-        if len(prompts) < PROMPTS:
-            prompts += _prompt(text)
-    reasons = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
+        groups[_wildcard(path)].append(path)
+    kinds = defaultdict[FileKind, list[Path]](list)
+    prompts, sample = list[str](), bytearray()
+    looked_into = 0
+    for own in groups.values():
+        guesses, became = Counter[str](), Counter[FileKind | str]()
+        candidates = [path for path in own if path not in tests]
+        chosen = _chosen(candidates, math.ceil(len(candidates) * min(1.0, LOOKED_INTO / len(paths))))
+        looked_into += len(chosen)
+        for path in chosen:
+            try:
+                kind, text = _kind(path, guesses)
+            except NoTextError as reason:
+                became[str(reason)] += 1
+                left_out[str(reason)].append(path)
+                continue
+            became[kind] += 1
+            kinds[kind].append(path)
+            if _checksum(path) % max(1, len(paths) // SAMPLES) == 0:
+                sample += text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
+            if len(prompts) < PROMPTS:
+                prompts += [prompt for prompt in _prompt(text) if prompt not in prompts]
+        for most, _ in became.most_common(1):
+            (kinds[most] if isinstance(most, FileKind) else left_out[most]).extend({*candidates}.difference(chosen))
+    reasons = sorted(filter(left_out.get, left_out), key=lambda reason: (-len(left_out[reason]), reason))
     remarks = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS]]
     if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
         remarks.append(f"left out for other reasons: {_shown(more, folder)}")
     if not kinds:
-        raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads .txt, .md, .rst, .tex, .py, "
-                                     f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.",
-                                     *remarks]))
+        raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
+                                     f".parquet and .arrow, each also with .gz or .zst.", *remarks]))
     sorted_kinds = dict(sorted(kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
-    remarks += [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
-                for kind, own in sorted_kinds.items() if not kind.encoding.startswith("utf")]
-    empty = set(left_out[EMPTY])  # patterns may match them: nothing is read of them
-    size = sum(_text_bytes(path) for own in kinds.values() for path in own)
-    return Corpus(folder, _patterns(folder, [path for path in paths if path not in empty], sorted_kinds),
-                  sum(map(len, kinds.values())), int(size), prompts, remarks)
+    notes = [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
+             for kind, own in sorted_kinds.items() if not kind.encoding.startswith("utf")]
+    if looked_into < len(paths) - len(tests):
+        notes.append(f"looked into {looked_into:,} of {len(paths):,} files, the same ones each time; the others are "
+                     f"taken to be as most of these with their ending")
+    files = [path for own in kinds.values() for path in own]
+    empty, unread = {*left_out[EMPTY]}, [_literal(Path(error.filename)) for error in closed]
+    return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
+                           for kind, own in sorted_kinds.items()},
+                  len(files), looked_into < len(paths) - len(tests), int(sum(map(_text_bytes, files))),
+                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), prompts,
+                  [*_in_a_line({reason: left_out[reason] for reason in reasons}, folder), *notes],
+                  remarks)
 
 
-def _refuse(error: OSError) -> None:
-    raise UserError(f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away.")
+def _chosen(paths: list[Path], count: int) -> list[Path]:
+    """So many of some paths: those whose names have the lowest checksums, in the order of the names."""
+    return sorted(sorted(paths, key=_checksum)[:count]) if count < len(paths) else paths
+
+
+def _checksum(path: Path) -> int:
+    return zlib.crc32(os.fsencode(path.name))
+
+
+def _in_a_line(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator[str]:
+    """How many files are left out for which reasons, in short, the most frequent first, with an example of each."""
+    short = defaultdict[str, list[Path]](list)
+    for reason, paths in left_out.items():
+        short[re.split(r"[,;:(]", reason.removeprefix("it is "))[0].strip()] += paths
+    frequent = sorted(short.items(), key=lambda item: (-len(item[1]), item[0]))
+    texts = [f"{reason}: {len(paths):,} ({_shown(paths[:1], folder)})" for reason, paths in frequent]
+    if texts:
+        yield f"left out {sum(map(len, short.values())):,} files: {first(texts, MOST_IN_A_LINE, 'reasons')}"
 
 
 def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
-    """The files that are a test split by their names, where others are for training."""
+    """The files that are a test split by their names, where others with the same ending are for training."""
     words = {path: set(re.split(r"[\W\d_]+", path.relative_to(folder).as_posix().lower())) for path in paths}
-    return {path for path, own in words.items() if own & {"test", "testing", "eval", "evaluation"}} \
-        if any("train" in own for own in words.values()) else set()
+    trained = {_ending(path) for path, own in words.items() if "train" in own}
+    return {path for path, own in words.items()
+            if _ending(path) in trained and own & {"test", "testing", "eval", "evaluation"}}
 
 
 def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
     """What a file is read as, and its first text; NoTextError if it holds none."""
-    form = file_format(path)
+    own_format = file_format(path)
+    form = own_format or "txt"
     if not path.is_file():
-        raise NoTextError("it is a link that leads nowhere, a pipe or a device")
-    if form is None:
-        raise NoTextError("the name does not show a format")
+        raise NoTextError("a link that leads nowhere, a pipe or a device")
     if path.name in (*CARDS, *SAVED, *DESCRIPTIONS) and form == "json":
         raise NoTextError("it describes a data set or a model")
     if is_page(path):
@@ -167,9 +225,15 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
         if form in COLUMNAR and form != "csv":
             return _records_kind(path, form, UTF8)
         with Input(Piece.of(path)).open() as stream:
-            data = stream.read(READ)
+            data = stream.read(HEAD if own_format is None else READ)
+            if own_format is None:
+                _refuse_mistaken(path, form, UTF8)
+                data += stream.read(READ - len(data))
         if not data.strip():
             raise NoTextError(EMPTY)
+        if own_format is None and (match := NO_PROSE.match(data)):
+            raise NoTextError("a key or certificate" if match[3] else "an XML file, of which the model would learn the "
+                                                                      "markup; take its text out first")
         encoding = _encoding(data, form, guesses)
         text = codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
         if form != "txt":
@@ -177,9 +241,11 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
             return _records_kind(path, form, encoding, _delimiter(path, header) if form == "csv" else None)
         _refuse_mistaken(path, form, encoding)
         separator = None
-        if _text_bytes(path) > LONG_BYTES:
+        if data.startswith(MBOX.lstrip()) and MBOX in data:
+            separator = MBOX.decode()
+        elif _text_bytes(path) > LONG_BYTES:
             separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
-        return FileKind("", encoding, None, separator), text
+        return FileKind("" if own_format else "txt", "", encoding, None, separator), text
     except damage() as error:
         raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -208,7 +274,7 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
         if len(lists) > 1:
             raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
         name = _text_field(lists[0])
-    return FileKind(name, encoding, delimiter), str(value_in(_records(path, encoding, delimiter, name)[0], name))
+    return FileKind("", name, encoding, delimiter), str(value_in(_records(path, encoding, delimiter, name)[0], name))
 
 
 def _records(path: Path, encoding: str, delimiter: str | None, text_field: str = "") -> list[Any]:
@@ -294,8 +360,10 @@ def _encoding(data: bytes, form: str, guesses: Counter[str]) -> str:
             return name
     if order := utf16_order(data[:4096]):
         return f"utf-16-{order}"
-    if b"\0" in data or _fits(data, "utf-8"):
+    if _fits(data, "utf-8") or (b"\0" in data and form != "txt"):
         return "utf-8"
+    if b"\0" in data:
+        raise NoTextError("binary data, not text: NUL bytes and broken UTF-8")
     text = data.decode("utf-8", "replace")
     broken, others = text.count("\ufffd"), len(re.findall(r"[^\x00-\x7f\ufffd]", text))
     if others < 2 * broken:
@@ -327,49 +395,43 @@ def _ending(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix.lower() in COMPRESSIONS else path.suffixes[-1:])
 
 
-def _patterns(folder: Path, paths: Sequence[Path],
-              kinds: Mapping[FileKind, Sequence[Path]]) -> dict[FileKind, list[str]]:
-    """The paths of each kind's files: globs, or the files where a glob would match others too."""
-    kind_of = {path: kind for kind, own in kinds.items() for path in own}
-    of_ending = defaultdict[str, list[Path]](list)
-    for path in paths:
-        of_ending[_ending(path)].append(path)
-    patterns = {kind: list[str]() for kind in kinds}
-    for ending, own in sorted(of_ending.items()):
-        for kind, pattern in _covering(folder, own, ending, kind_of):
-            patterns[kind].append(pattern)
-    for kind, alone in kinds.items():
-        source = FilesSource(kind="files", name="a", paths=patterns[kind])
-        matched = {path for _, path in input_files(Config.model_validate({"shard": {"sources": [source]}}))}
-        if matched.intersection(paths) != set(alone):  # a link leads to a folder of others
-            patterns[kind] = [_literal(path) for path in alone]
-    return patterns
+def _wildcard(path: Path) -> str:
+    """A glob of the names of files like this one: with its ending, or, where this shows no format and is rather part of
+    a name (`1.`, `mail.2024-06-01`, `README.gz`), with its name."""
+    ending = _ending(path)
+    by_ending = file_format(path) or (ending not in COMPRESSIONS and re.fullmatch(r"(\.[A-Za-z]\w{0,9}){1,2}", ending))
+    return f"*{_literal(ending)}" if by_ending else _literal(path.name)
 
 
-def _covering(folder: Path, paths: Sequence[Path], ending: str,
-              kind_of: Mapping[Path, FileKind]) -> Iterator[tuple[FileKind, str]]:
-    """(kind, glob) that together match those of `paths`, all with this ending in this folder, that have a kind."""
-    kinds = {kind_of.get(path) for path in paths}
-    wildcard = f"*{glob.escape(ending)}"
-    if kinds == {None}:
-        return
-    if len(kinds) == 1:
-        yield kind_of[paths[0]], f"{_literal(folder)}/**/{wildcard}"
-        return
-    inside = defaultdict[str, list[Path]](list)
-    for path in paths:
-        below = path.relative_to(folder).parts
-        inside[below[0] if len(below) > 1 else ""].append(path)
-    direct = inside.pop("", [])
-    if len(direct) > 1 and len({kind_of.get(path) for path in direct}) == 1 and direct[0] in kind_of:
-        yield kind_of[direct[0]], f"{_literal(folder)}/{wildcard}"
-    else:
-        yield from ((kind_of[path], _literal(path)) for path in direct if path in kind_of)
-    for name, own in sorted(inside.items()):
-        yield from _covering(folder / name, own, ending, kind_of)
+def _patterns(folder: Path, own: set[Path], groups: Mapping[str, Sequence[Path]], empty: set[Path],
+              closed: list[str]) -> dict[str, list[str]]:
+    """The paths of a kind's files: globs where most of what these match is of the kind, else the files; and what they
+    match of others, but for empty files, of which nothing is read.
+
+    closed: folders that cannot be read.
+    """
+    paths, others, alone = list[str](), list[Path](), defaultdict[Path, list[Path]](list)
+    for wildcard, group in groups.items():
+        rest = {*group} - own - empty
+        if (mine := own.intersection(group)) and len(group) > 1 and len(mine) > len(rest):
+            paths.append(f"{_literal(folder)}/**/{wildcard}")
+            others += rest
+        else:
+            for path in mine:
+                alone[path.parent].append(path)
+    exclude = [*closed] if paths else []
+    for parent, few in alone.items():
+        rest = {path for group in groups.values() for path in group if path.parent == parent} - own - empty
+        if FEW_NAMES < len(few) > len(rest):
+            paths.append(f"{_literal(parent)}/*")
+            others += rest
+        else:
+            paths += map(_literal, sorted(few))
+    exclude += map(_literal, sorted({*others}))
+    return {"paths": sorted(paths), **({"exclude": exclude} if exclude else {})}
 
 
-def _literal(path: Path) -> str:
+def _literal(path: Path | str) -> str:
     """A glob of one path; a byte that is not UTF-8, which YAML cannot hold, is any character."""
     return re.sub("[\udc80-\udcff]", "?", glob.escape(str(path)))
 

@@ -63,6 +63,8 @@ class FilesSource(Section):
     `gs://`, `az://`) names an object, a prefix or a wildcard; keys and address come from the environment. Matches are
     sorted, so their order does not depend on the disk. Only the files' content and their names below their common
     folder count, not where they lie."""
+    exclude: list[SourcePath] = execution([])
+    """Files, globs or URLs that are left out of `paths`; and folders that cannot be read, which else stop the stage."""
     format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
     """Format of the files. `auto` uses the ending of the file's name, before .gz or .zst. It reads .md, .rst, .tex, .py
     and .html as txt, and .tsv as csv. `json` is an array of objects or objects one after another. `arrow` is an IPC

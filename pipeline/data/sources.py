@@ -143,19 +143,23 @@ def _stdlib_paths(source: StdlibSource) -> list[Path]:
 def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
     result: dict[InputFile, None] = {}
     problems = []
+    excluded = {match for pattern in source.exclude for match in (
+        find(pattern) if is_url(pattern) else matches(_without_dots(Path(pattern).absolute())))}
     for pattern in source.paths:
         if is_url(pattern):
             try:
-                result.update(dict.fromkeys(find(pattern)))
+                result.update(dict.fromkeys(found for found in find(pattern) if found not in excluded))
             except UserError as error:
                 problems.append(f"source {source.name}: {error}")
             continue
         full = _without_dots(Path(pattern).absolute())
         # A name with [ or ] in it that exists is meant literally.
         closed = list[OSError]()
-        there = [full] if full.is_file() else matches(full, closed.append)
+        matched = [full] if full.is_file() else matches(full, closed.append)
+        there = [path for path in matched if path not in excluded]
         problems += [f"source {source.name}: the folder {error.filename} cannot be read: {error.strerror}. Make it "
-                     f"readable, or narrow `paths`." for error in closed if isinstance(error, PermissionError)]
+                     f"readable, or name it in `exclude`." for error in closed
+                     if isinstance(error, PermissionError) and Path(error.filename) not in excluded]
         files = [path for path in there if path.is_file()]
         has_wildcard = glob.has_magic(pattern)
         broken = [path.name for path in there if path.is_symlink() and not path.exists()]
@@ -163,7 +167,7 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             problems.append(f"source {source.name}: {len(broken):,} links that match {pattern} lead to no file "
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
-        elif not files:
+        elif not files and (there or not matched):
             what = f"no file matches {pattern}" if has_wildcard else _what_it_is(pattern, full)
             problems.append(f"source {source.name}: {what} ({_looked_in(full)}). Correct `paths`.")
         result.update(dict.fromkeys(files))

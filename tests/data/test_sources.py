@@ -57,6 +57,15 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
     assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]
 
 
+def test_files_folders_and_links_are_excluded(tmp_path):
+    for name in ("a.jsonl", "b.jsonl", "old/c.jsonl", "new/d.jsonl", "new/e.jsonl"):
+        write_jsonl(tmp_path / name, RECORDS)
+    (tmp_path / "gone.jsonl").symlink_to("nowhere")
+    source = files_source(tmp_path / "**/*.jsonl", tmp_path / "b.jsonl", exclude=[
+        f"{tmp_path}/old/*", f"{tmp_path}/new/../b.jsonl", f"{tmp_path}/gone.jsonl", f"{tmp_path}/new/x*"])
+    assert names(source) == ["s/a.jsonl", "s/new/d.jsonl", "s/new/e.jsonl"]
+
+
 def test_names_that_are_not_utf_8_and_cannot_be_told_apart_are_refused(tmp_path):
     for name in (b"a\xe9.txt", b"a\\xe9.txt"):
         (tmp_path / os.fsdecode(name)).write_text("x")

@@ -2,20 +2,25 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.training import read_tokens
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import AbsentInputError
+from drover.pipeline.data import streams
 from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.tools import survey
 from drover.tools.init import look, main, propose
+from tests.conftest import REPOSITORY
 from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
 from tests.refusal import printed, refused, table
 from tests.stages.here import run_here
@@ -65,7 +70,9 @@ def zoo(folder):
     (folder / "sep.csv").write_text(f'sep=|\nid|text\n1|"{wide(94)}"\n')
     (folder / "wrapped.json").write_text(json.dumps({"version": 1, "data": [{"page": {"text": wide(99)}}]}))
     others = {
-        "package.json": b'{"name": "site", "version": "1"}', "table.csv": b"day,rain\nMonday,3\n", "README": b"Read.",
+        "package.json": b'{"name": "site", "version": "1"}', "table.csv": b"day,rain\nMonday,3\n",
+        "icon.svg": b"<svg/>", "manual.pdf": b"%PDF-1.4", "own.key": b"-----BEGIN PRIVATE KEY-----\n",
+        "server.bin": bytes(99), "late.bin": b"text " * 999 + b"\0\xff",
         "page.html": b"<p>", "page.md": b"<!doctype html>", "photo.md": b"\x89PNG\r\n\0", "zeros.txt": bytes(99),
         "broken.md": "größer, früher".encode() + b"\xff",
         "cut.parquet": b"PAR1",
@@ -74,17 +81,29 @@ def zoo(folder):
         "lists.json": b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "empty.md": b" \n"}
     for name, data in others.items():
         (folder / name).write_bytes(data)
+    (folder / "README").write_text(wide(92))
+    (folder / "sub/LICENSE.gz").write_bytes(COMPRESS[".gz"](wide(91).encode()))
+    (folder / "sub/code.pyi").write_text(wide(90))
+    (folder / "alt.mbox").write_text(f"From a@b Mon\n{wide(88)}\n\nFrom a@b Tue\n{wide(89)}")
+    for number in range(30):
+        (folder / "mails").mkdir(exist_ok=True)
+        (folder / f"mails/17{number:02}.M{number}P1.post:2,S").write_bytes(wide(60 + number % 28).encode(
+            "cp1252" if number == 7 else "utf-8"))
     (folder / "gone.md").symlink_to("nowhere")
     (folder / "loop").symlink_to("..")
     os.mkfifo(folder / "pipe.txt")
-    return {*texts.values(), *map(wide, range(93, 100))}, {*others, "gone.md", "pipe.txt"}
+    mails = {f"From a@b Mon\n{wide(88)}", f"a@b Tue\n{wide(89)}", *map(wide, range(60, 88))}
+    return {*texts.values(), *mails, *map(wide, range(90, 100))}, {*others, "gone.md", "pipe.txt"}
 
 
 def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     wanted, others = zoo(tmp_path / "zoo")
     output = printed(capsys, main, "zoo", "--minutes", "1")
-    assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", output)} == set()
+    proposed = Path("zoo.yaml").read_text()
+    assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", proposed)} == set()
+    assert f"left out {len(others)} files: binary data: 4 (photo.md), a link that leads nowhere: 2 (" in output
+    assert '/mails/*"' in proposed and '/mails/1707.M7P1.post:2,S"]' in proposed, "but for the one in Latin-1"
     assert run_here("shard", "zoo.yaml", "launch.processes=1", "shard.validation_rule=hash",
                     "shard.validation_share=0.5") == 0
     run = Run(load_config("zoo.yaml"))
@@ -104,21 +123,141 @@ def test_a_test_split_and_descriptions_of_data_sets_are_left_out(tmp_path, files
                                                 {"text": wide(number)}))
     result = look(tmp_path)
     assert result.files == len(files.split()) - len(left_out)
-    assert {name for name in files.split() if re.search(rf"left out: (.*, )?{name}[:,]", "\n".join(result.remarks))
+    assert {name for name in files.split() if re.search(rf"left out: (.*, )?{name}[:,]", "\n".join(result.left_out))
             } == set(left_out)
-    source = files_source(*(path for own in result.sources.values() for path in own))
+    source = files_source(*(path for own in result.sources.values() for path in own["paths"]),
+                          exclude=[path for own in result.sources.values() for path in own.get("exclude", [])])
     assert {name for name, _ in input_files(config_of(source))} & {f"s/{name}" for name in left_out} == set()
 
 
-def test_a_folder_that_is_closed_is_refused_by_name(notes, monkeypatch):
+def test_what_is_closed_is_left_out_by_name_and_the_rest_runs(notes, monkeypatch, capsys):
     (notes / "deep/closed").mkdir(parents=True)
+    (notes / "secret.md").write_text("closed")
 
     def scan(folder, real=os.scandir):
-        if Path(folder).name == "closed":
+        if str(folder).endswith("closed"):
             raise PermissionError(errno.EACCES, "Permission denied", folder)
         return real(folder)
+
+    def opened(path, *arguments, real=streams.opened):
+        if Path(path).name == "secret.md":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path, *arguments)
     monkeypatch.setattr(os, "scandir", scan)
-    refused(UserError, "deep/closed cannot be read: Permission denied. Make it readable", look, notes)
+    monkeypatch.setattr(streams, "opened", opened)
+    output = printed(capsys, main, str(notes))
+    assert re.search(r"left out 3 files: .*a folder that cannot be read: 1 \(deep/closed\).*"
+                     r"it cannot be read: 1 \(secret.md\)", output)
+    run_here("shard", "my-notes.yaml", "launch.processes=1")
+    assert Run(load_config("my-notes.yaml")).finished("shard").counts["files"]["in"] == 6
+    refused(AbsentInputError, "closed cannot be read: Permission denied. Make it readable, or name it in `exclude`",
+            input_files, config_of(files_source(notes / "**/*.md")))
+
+
+def test_of_very_many_files_the_same_share_of_each_ending_is_looked_into(notes, monkeypatch, capsys):
+    for number in range(40):
+        (notes / f"mail.{number}").write_text(wide(number))
+        (notes / f"{number}.log").write_text(wide(number))
+    (notes / "mail.40").write_bytes(wide(40).encode("cp1252"))
+    opened = []
+
+    def kind(path, *more, real=survey._kind):
+        opened.append(path.name)
+        return real(path, *more)
+    monkeypatch.setattr(survey, "LOOKED_INTO", 20)
+    monkeypatch.setattr(survey, "_kind", kind)
+    output = printed(capsys, main, str(notes), "--to", "a.yaml")
+    first = [*opened]
+    assert main([str(notes), "--to", "b.yaml"]) == 0 and opened == first * 2 and len(first) < 87
+    assert f"looked into {len(first)} of 88 files, the same ones each time" in output
+    assert load_config("a.yaml").shard.max_rejected_share == 0.01 and len(input_files(load_config("a.yaml"))) >= 86
+
+
+@pytest.mark.parametrize(("folder", "name"), table("""
+    Größe Notizen -> Groesse-Notizen
+    Größe, Ærø & café -> Groesse-Aeroe-cafe
+    Łódź_2024 -> Lodz_2024
+    日記 -> mine
+    mail 日記.old -> mail-.old""", str, str))
+def test_the_name_keeps_the_letters_that_a_run_may_have(tmp_path, monkeypatch, folder, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "a.md").write_text(wide(1))
+    assert main([folder]) == 0 and load_config(f"{name}.yaml").name == name
+
+
+@pytest.mark.parametrize("minutes", [1, 2, 5, 10, 60])
+def test_the_training_takes_the_minutes_that_are_asked_for(tmp_path, minutes):
+    """By the costs that were measured (benchmarks/RESULTS.md)."""
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": wide(number) * 30} for number in range(2000)]))
+    proposed = propose(look(tmp_path), 8e10, minutes, None)
+    assert 0.8 < proposed.seconds(8e10) / (60 * minutes) < 1.1
+    more = propose(look(tmp_path), 8e10, 2 * minutes, None)
+    assert more.tokens > proposed.tokens and more.expected(2.0) < proposed.expected(2.0), "and expects less loss"
+
+
+def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
+    output = printed(capsys, main, str(notes), "--minutes", "1")
+    bits, low, high, nats, gzip = map(float, re.search(
+        r"expected: about (.*) bits per byte of validation text \((.*) to (.*)\), (.*) nats per token, by gzip's (.*) "
+        r"and the power -0.075 of .* MB trained on, as measured .* \(benchmarks/RESULTS.md\)", output).groups())
+    assert low < bits < high < gzip * 2 and nats == pytest.approx(bits * math.log(2), abs=0.1), "of bytes"
+    text = Path("my-notes.yaml").read_text()
+    assert "# Expected: about" in text and "(Hoffmann et al. 2022)" in text and "of the other stages" in output
+    assert main([str(notes), "--params", "110M", "--to", "large.yaml"]) == 0
+    assert "ln(parameters of the blocks): Kaplan et al. 2020" in Path("large.yaml").read_text()
+
+
+@pytest.mark.parametrize(("params", "shape"), table("""
+    10M -> 6 x 384
+    30M -> 8 x 512
+    60M -> 10 x 640
+    110M -> 12 x 768
+    350M -> 24 x 1024
+    1B -> 16 x 2048
+    3B -> 28 x 3072""", read_tokens, str))
+def test_shapes_are_those_that_the_field_knows(notes, params, shape):
+    proposed = propose(look(notes), 1e11, 10, params).shape
+    assert (f"{proposed.layers} x {proposed.dim}", proposed.head_width) == (shape, 64 if proposed.dim < 3072 else 128)
+
+
+def documentation(tmp_path):
+    return REPOSITORY / "docs"
+
+
+def python_tree(tmp_path):
+    folder = tmp_path / "python"
+    shutil.copytree(Path(json.__file__).parents[1] / "email", folder)
+    (folder / "lib.so").write_bytes(b"\x7fELF\0\0")
+    (folder / "old.c").write_text("/* größer */ int main() { return 0; }\n" * 9, encoding="cp1252")
+    return folder
+
+
+def mails(tmp_path):
+    """A mail for each paragraph of the documentation, some in Latin-1, in a folder of its own and in an mbox file."""
+    texts = [text for path in sorted((REPOSITORY / "docs").glob("*.md")) for text in path.read_text().split("\n\n")]
+    (tmp_path / "Größe Mails/cur").mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (tmp_path / f"Größe Mails/cur/{17 * 10**8 + number}.M{number}P7.post:2,S").write_bytes(
+            f"From: Jürgen <j@example.org>\nSubject: {number}\n\n{text}\n".encode(
+                "utf-8" if number % 9 else "cp1252", "replace"))
+    (tmp_path / "Größe Mails/old").write_text("".join(f"From j@example.org\n\n{text}\n\n" for text in texts))
+    return tmp_path / "Größe Mails"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [documentation, python_tree, mails])
+def test_folders_of_real_systems_run_to_the_report(tmp_path, monkeypatch, capsys, make):
+    folder = make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    output = printed(capsys, main, str(folder), "--minutes", "0.2", "--to", "own.yaml")
+    for stage in ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report"):
+        assert run_here(stage, "own.yaml", "launch.processes=1", "train.validation_tokens=1024") == 0
+    run = Run(load_config("own.yaml"))
+    counts = run.finished("shard").counts
+    assert counts["rejected"] == counts["files"]["partly"] == 0
+    assert f"{counts['files']['in'] - counts['dropped']['empty']:,} files, " in output
+    assert "epochs of all sources" in (run.folder / "report.md").read_text()
 
 
 def test_a_long_text_is_divided_into_documents(notes, monkeypatch):
@@ -131,7 +270,7 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
     assert main([str(notes), "--minutes", "1"]) == 0
     config = load_config("my-notes.yaml")
     assert config.shard.validation_rule == "tail" and len(config.shard.sources[0].paths) == 2
-    assert config.train.prompts == ["On day 0.0 we", "On day 1.0 we", "On day 2.0 we"]
+    assert config.train.prompts == ["On day 0.0 we", "On day 2.0 we", "On day 4.0 we"]
     assert run_here("shard", "my-notes.yaml", "launch.processes=1") == 0
     counts = Run(config).finished("shard").counts
     assert (counts["documents_in"], counts["rejected"]) == (6, 0)
@@ -143,7 +282,7 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
     1e11 -> 10 -> 30000000 -> epochs of your text -> 8""", float, float, json.loads, str, int))
 def test_what_the_text_or_the_time_allows(notes, flops, minutes, params, limit, depth):
     result = propose(look(notes), flops, minutes, params)
-    assert limit in result.limit and result.shape.layers == depth and not result.shape.problems()
+    assert limit in result.epochs and result.shape.layers == depth and not result.shape.problems()
 
 
 def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
@@ -155,9 +294,9 @@ def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     'my notes' --minutes 0 -> above 0
     'my notes' --params many -> above 0
     nowhere -> is no folder
-    pictures -> left out: photo.png: the name does
+    pictures -> left out: photo.png: it is a PNG file
     'my notes' --to pictures -> there already""", shlex.split))
 def test_what_cannot_be_is_refused(notes, arguments, message, capsys):
     (notes.parent / "pictures").mkdir()
-    (notes.parent / "pictures/photo.png").touch()
+    (notes.parent / "pictures/photo.png").write_bytes((notes / "photo.png").read_bytes())
     assert message in printed(capsys, main, *arguments, expect=2) and not (notes.parent / "my-notes.yaml").exists()
