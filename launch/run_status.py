@@ -136,7 +136,9 @@ def read_run(folder: Path) -> RunFiles:
     """Read the files of a run. Plugins are not imported: the stages that they add are known by their records and jobs.
     """
     chain = _quietly(lambda: read_chain(folder), None)
-    run = _quietly(lambda: Run(read_without_plugins(folder / "config.yaml").model_copy(
+    own = folder / "config.yaml"  # the first start writes it
+    config = own if chain is None or own.is_file() else folder / "launch" / Path(chain.config).name
+    run = _quietly(lambda: Run(read_without_plugins(config).model_copy(
         update={"runs_dir": str(folder.parent), "name": folder.name})), None)
     starts = _quietly(lambda: RunFacts(folder).starts, list[Start]())
     newest = chain.id if chain else starts[-1].chain if starts else ""

@@ -125,8 +125,8 @@ def without_bad_nodes(bad: Mapping[str, str], spec: JobSpec, *, left_out: bool, 
 
 
 def fruitless(events: Iterable[Mapping[str, Any]]) -> int:
-    """Crashes and hangs in a row, up to the newest, without a checkpoint in between. Starts that were ended from
-    outside do not count.
+    """Failures in a row, up to the newest, without a checkpoint in between. Starts that were ended from outside do not
+    count.
 
     events: logged of one stage by one submission's jobs, or by one job (an array's elements do not follow each other).
     """
@@ -141,10 +141,10 @@ def fruitless(events: Iterable[Mapping[str, Any]]) -> int:
         if best is not None and step > best:
             count = 0
             best = step
-        elif event.get("status") in ("crashed", "hung"):
-            count += 1
-        elif event.get("status") != REQUEUED:
+        elif event.get("status") in ("done", "preempted"):
             count = 0
+        elif event.get("status") != REQUEUED:
+            count += 1
     return count
 
 

@@ -236,9 +236,8 @@ class FsdpEngine(Engine):
         total = self.accumulate(micro_batches, count, targets)
         sums = self._sum(torch.stack([total / targets, self._squared_norm()]))
         loss, norm = sums[0], sums[1].sqrt()
-        # A comparison with NaN is false, so the limits reject NaN too. The device decides, so the host does not wait,
-        # and the optimizer skips the update by itself.
-        applied = (loss <= limits.loss) & (norm <= limits.grad_norm)
+        # The device decides, so the host does not wait, and the optimizer skips the update by itself.
+        applied = limits.allow(loss, norm)
         if not self.proven:
             self.prove_gradients(float(loss), self.grid.ranks.exact)
         self.before_update()

@@ -48,17 +48,15 @@ deviations a loss must rise by 8%, a gradient norm by 40%."""
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The update is applied only if `loss <= limits.loss and grad_norm <= limits.grad_norm`.
-
-    Both are exact in float32, so that the comparison is the same there and in float64.
-    """
+    """An update is applied only if they allow it. Both are exact in float32, so that the comparison is the same there
+    and in float64."""
 
     loss: float = UNLIMITED
     grad_norm: float = UNLIMITED
 
-    def allow(self, loss: float, grad_norm: float) -> bool:
-        """The comparison, which engines repeat on the device."""
-        return loss <= self.loss and grad_norm <= self.grad_norm
+    def allow(self, loss: Any, grad_norm: Any) -> Any:
+        """Whether both are within the limits, which NaN is not: a boolean of numbers, or a tensor of tensors."""
+        return (loss <= self.loss) & (grad_norm <= self.grad_norm)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class GuardDecision:
     @property
     def finite(self) -> bool:
         """Whether loss and norm are finite."""
-        return StepLimits().allow(self.loss, self.grad_norm)
+        return bool(StepLimits().allow(self.loss, self.grad_norm))
 
     @property
     def skipped(self) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class ZeroEngine(Engine):
                  make_optimizer: Callable[[Llama], ElementwiseOptimizer]) -> None:
         self.ranks = ranks
         self.stage = config.parallel.zero_stage
-        self.limits = StepLimits()
+        self.allowed: Callable[[float], bool] = partial(StepLimits().allow, 0.0)
 
         def guarded(model: Llama) -> torch.optim.Optimizer:
             """The optimizer, which skips updates beyond the limits. DeepSpeed calls `step` several times a step, once
@@ -67,7 +68,7 @@ class ZeroEngine(Engine):
             update = self.optimizer.torch.step
 
             def step(closure: Any = None) -> None:
-                if self._norm() <= self.limits.grad_norm:
+                if self.allowed(self._norm()):
                     update()
             inner.step = step  # type: ignore[method-assign, assignment]
             return inner
@@ -96,13 +97,13 @@ class ZeroEngine(Engine):
             if index == count - 1:
                 mean, = self.ranks.sum(float(total) / targets)
                 # The norm is known only inside `step`, where the optimizer compares it with the limits.
-                self.limits = limits if mean <= limits.loss else StepLimits(grad_norm=-1.0)
+                self.allowed = partial(limits.allow, mean)
                 if not self.proven:
                     self.prove_gradients(mean, self.ranks.device)
                 self.before_update()
             self.zero.step()
         norm = self._norm()
-        applied = norm <= self.limits.grad_norm
+        applied = self.allowed(norm)
         self.updates += applied
         return StepResult(mean, norm, applied)
 

@@ -68,7 +68,8 @@ class HandMade:
 
     def submitted(self, *jobs: ChainJob, seconds: float = 900, planned: int = 0, refused: str = "") -> None:
         """The newest submission."""
-        JobChain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
+        JobChain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True},
+              str(self.folder / "launch/config-1.yaml"), "",
               jobs=jobs, planned=planned, refused=refused).write(self.folder)
 
     def job(self, id: str, stage: str, elements: tuple[int, ...] | None = None,

@@ -140,6 +140,9 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
     other = Seen(Path("runs/other"), {**SETTINGS, "reuse": "runs/demo"})
     other.done("letters")
     assert other.states({}) == ["reused", "reused", *["to do"] * 5, "done"]
+    other.submitted(other.job("7", "train"))  # and has not started, so that only the submission has its configuration
+    (other.folder / "config.yaml").rename(other.folder / "launch/config-1.yaml")
+    assert other.states({"7": "FAILED"}) == ["reused", "reused", "to do", "failed", "to do", "to do", "to do", "done"]
 
 
 @pytest.mark.parametrize("path, content, remark", table("""

@@ -93,6 +93,8 @@ def test_a_spike_is_named_with_its_numbers_and_only_under_log_applied(spike, exp
     limits = guards.limits()
     logs = spike == "log"
     assert limits.allow(3.25, 0.55) and limits.allow(9.1, 0.5) == limits.allow(3.2, 5.0) == logs
+    for values in ((3.25, 0.55), (9.1, 0.5), (3.2, 5.0), (NAN, 0.5), (3.2, NAN)):  # as engines do on the device
+        assert bool(limits.allow(*torch.tensor(values, dtype=torch.float64))) == limits.allow(*values)
     decision = guards.judge(41, 9.1, 5.0, HERE)
     assert (outcome(decision), decision.applied) == (expected, logs)
     assert "the loss 9.1" in decision.text and " and the gradient norm 5 " in decision.text

@@ -103,6 +103,7 @@ def attempts(ends, begin=None):
     [[crashed, 10], [crashed, 10], [crashed, 20], [hung, 20]] -> null -> 1
     [[crashed, 10], [crashed, 10], [preempted, 10], [crashed, 10]] -> null -> 1
     [[crashed, 10], [crashed, 5]] -> null -> 1
+    [[crashed, 10], [failed, 10], [of a later version, 10]] -> 10 -> 3
     [[crashed, null], [requeued, null], [requeued, null], [crashed, null]] -> null -> 2""", *[yaml.safe_load] * 3))
 def test_fruitless_starts(ends, begin, expected):
     """A checkpoint that they began from is of an earlier submission."""
