@@ -46,8 +46,9 @@ def test_an_installed_package_makes_a_run_beside_files_with_the_names_of_its_par
     for name in ("model.py", "pipeline.py", "launch.py", "tools/__init__.py", "tools/chat.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
-    made = start(site, tmp_path, "drover", "run", "--cluster", "local", "tokenizer.kind=byte", "train.steps=2",
-                 "train.warmup_steps=1", "evaluate.validation_tokens=2000", "evaluate.tasks=[]")
+    made = start(site, tmp_path, "drover", "run", "--config", "configs/demo.yaml", "--cluster", "local",
+                 "tokenizer.kind=byte", "train.steps=2", "train.warmup_steps=1",
+                 "evaluate.validation_tokens=2000", "evaluate.tasks=[]")
     assert made.returncode == 0, made.stderr
     assert "all done in" in made.stdout and "runs/demo/report.html" in made.stdout
     assert "llama3_8b" in start(site, tmp_path, "drover", "presets", "llama3_8b").stdout

@@ -364,6 +364,7 @@ def _parted(override: str) -> tuple[str, str]:
 
 def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     """A file merged over its bases. above: the files that named it as a base."""
+    path = shipped(path)
     own = read_yaml(path, advice, pipe=not above)
     chain = (*above, path.resolve())
     if chain[-1] in above:
@@ -380,6 +381,12 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
             tree.pop("model", None)  # a preset replaces the whole section of a base
         tree = merge(tree, part)
     return tree
+
+
+def shipped(path: Path) -> Path:
+    """The file of that name in Drover's own folder, such as `configs/demo.yaml`, if there is none where it is named."""
+    own = REPOSITORY / path
+    return own if os.path.isfile(own) and not os.path.exists(path) else path  # noqa: PTH110, PTH113 - of any length
 
 
 def _of_a_run(tree: Tree, path: Path) -> Tree:
