@@ -309,7 +309,7 @@ class BackgroundSink:
         error = self._worker.error
         if error is not None:
             return without_secrets(f"{type(error).__name__}: {error}", os.environ)
-        return "it had not taken in everything when training ended" if self._late else ""
+        return f"it had not taken in everything after {CLOSE_S:g} s" if self._late else ""
 
     def write(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of the logger. Returns at once and raises nothing."""
