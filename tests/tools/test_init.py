@@ -222,7 +222,7 @@ def test_shapes_are_those_that_the_field_knows(notes, params, shape):
 
 
 def documentation(tmp_path):
-    return REPOSITORY / "docs"
+    return shutil.copytree(REPOSITORY / "docs", tmp_path / "documentation")
 
 
 def python_tree(tmp_path):
