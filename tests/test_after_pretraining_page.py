@@ -66,5 +66,5 @@ def test_chat_writes_the_answer_that_transformers_writes(home, outcomes, vocabul
     theirs = AutoModelForCausalLM.from_pretrained(home / model).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=256 - ids.shape[1], do_sample=False)
     answer = b"".join(map(vocabularies["bpe"].token_bytes, theirs[0, ids.shape[1]:].tolist()))
-    [result] = [result for command, result in outcomes.items() if f"--model {model}" in command]
+    [result] = [result for command, result in outcomes.items() if f"{model} --chat" in command]
     assert result.stdout.strip() == answer.decode(errors="replace").strip()
