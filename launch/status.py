@@ -22,6 +22,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from drover.launch.run_status import FINISHED, SILENT, RunStatus, StageRow, judge, read_run
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WATCH_S = 5.0
+LONGEST = 1600
+"""Characters of a remark that are shown."""
 HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
 """Other figures of a stage follow in a line below the table."""
 NUMBERS = ("elapsed", "left")
@@ -112,7 +115,7 @@ def show(status: RunStatus) -> list[RenderableType]:
         title += " with changes" * bool(chain.git.get("changed"))
     return [title, "", _table(status.rows),
             *(f"{row.stage:<9} {row.figures}" for row in status.rows if row.figures),
-            *(line for remark in status.remarks for line in ("", f"! {remark}"))]
+            *(line for remark in status.remarks for line in ("", f"! {shorten(remark, LONGEST, placeholder=' ...')}"))]
 
 
 def overview(runs: list[RunStatus]) -> list[RenderableType]:

@@ -24,7 +24,7 @@ from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.manifest import not_as_used, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.core.console import Parser, Program, add_json, echo, watch_of
+from drover.pipeline.core.console import Parser, Program, add_json, draw, echo, watch_of
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problem_of
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers
@@ -281,7 +281,10 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Audit and print; 1 if there are faults."""
     result = audit(options.run)
-    echo(json.dumps(asdict(result), indent=1) if options.json else "\n".join(result.lines()))
+    if options.json:
+        echo(json.dumps(asdict(result), indent=1))
+    else:
+        draw(*result.lines())
     return bool(result.faults)
 
 

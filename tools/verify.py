@@ -34,7 +34,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import PROGRESS
 from drover.pipeline.contract.workers import TASKS
 from drover.pipeline.core.background import ordered_map
-from drover.pipeline.core.console import Parser, Program, ProgressBar, add_json, echo, first
+from drover.pipeline.core.console import Parser, Program, ProgressBar, add_json, draw, echo, first
 from drover.pipeline.core.files import (
     Record,
     bounded_lines,
@@ -409,7 +409,10 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> int:
     """Verify and print; 1 if something is wrong."""
     report = verify(options.run, options.sample, documents=options.documents)
-    echo(json.dumps(asdict(report), indent=1) if options.json else "\n".join(report.lines()))
+    if options.json:
+        echo(json.dumps(asdict(report), indent=1))
+    else:
+        draw(*report.lines())
     return bool(report.problems)
 
 

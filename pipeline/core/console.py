@@ -72,7 +72,7 @@ def draw(*things: RenderableType, file: IO[str] | None = None, most: int | None 
 def _folded(line: str, width: int) -> str:
     label = re.match(r"! |\S+ {2,}|\s*", line)
     return "\n".join(textwrap.wrap(printable(line), width, subsequent_indent=" " * (label.end() if label else 0),
-                                   max_lines=16, placeholder=" ...", break_long_words=False, break_on_hyphens=False))
+                                   break_long_words=False, break_on_hyphens=False))
 
 
 def echo(*lines: str, file: IO[str] | None = None) -> None:
