@@ -3,7 +3,7 @@
 #   docker build --tag drover .                                   torch as pip has it for Linux: with CUDA
 #   docker build --tag drover:cpu --build-arg TORCH_INDEX=URL .   torch from another index, such as PyTorch's of CPU builds
 #   docker run --gpus all --volume "$PWD:/work" drover \
-#       drover run --config /opt/drover/configs/demo.yaml --cluster local
+#       drover run /opt/drover/configs/demo.yaml --cluster local
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=

@@ -28,7 +28,7 @@ setup-dev: .venv/installed-dev
 
 # The whole pipeline on real text: Python's own standard library. ARGS="name=trial train.steps=50" overrides settings.
 demo: setup
-	$(PY) launch/submit.py --stage all --config configs/demo.yaml --cluster local $(ARGS)
+	$(PY) launch/submit.py --stage all configs/demo.yaml --cluster local $(ARGS)
 
 # Five workers also on two cores: the three that test a cluster mostly wait for it.
 test: setup-dev

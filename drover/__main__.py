@@ -39,7 +39,7 @@ usage: drover COMMAND ...
 Raw text to a pretrained, evaluated Llama 3 decoder, in one restartable chain.
 
   drover init notes/                     write notes.yaml for your own text
-  drover run --config notes.yaml         train and evaluate; the same command continues
+  drover run notes.yaml                  train and evaluate; the same command continues
   drover status                          show the progress
 
 commands:

@@ -10,7 +10,7 @@ from drover.pipeline.config.loading import load_config, refusal
 from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.core.console import Parser, echo
+from drover.pipeline.core.console import Parser, add_settings, echo
 from drover.pipeline.core.errors import UserError
 
 USUAL = Path("configs") / "demo.yaml"
@@ -18,11 +18,9 @@ CLUSTERS = ("auto", "slurm", "local")
 """Values of --cluster that are no profiles."""
 
 
-def add_config(parser: Parser) -> None:
-    """Its options."""
-    parser.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value",
-                        help="overrides a setting of the file")
+def add_config(parser: Parser, word: str = "", meaning: str = "") -> None:
+    """Its options. word, meaning: as of `add_settings`."""
+    add_settings(parser, word, meaning)
     where = parser.add_argument_group("where")
     where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
                        help="auto (default): Slurm if sbatch is on PATH, else this machine; PROFILE: Slurm with the "
@@ -56,6 +54,6 @@ def _usual_config() -> str:
     """The demo's configuration if none is given, which is printed."""
     for path in (USUAL, REPOSITORY / USUAL):
         if path.is_file():
-            echo(f"config    {path}, since no --config is given")
+            echo(f"config    {path}, since no file is given")
             return str(path)
-    raise UserError("No configuration is given. Add --config FILE (--help shows complete commands).")
+    raise UserError("No configuration is given. Name its file (--help shows complete commands).")

@@ -126,20 +126,29 @@ def _print(file: IO[bytes], rank: int) -> None:
 
 
 def _why_options(parser: Parser) -> None:
-    parser.add_argument("why", metavar="RUN|STAGE")
-    add_config(parser)
+    add_config(parser, "RUN|STAGE", "RUN: why it stopped; STAGE: whether it is up to date; ")
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    """The words that are no settings, which are taken from these."""
+    names = [word for word in options.overrides if "=" not in word]
+    options.overrides = [word for word in options.overrides if "=" in word]
+    return names
 
 
 def _why(options: argparse.Namespace) -> int:
-    if options.config is None and {*options.why.split(",")} - {*STAGES, "all"}:
+    if len(names := _names(options)) != 1:
+        raise UserError("Name one run, or one stage (or several with commas) and its configuration.")
+    [name] = names
+    if options.config is None and {*name.split(",")} - {*STAGES, "all"}:
         try:
-            return _why_stopped(find_run(options.why))
+            return _why_stopped(find_run(name))
         except UserError as error:
-            raise UserError(f"{options.why} is no stage. {error}") from None
+            raise UserError(f"{name} is no stage. {error}") from None
     config = configuration(options)
     refuse_unusable_places(config, options.config)
-    for name in parse_stages(options.why):
-        echo(Run(config).why(name))
+    for stage in parse_stages(name):
+        echo(Run(config).why(stage))
     return 0
 
 
@@ -180,15 +189,14 @@ def _print_end(what: str, lines: list[str]) -> None:
 
 
 def _explain_options(parser: Parser) -> None:
-    parser.add_argument("explain", nargs="?", default="", metavar="KEY",
-                        help="such as train.lr or train (default: all settings)")
-    add_config(parser)
+    add_config(parser, "KEY", "KEY: such as train.lr or train (default: all settings); ")
 
 
 def _explain(options: argparse.Namespace) -> int:
-    key, overridden, _ = options.explain.partition("=")  # `explain train.lr=5`: the override was meant as one
-    options.overrides = [*[options.explain] * bool(overridden), *options.overrides]
-    draw(*explanation(configuration(options), key).split("\n"))
+    # `explain train.lr=5` explains the setting that it overrides.
+    names = _names(options) or [word.partition("=")[0] for word in options.overrides][:1] or [""]
+    config = configuration(options)
+    draw(*"\n\n".join(explanation(config, name) for name in names).split("\n"))
     return 0
 
 

@@ -181,7 +181,7 @@ def continue_command(run: RunFiles) -> str:
         program, *words = run.chain.command
         began = ["drover"] if Path(program).name == "drover" else ["python", program]
         return shlex.join([*began, *(word for word in words if word != "--force")])
-    return f"drover run --config {shlex.quote(str(run.folder / 'config.yaml'))} --cluster local"
+    return f"drover run {shlex.quote(str(run.folder / 'config.yaml'))} --cluster local"
 
 
 def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bool) -> StageRow:

@@ -1,10 +1,10 @@
 """Start stages of a run, on this machine or through Slurm.
 
-    python launch/submit.py --stage all --config configs/demo.yaml --cluster local
-    python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
-    python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
-    python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
-    python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
+    python launch/submit.py --stage all configs/demo.yaml --cluster local
+    python launch/submit.py --stage train configs/demo.yaml --cluster local train.steps=50
+    python launch/submit.py --stage train,convert configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
+    python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours configs/llama3_8b.yaml
+    python launch/submit.py --stage train --nodes 4 configs/demo.yaml --dry-run
 
 The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
 same command continues. `drover status RUN` shows how far a run is. Exit status: 0 all asked stages are done (Slurm:
@@ -166,10 +166,10 @@ def _plan_options(parser: Parser) -> None:
 
 RUN = """Run the stages, on this machine or through Slurm. Stages that are done are skipped.
 
-    drover run --config configs/demo.yaml
-    drover run --config configs/demo.yaml train.steps=50
-    drover run --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
-    drover run --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
+    drover run configs/demo.yaml
+    drover run configs/demo.yaml train.steps=50
+    drover run configs/demo.yaml --stage train,convert name=trial reuse=runs/demo train.lr=1e-3
+    drover run configs/llama3_8b.yaml --nodes 4 --gpus-per-node 8 --cluster ours
 """
 INTERRUPTED = "stopped before anything was started"
 main = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)

@@ -72,7 +72,7 @@ def test_the_sink_kept_the_lowest_loss(extended):
 
 def test_the_hook_stops_training(extended):
     home = extended[0].parents[1]
-    stopped = typed("python -m drover.pipeline.train --config configs/extended.yaml name=rising reuse=runs/extended "
+    stopped = typed("python -m drover.pipeline.train configs/extended.yaml name=rising reuse=runs/extended "
                     "train.lr=0.06 'train.hooks=[{kind: extras:StopOnRisingNorm, steps: 1}]'", home)
     assert stopped.returncode == 2 and "The gradient norm has risen for 1 steps in a row" in stopped.stderr
 

@@ -85,14 +85,14 @@ def test_make_knows_its_targets():
 
 def test_make_demo_runs_the_first_command_of_the_readme():
     output = typed("make -n demo", REPOSITORY).stdout
-    assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in output
-    assert "drover run --config configs/demo.yaml --cluster local" in README
+    assert "launch/submit.py --stage all configs/demo.yaml --cluster local" in output
+    assert "drover run configs/demo.yaml --cluster local" in README
 
 
 def test_the_first_run_ends_with_a_report(demo):
     result, folder = demo
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stdout + result.stderr
-    assert WHOLE_CHAIN == "drover run --config configs/demo.yaml --cluster local"
+    assert WHOLE_CHAIN == "drover run configs/demo.yaml --cluster local"
     assert result.stdout.rstrip().endswith("report: runs/demo/report.html")
     overall = read_json(folder / "evaluate/results.json")["validation"]["overall"]
     assert f"{overall['bits_per_byte']:.3f}" in (folder / "report.html").read_text()

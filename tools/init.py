@@ -167,7 +167,7 @@ def work(options: argparse.Namespace) -> None:
          f"and {duration(others)} of the other stages, if nothing else runs\n"
          f"expected: {proposal.expected(corpus.gzip_bits)}\n"
          f"{target} is written. Read it, then:\n"
-         f"  drover run --config {shlex.quote(str(target))} --cluster local")
+         f"  drover run {shlex.quote(str(target))} --cluster local")
 
 
 def matrix_rate() -> float:

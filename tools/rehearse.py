@@ -1,8 +1,8 @@
 """Estimate what one training step needs on any number of ranks, without GPUs: memory, traffic, waits.
 
-    drover rehearse --config configs/llama3_8b.yaml --ranks 128
-    drover rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
-    drover rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
+    drover rehearse configs/llama3_8b.yaml --ranks 128
+    drover rehearse configs/llama3_405b.yaml --ranks 16384 --rank 8192
+    drover rehearse configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
 
 The real engine takes one step on tensors without contents, in a process group that sends nothing. It does so for rank
 0, or for the first, a middle and the last rank of a pipeline, or for those of --rank. Each rank takes seconds to a
@@ -17,26 +17,25 @@ import json
 import sys
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.core.console import Parser, Program, add_json, draw, refuse_low
+from drover.pipeline.core.console import Parser, Program, add_json, add_settings, draw, refuse_low
 from drover.pipeline.core.errors import UserError
 
 
 def add_options(parser: Parser) -> None:
     """The options."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
+    add_settings(parser)
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="estimate this rank; may be repeated")
     parser.add_argument("--memory", type=float, metavar="GB",
                         help="memory of a GPU: print whether the step fits, or which settings do")
     parser.add_argument("--cpu", action="store_true", help="ranks on CPUs, with their kernels and precision")
     add_json(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides a setting of the file")
 
 
 def work(options: argparse.Namespace) -> int:
     """Estimate and print; 1 if it does not fit."""
     if options.config is None or options.ranks is None:
-        raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
+        raise UserError("Give FILE.yaml and --ranks N (--help shows complete commands).")
     refuse_low(options, "ranks")
     from drover.pipeline.rehearsal.fitting import fit_in_memory, rehearse_apart
     from drover.pipeline.rehearsal.report import ends_and_middle, fullest, page_of

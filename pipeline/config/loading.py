@@ -27,7 +27,7 @@ from drover.pipeline.config.kinds import Kind, left_out, load_plugins
 from drover.pipeline.config.section import local_path, sections_in, sentence, shortened
 from drover.pipeline.config.shipped import FILTERS, SINKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.errors import REPOSITORY, UserError, listed
+from drover.pipeline.core.errors import REPOSITORY, UserError, listed, meant
 from drover.pipeline.core.files import Record, read_bytes, read_json, sealed_text, sha256_json, typed, write_text
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub, pinned
 
@@ -297,7 +297,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     """
     path = Path(path)
     typed = dict(map(_parted, overrides))
-    tree = _of_a_run(_with_bases(path, (), "Give an existing file with --config."), path)
+    tree = _of_a_run(_with_bases(path, (), _advice(path)), path)
     if "model.preset" in typed:
         tree.pop("model", None)
     for key, text in typed.items():
@@ -355,10 +355,19 @@ def config_hash(config: Config) -> str:
     return sha256_json(config.model_dump(mode="json"))
 
 
+def _advice(path: Path) -> str:
+    """What to do about a configuration that may be missing."""
+    if os.path.exists(path):  # noqa: PTH110 - of any length
+        return "Give another file."
+    near = [str(file) for folder in (path.parent, Path(), Path("configs")) for file in folder.glob("*.y*ml")]
+    return f"Give an existing file; {meant(str(path), near, '`drover init DATA` writes one.')}"
+
+
 def _parted(override: str) -> tuple[str, str]:
     key, sign, text = override.partition("=")
     if not sign or not key:
-        raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
+        raise UserError(f"'{override}' is neither a setting (write it as section.key=value, e.g. train.steps=50) nor a "
+                        f"configuration, whose name ends in .yaml (--config FILE takes another name).")
     return key.strip(), text
 
 

@@ -45,7 +45,7 @@ from drover.pipeline.contract.state import (
 )
 from drover.pipeline.contract.workers import Stopped, StopRequest, Workers, finished_tasks
 from drover.pipeline.core.background import end_with_parent
-from drover.pipeline.core.console import INTERRUPTED, Parser, complain, first, say
+from drover.pipeline.core.console import INTERRUPTED, Parser, add_settings, complain, first, say
 from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_disk, listed
 from drover.pipeline.core.files import sha256_json
 
@@ -62,7 +62,9 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     writes. A body that was stopped may record this as the stage's state (train does) and return without a commit. Then
     the same command continues.
     """
-    options = parser(name).parse_intermixed_args(arguments)
+    options = (command := parser(name)).parse_intermixed_args(arguments)
+    if options.config is None:
+        command.error(f"no configuration is given: {command.prog} FILE.yaml")
     set_this_job(options.job)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and would outlive it
@@ -98,7 +100,7 @@ def end_process(status: int) -> NoReturn:
 def parser(name: str) -> Parser:
     """The command line that all stages share."""
     result = Parser(prog=f"python -m drover.pipeline.{name}", description=f"Run the stage {name} of a run.")
-    result.add_argument("--config", required=True, help="YAML file of the run")
+    add_settings(result)
     forcing = result.add_mutually_exclusive_group()
     forcing.add_argument("--force", action="store_true",
                          help="rebuild the stage (training output is renamed, never deleted)")
@@ -111,7 +113,6 @@ def parser(name: str) -> Parser:
                         help="train: continue although inputs or settings changed, and record this; the stages after "
                              "it: rebuild what has changed")
     result.add_argument("--job", type=StageJob.parse, default=StageJob(), help=argparse.SUPPRESS)
-    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     return result
 
 

@@ -450,6 +450,30 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--run", metavar="RUN", action=NamedRun, help=argparse.SUPPRESS)
 
 
+class ConfigWords(argparse.Action):
+    """Takes the configuration's file, by the end of its name, from the words of a command; the others stay in order."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+                 ) -> None:
+        files = [word for word in values if word.endswith((".yaml", ".yml")) and not re.match("[^/=]+=", word)]
+        given = [*filter(None, [namespace.config]), *files]
+        if len(given) > 1:
+            parser.error(f"a command takes one configuration, and these are {len(given)}: {', '.join(given)}. Leave "
+                         f"out all but one (`base:` in a file names those that it builds on).")
+        namespace.config = given[0] if given else None
+        setattr(namespace, self.dest, [word for word in values if word not in files])
+
+
+def add_settings(parser: argparse.ArgumentParser, word: str = "", meaning: str = "") -> None:
+    """FILE or --config FILE, and settings that override the file's. word: what other words are, which are kept with the
+    settings; meaning: what they are for."""
+    parser.add_argument("overrides", nargs="*", default=[], action=ConfigWords,
+                        metavar="|".join(filter(None, ["FILE", word, "section.key=value"])),
+                        help=f"{meaning}FILE.yaml: the run's configuration; section.key=value: overrides a setting of "
+                             f"it")
+    parser.add_argument("--config", metavar="FILE", help="a configuration whose name does not end in .yaml")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

@@ -153,7 +153,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         decided = changed(config, {"train.precision": precision})
         # Nothing uses this generator yet. Later uses must not differ between starts, nor may checkpoints' bytes.
         torch.manual_seed(config.seed + ranks.rank)
-        rehearsal = (f"--config {shlex.quote(str(work.run.folder.absolute() / 'config.yaml'))} "
+        rehearsal = (f"{shlex.quote(str(work.run.folder.absolute() / 'config.yaml'))} "
                      f"model.vocab_size={model_config.vocab_size}")
         with ExitStack() as opened, memory_explained(None, ranks, progress.step, rehearsal, first=True):
             initial = None if newest is not None else _initial_values(work, model_config, ranks, opened)

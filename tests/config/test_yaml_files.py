@@ -72,7 +72,7 @@ def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_key(written):
 def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, written, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = refusal("configs/mine.yaml")
-    assert f"looked in {tmp_path}/configs" in message and "Give an existing file with --config." in message
+    assert f"looked in {tmp_path}/configs" in message and "Give an existing file; " in message
     message = refusal(written("name: x\nbase: other.yaml\n"))
     assert f"{tmp_path}/other.yaml cannot be read" in message and f"Correct `base:` in {tmp_path}/c.yaml:2" in message
     for base in ("[1, other.yaml]", "{a: 1}", "2"):

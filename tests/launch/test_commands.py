@@ -209,12 +209,13 @@ def test_what_a_rank_said_last_is_not_cut_within_a_word(lines, word):
 
 @pytest.mark.parametrize("arguments, now", table("""
     train.lr -> 0.01
+    config.yaml train.lr train.lr=0.5 -> 0.5
     train.lr --config config.yaml train.lr=0.5 -> 0.5
-    train.lr=0.5 --config config.yaml -> 0.5
+    train.lr=0.5 config.yaml -> 0.5
     train.lr=0.5 -> 0.5""", shlex.split))
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
     message = launcher.call(*arguments, program=commands.explain).stdout
-    assert f"default: 0.003   now: {now}" in message and ("config    " in message) == ("--config" not in arguments)
+    assert f"default: 0.003   now: {now}" in message and ("config    " in message) == ("config.yaml" not in arguments)
 
 
 def test_why_of_a_run_by_its_name(launcher):
@@ -228,11 +229,10 @@ def test_why_of_a_run_by_its_name(launcher):
 
 def test_why_a_stage_is_out_of_date(launcher, monkeypatch):
     launcher.done("shard", "tokenizer")
-    requested = ("--config", "config.yaml")
-    assert launcher.call(*requested, "tokenizer", "tokenizer.algorithm=unigram", program=commands.why).stdout == \
+    assert launcher.call("config.yaml", "tokenizer", "tokenizer.algorithm=unigram", program=commands.why).stdout == \
         "tokenizer: changed\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
     monkeypatch.setitem(STAGES, "shard", replace(STAGES["shard"], code=()))
-    assert "code has changed since: pipeline/data" in launcher.call(*requested, "shard", program=commands.why).stdout
+    assert "code has changed since: pipeline/data" in launcher.call("shard", "config.yaml", program=commands.why).stdout
     warned = launcher.accepted("--stage shard --cluster local")
     assert "warning: the code has changed since (pipeline/" in warned
     assert "shard     up to date" in warned and "all done in" in warned

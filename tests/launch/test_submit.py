@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,11 @@ import pytest
 from drover.launch import checks, submit
 from drover.launch.plan import Machine, Options
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core import errors
-from tests.refusal import table
+from drover.pipeline.core.files import write_text
+from tests.refusal import refused, table
 from tests.test_house import HEAVY, imported_by
 
 
@@ -118,11 +121,40 @@ def test_refusals_start_nothing(launcher, arguments, message):
     assert all(part in complaint for part in message.split(" | ")), complaint
 
 
+@pytest.mark.parametrize("words, message", table("""
+    c.yaml --config other -> error: a command takes one configuration, and these are 2: other, c.yaml. Leave out all
+    c.yaml name=x d.yml -> these are 2: c.yaml, d.yml""", shlex.split))
+def test_two_configurations_are_refused(words, message, capsys):
+    for program in (submit.run, partial(stage_main, "train", None)):
+        refused(SystemExit, "2", program, words)
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, message", table("""
+    nofig.yaml -> nofig.yaml cannot be read: No such file | Give an existing file; did you mean 'config.yaml'?
+    config/demo.yaml -> did you mean 'configs/demo.yaml'?
+    much/further/away.yml -> Give an existing file; `drover init DATA` writes one.
+    config -> 'config' is neither a setting | --config FILE takes another name"""))
+def test_a_configuration_that_is_not_there(launcher, words, message):
+    write_text(launcher.work / "configs/demo.yaml", "")
+    complaint = launcher.call(words, program=submit.run).stderr
+    assert all(part in complaint for part in message.split(" | ")), complaint
+
+
+@pytest.mark.parametrize("words", [["./a=b/c.yml"], ["name=x.yaml", "./c=d.yaml"], ["--config", "a b", "name=x.yaml"]])
+def test_the_file_is_the_word_that_ends_in_yaml(launcher, words):
+    for word in words:
+        write_text(launcher.work / word, "name: trial")
+    options = submit.run.parser().parse_intermixed_args([*words, "train.steps=3"])
+    assert options.config in words and "train.steps=3" in options.overrides
+    assert launcher.call(*words, "--stage", "shard", program=submit.show_plan).returncode == 0
+
+
 def test_no_configuration(launcher, monkeypatch):
     arguments = shlex.split("--stage all --dry-run --cluster local")
     (launcher.work / "configs").mkdir()
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
-    assert launcher.call(*arguments).stdout.startswith("config    configs/demo.yaml, since no --config is")
+    assert launcher.call(*arguments).stdout.startswith("config    configs/demo.yaml, since no file is")
     monkeypatch.setattr("drover.launch.arguments.USUAL", Path("configs/absent.yaml"))
     assert "No configuration is given" in launcher.call(*arguments).stderr
 

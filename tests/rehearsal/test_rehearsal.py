@@ -220,17 +220,17 @@ def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(json.dumps({**config_of().model_dump(mode="json"), "tokenizer": {"kind": "byte"}}))
     arguments = [str(path), "--ranks", "4"]
-    assert main(["--config", *arguments, "parallel.pp=2", "--memory", "80"]) == 0
+    assert main([*arguments, "parallel.pp=2", "--memory", "80"]) == 0
     page = capsys.readouterr().out
     for part in ("4 ranks = pp 2 x dp_shard 2", "1f1b, 2 stages; lost by waiting: 25% of the time used",
                  "pipeline: send", "it fits"):
         assert part in page
-    assert main(["--config", *arguments, "--rank", "3", "--json"]) == 0
+    assert main([*arguments, "--rank", "3", "--json"]) == 0
     [result] = json.loads(capsys.readouterr().out)["ranks"]
     assert result["rank"] == 3
     assert {channel["operation"] for channel in result["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert main(["--config", str(path), "--ranks", "3"]) == 2 == main([])
-    assert "Give --config" in capsys.readouterr().err
+    assert main([str(path), "--ranks", "3"]) == 2 == main([])
+    assert "Give FILE.yaml" in capsys.readouterr().err
 
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32

@@ -102,16 +102,16 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
         ("layers.1.feed_forward.w2.weight", "exp_avg", Mock(nbytes=2 * 10**9, device=GPU)),
         ("output.weight", "model", Mock(nbytes=9 * 10**9, device=torch.device("cpu")))]})
     ranks = SimpleNamespace(rank=3, world=16, device=GPU)
-    printed = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "--config c.yaml")
+    printed = want_of_memory(torch.OutOfMemoryError("CUDA out of memory."), engine, ranks, 7, "c.yaml")
     assert "holds 1 GB of weights, 2 GB of optimizer's states; the" in printed
     assert "by module: layers.*.feed_forward 3 GB. For" in printed
-    assert "drover rehearse --config c.yaml --ranks 16 --memory 80" in printed
+    assert "drover rehearse c.yaml --ranks 16 --memory 80" in printed
     assert "output" not in printed, "it is not on the GPU"
 
 
 def test_want_of_memory_while_a_model_is_placed_ends_the_job():
     ranks = SimpleNamespace(rank=3, world=16, device=torch.device("cpu"))
     expected = (r"did not suffice for weights and the optimizer's states, before the first step \(no room\). For "
-                r"memory by kind .* --config c.yaml --ranks 16 --memory <GB of a GPU>")
-    with pytest.raises(UserError, match=expected), memory_explained(None, ranks, 0, "--config c.yaml", first=True):
+                r"memory by kind .* c.yaml --ranks 16 --memory <GB of a GPU>")
+    with pytest.raises(UserError, match=expected), memory_explained(None, ranks, 0, "c.yaml", first=True):
         raise torch.OutOfMemoryError("no room")

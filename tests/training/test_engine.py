@@ -57,7 +57,7 @@ def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks):
     size = 4 * MODEL.parameter_count
     held = f"{readable(size)} of weights, {readable(2 * size)} of optimizer's states, {readable(size)} of gradients"
     with (pytest.raises(UserError, match=rf"{held}.*by module: layers.\*.feed_forward "),
-          memory_explained(engine, ranks, 4, "--config c.yaml", first=True)):
+          memory_explained(engine, ranks, 4, "c.yaml", first=True)):
         engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits())
 
 
