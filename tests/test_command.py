@@ -35,7 +35,7 @@ def test_every_command_has_help_and_refuses_a_wrong_option(name, capsys):
     logs nope train
     stop nope
     cancel nope
-    compare --models nope hf --validation nope""", shlex.split))
+    compare nope hf --validation nope""", shlex.split))
 def test_a_run_that_is_not_there_is_told_in_one_way(arguments, tmp_path, monkeypatch, capsys):
     """Other programs: tests/test_house.py::REFUSED."""
     monkeypatch.chdir(tmp_path)

@@ -44,8 +44,8 @@ def test_its_documents_and_weights_are_read(run, capsys, tmp_path):
     assert "document " in output and "sample 3" in output
     printed(capsys, export_tokens, "--run", run, "--out", tmp_path / "tokens")
     for number, source in enumerate((run, run / "convert/hf")):
-        assert printed(capsys, chat, "--model", source, "Ba", "--max-tokens", "4")
-        printed(capsys, weights, "--from", source, "--to", tmp_path / f"weights-{number}", "--format", "hf")
+        assert printed(capsys, chat, source, "Ba", "--max-tokens", "4")
+        printed(capsys, weights, source, "--to", tmp_path / f"weights-{number}", "--format", "hf")
 
 
 @pytest.mark.slow

@@ -71,5 +71,5 @@ def test_the_text_file_has_the_stories_of_the_parquet_file(home, outcomes):
 
 def test_transformers_and_drover_write_the_same_text(outcomes):
     theirs, chat = (next(result.stdout.strip() for command, result in outcomes.items() if part in command)
-                    for part in ("model.generate", "chat --model runs/demo"))
+                    for part in ("model.generate", "chat runs/demo"))
     assert theirs == chat != "def main():"

@@ -1,8 +1,8 @@
 """Generate text with a model: continue prompts, or chat with one that was trained on conversations.
 
-    drover chat --model runs/demo "def main():" "import "
-    drover chat --model runs/demo --interactive
-    drover chat --model path/to/Llama-3.2-1B-Instruct --chat --interactive
+    drover chat runs/demo "def main():" "import "
+    drover chat runs/demo --interactive
+    drover chat path/to/Llama-3.2-1B-Instruct --chat --interactive
 
 Several prompts are continued together; the first is printed as it is generated. Ctrl-C ends a reply; at `>`, Ctrl-D
 ends the session.
@@ -38,9 +38,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def add_options(parser: Parser) -> None:
     """The options."""
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; with --chat, first messages")
-    parser.add_argument("--model", required=True, type=find_model, metavar="PATH",
+    parser.add_argument("model", type=find_model, metavar="MODEL",
                         help="a run's name or folder (its newest checkpoint), a checkpoint, or a Hugging Face folder")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; with --chat, first messages")
     add_plugin_option(parser)
     parser.add_argument("--device",
                         help="cpu, cuda, cuda:1 ..., mps (Apple's GPU); default: a GPU of CUDA if there is one")
@@ -189,7 +189,7 @@ class ChatTemplate:
             raise UserError(f"The chat template in {self.folder} does not accept this conversation: {error}") from None
 
 
-main = Program("python -m drover.tools.chat", __doc__, add_options, work)
+main = Program("python -m drover.tools.chat", __doc__, add_options, work, mixed=True)
 
 if __name__ == "__main__":
     sys.exit(main())

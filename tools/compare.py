@@ -1,7 +1,7 @@
 """Compare models on the same items: a table of scores, each with its difference from the first model's.
 
-    drover compare --models runs/demo runs/trial/convert/hf --tasks python_line
-    drover compare --models runs/demo/train/checkpoints/step-* --tasks python_line --validation runs/demo
+    drover compare runs/demo runs/trial/convert/hf --tasks python_line
+    drover compare runs/demo/train/checkpoints/step-* --tasks python_line --validation runs/demo
 
 A model is a run (its export or, before that is made, its newest checkpoint), a training checkpoint inside a run, or a
 Llama in Hugging Face form. A difference is taken on each item, which is sharper than two scores with their errors; the
@@ -58,7 +58,7 @@ NORMAL_95 = 1.96
 
 def add_options(parser: Parser) -> None:
     """The options."""
-    parser.add_argument("--models", nargs="+", type=find_model, metavar="PATH", required=True,
+    parser.add_argument("models", nargs="+", type=find_model, metavar="MODEL",
                         help="two or more runs, checkpoints, Hugging Face folders")
     add_plugin_option(parser)
     parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="names of tasks")
@@ -86,7 +86,7 @@ def work(options: argparse.Namespace) -> None:
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
     validation = None if options.validation is None else run_in(options.validation)
     if len(options.models) < 2 or len(set(options.models)) < len(options.models):
-        raise UserError(f"--models takes two or more models, each once; these are "
+        raise UserError(f"A comparison takes two or more models, each once; these are "
                         f"{', '.join(map(str, options.models))}.")
     paths = {str(path): deliverable(path) for path in options.models}
     from drover.pipeline.formats.weights import open_weights
@@ -218,7 +218,7 @@ def page_of(made: Mapping[str, Any]) -> list[RenderableType]:
     return [*page, *made["notes"]]
 
 
-main = Program("python -m drover.tools.compare", __doc__, add_options, work)
+main = Program("python -m drover.tools.compare", __doc__, add_options, work, mixed=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
 """Convert the weights of a Llama from one format to another.
 
-    drover weights --from Llama-3.2-1B --to 1b --format drover
-    drover weights --from runs/demo --to demo-hf --format hf --dtype bf16
+    drover weights Llama-3.2-1B --to 1b --format drover
+    drover weights runs/demo --to demo-hf --format hf --dtype bf16
 
---from is a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, or weights alone as `--format
+MODEL is a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, or weights alone as `--format
 drover` writes them; which one is detected. Output is written to <to>.partial, which is renamed when it is complete. An
 interrupted conversion continues with the same command.
 """
@@ -36,8 +36,7 @@ SHARD_GB = 5.0
 
 def add_options(parser: Parser) -> None:
     """The options."""
-    parser.add_argument("--from", dest="source", required=True, type=find_model, metavar="PATH",
-                        help="a folder of weights, or a run's name")
+    parser.add_argument("source", type=find_model, metavar="MODEL", help="a folder of weights, or a run's name")
     add_plugin_option(parser)
     parser.add_argument("--to", dest="target", required=True, type=Path, metavar="PATH", help="the folder to write")
     parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's, or Drover's: weights alone, "

@@ -49,7 +49,7 @@ def continued(model, prompt, count):
 
 def test_prompts_are_continued_in_their_order(places, model, capsys):
     prompts = ["def main():", "a much longer prompt than the first\n", "é"]
-    assert printed(capsys, main, "--model", places["run"], *prompts, "--temperature", "0", "--max-tokens",
+    assert printed(capsys, main, places["run"], *prompts, "--temperature", "0", "--max-tokens",
                    "30") == "".join(f"{prompt}{continued(model, prompt, 30)}\n" for prompt in prompts)
 
 
@@ -64,7 +64,7 @@ def test_a_model_of_the_hub_is_downloaded_when_it_is_named(places, model, capsys
 
 def test_the_settings_reach_the_model(places, model, capsys):
     def output(*arguments):
-        assert main(["--model", str(places["run"]), "x", "--max-tokens", "20", *arguments]) == 0
+        assert main([str(places["run"]), "x", "--max-tokens", "20", *arguments]) == 0
         return capsys.readouterr().out
     assert output("--seed", "1") == output("--seed", "1") != output("--seed", "2")
     text = continued(model, "x", 20)
@@ -79,7 +79,7 @@ def test_a_model_that_gives_no_numbers_is_named(tmp_path, capsys, weight, temper
     broken = for_tokenizer(TOKENIZER, context_length=16)
     broken.norm.weight.data.fill_(weight)
     run = write_run(tmp_path / "run", {3: broken}, TOKENIZER)
-    assert "No text can be written with" in printed(capsys, main, "--model", run, "x", "--temperature", temperature,
+    assert "No text can be written with" in printed(capsys, main, run, "x", "--temperature", temperature,
                                                     expect=2)
 
 
@@ -89,7 +89,7 @@ def test_a_model_that_gives_no_numbers_is_named(tmp_path, capsys, weight, temper
     (["x", "--stop", ""], "stop must be"),
     (["x", "--device", "nothing"], "--device nothing cannot be used here"), (["x", "--chat"], "has no chat template")])
 def test_what_cannot_be_done_is_said_in_a_sentence(places, arguments, output, capsys):
-    assert main(["--model", str(places["run"]), *arguments]) == 2
+    assert main([str(places["run"]), *arguments]) == 2
     captured = capsys.readouterr()
     assert output in captured.err and captured.out == ""
 
@@ -124,7 +124,7 @@ def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys, mon
             yield piece
     monkeypatch.setattr("drover.model.generation.stream.stream", interrupted)
     typed("one", "  ", KeyboardInterrupt, "x" * 256, "two", "three")
-    assert main(["--model", str(places["run"]), *SESSION]) == 0
+    assert main([str(places["run"]), *SESSION]) == 0
     captured = capsys.readouterr()
     one, two, three = (f"{prompt}{continued(model, prompt, 25)}" for prompt in ("one", "two", "three"))
     first, second, third = re.split(r"\n(?=two|three)", captured.out)
@@ -144,7 +144,7 @@ def ids_of(messages):
 
 def test_a_conversation_is_written_by_its_template_and_remembered(places, model, typed, capsys):
     typed("Hello é", "And then?", "/new", "Hello é")
-    assert main(["--model", str(places["hf"]), *CHAT, "--interactive", "--system", "Be brief."]) == 0
+    assert main([str(places["hf"]), *CHAT, "--interactive", "--system", "Be brief."]) == 0
     first = greedy(model, ids_of(history := [("system", "Be brief."), ("user", "Hello é")]), 12)
     second = greedy(model, ids_of([*history, ("assistant", first), ("user", "And then?")]), 12)
     assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"

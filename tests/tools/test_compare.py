@@ -55,7 +55,7 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
     """Scores and their errors are tested in tests/evaluation."""
     hub.push("someone/hf", home / "hf")
     models = [str(home / "run/train/checkpoints/step-00000002"), str(home / "run"), "someone/hf"]
-    arguments = ("--models", *models, "--tasks", "capitals", "pages", "--validation", home / "run", "--limit", "2")
+    arguments = (*models, "--tasks", "capitals", "pages", "--validation", home / "run", "--limit", "2")
     results = json.loads(compared(home, capsys, *arguments, "--json"))
     by_score = {}
     for row in results["rows"]:
@@ -77,14 +77,14 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("""
-    --models {home}/hf {home}/hf --tasks capitals -> two or more models, each once
-    --models {home}/hf --tasks capitals -> two or more models, each once
-    --models {home}/hf {home}/run -> nothing to measure
-    --models {home}/hf {home}/tasks --tasks capitals -> {home}/tasks has no weights in a format that Drover knows
-    --models {home}/hf {home}/nope --tasks capitals -> {home}/nope is no folder
-    --models {home}/hf {home}/run --tasks capitals --limit 0 -> --limit must be above 0
-    --models {home}/hf {home}/run --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
-    --models {home}/hf {home}/run --validation {home}/empty -> has no validation text"""))
+    {home}/hf {home}/hf --tasks capitals -> two or more models, each once
+    {home}/hf --tasks capitals -> two or more models, each once
+    {home}/hf {home}/run -> nothing to measure
+    {home}/hf {home}/tasks --tasks capitals -> {home}/tasks has no weights in a format that Drover knows
+    {home}/hf {home}/nope --tasks capitals -> {home}/nope is no folder
+    {home}/hf {home}/run --tasks capitals --limit 0 -> --limit must be above 0
+    {home}/hf {home}/run --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
+    {home}/hf {home}/run --validation {home}/empty -> has no validation text"""))
 def test_what_cannot_be_compared_is_refused(home, arguments, message, capsys):
     output = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
     assert message.format(home=home) in output

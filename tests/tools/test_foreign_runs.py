@@ -29,9 +29,9 @@ TOOLS = table("""
     verify --run {data} -> 0
     copy-tokens --run {data} --to file://{out} -> 0
     export-tokens --run {data} --out {out} -> 0
-    chat --model {model} x --max-tokens 1 -> 0
-    compare --models {out} {tasks} --validation {data} -> 2
-    weights --from {model} --to {out} --format hf -> 0""", str, int)
+    chat {model} x --max-tokens 1 -> 0
+    compare {out} {tasks} --validation {data} -> 2
+    weights {model} --to {out} --format hf -> 0""", str, int)
 REUSING = {
     "--dry-run": (submit.main, "--stage encode --cluster local --dry-run"),
     "a stage": (lambda arguments: stage_main("encode", encode, arguments), ""),

@@ -64,7 +64,7 @@ def vocabulary(folder):
 
 
 def carry(capsys, source, target, form, *more, expect=0):
-    return printed(capsys, main, "--from", source, "--to", target, "--format", form, *more, expect=expect)
+    return printed(capsys, main, source, "--to", target, "--format", form, *more, expect=expect)
 
 
 def contents(folder):
@@ -152,7 +152,7 @@ class Killed(BaseException):
 
 def test_killed_before_any_change_of_files_it_goes_on_and_comes_out_the_same(source, tmp_path, capsys):
     complete, target, going_on = tmp_path / "whole", tmp_path / "target", False
-    arguments = ["--from", str(source), "--format", "hf", "--shard-gb", "0.00006", "--to"]
+    arguments = [str(source), "--format", "hf", "--shard-gb", "0.00006", "--to"]
     assert main([*arguments, str(complete)]) == 0
     for number in itertools.count(1, 8):
         if cut_off(lambda: main([*arguments, str(target)]), target, number) == 0:
