@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 
 from drover.pipeline.config.checks import problems
+from drover.pipeline.config.command_line import add_settings
 from drover.pipeline.config.loading import load_config, refusal
 from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.core.console import Parser, add_settings, echo
+from drover.pipeline.core.console import Parser, echo
 from drover.pipeline.core.errors import UserError
 
 USUAL = Path("configs") / "demo.yaml"

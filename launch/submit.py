@@ -22,11 +22,12 @@ if __package__ in (None, ""):  # run as a script: find the packages, and let no 
 import argparse
 import os
 import shutil
+from dataclasses import replace
 from typing import Literal
 
 import yaml
 
-from drover.launch.arguments import add_config, configuration, overrides, refuse_unusable_places
+from drover.launch.arguments import USUAL, add_config, configuration, overrides, refuse_unusable_places
 from drover.launch.checks import (
     absence,
     configuration_problems,
@@ -75,11 +76,17 @@ def _launch(options: argparse.Namespace) -> int:
     Raises:
         UserError: names all that cannot work.
     """
-    if options.stage is None:
-        raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
-    config, stages = configuration(options), parse_stages(options.stage)
     cluster, where, problems = _cluster(options)
     local, showing = cluster == "local", options.dry_run
+    unsaid = ["No stage is given. Add --stage all, or the stages you want (--help names them)."] * (not options.stage)
+    if options.config is None and not showing:
+        strays = [f" ({word} does not end in .yaml)" for word in options.overrides if "=" not in word]
+        unsaid.append(f"No configuration is given{''.join(strays)}, so nothing starts. `drover run {USUAL}` would "
+                      f"run the demo {'here' if local else 'as jobs of Slurm'} ({where}). `drover init FOLDER` "
+                      f"writes a configuration for your own text.")
+    if unsaid:
+        raise UserError(all_problems(unsaid, "The command is not complete"))
+    config, stages = configuration(options), parse_stages(options.stage)
     machine = find_machine(config.launch.device)
     refuse_unusable_places(config, options.config)
     run = Run(config)
@@ -90,13 +97,15 @@ def _launch(options: argparse.Namespace) -> int:
     else:
         requested = for_slurm(run, requested)
     jobs = plan(config, run, stages, requested)
+    nothing = not any(job.to_run for job in jobs)
+    shown = plan(config, run, stages, replace(requested, show_done=True)) if showing and nothing else jobs
     invalid = configuration_problems(config, jobs, local=local or not showing)
     if not showing:
         problems += absence(run, jobs)
         problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
         needed = disk(config, jobs)
-        print_plan(run, jobs, requested, where, needed)
+        print_plan(run, shown, requested, where, needed)
         problems += start_problems(run, jobs, requested, needed, showing=showing)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:
@@ -107,14 +116,16 @@ def _launch(options: argparse.Namespace) -> int:
     if showing:
         if options.rehearse:
             rehearse_training(run, jobs, requested)
-        _show(config, jobs, local=local)
+        if nothing:
+            echo("nothing to do: all asked stages are done. Each would be started like this, if it were not:\n")
+        _show(config, shown, local=local)
         return 0
     for stage in {job.stage: None for job in jobs if not job.to_run}:
         clear_done(run, stage, locked=False)
     refuse_unusable_stores(config, jobs, os.environ, local=local)
     if not local:
         return submit_chain(run, jobs, requested, rehearse=options.rehearse)
-    if any(job.to_run for job in jobs):
+    if not nothing:
         make_folder(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     return run_jobs(config, jobs, requested)
@@ -130,8 +141,6 @@ def _show(config: Config, jobs: list[Job], *, local: bool) -> None:
         else:
             echo(f"# ---- {job.key}: submitit would get these parameters, and the job would do\n#      {by_hand(job)}\n"
                  + yaml.safe_dump(parameters(config, job, ids), sort_keys=False, width=1000))
-    if not running:
-        echo("nothing to do: all asked stages are done")
 
 
 def _cluster(options: argparse.Namespace) -> tuple[Literal["local", "slurm"], str, list[str]]:

@@ -16,8 +16,9 @@ import argparse
 import json
 import sys
 
+from drover.pipeline.config.command_line import add_settings
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.core.console import Parser, Program, add_json, add_settings, draw, refuse_low
+from drover.pipeline.core.console import Parser, Program, add_json, draw, refuse_low
 from drover.pipeline.core.errors import UserError
 
 

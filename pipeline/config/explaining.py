@@ -118,13 +118,19 @@ MEANINGS = {
 def suggestion(key: str, known: Iterable[str]) -> str:
     """A hint for an unknown setting, whose section has the keys `known`."""
     section, _, name = key.rpartition(".")
-    name = name.lower().replace("-", "_")
-    meant = [ours for ours, theirs in ELSEWHERE.items() if name in theirs.split()]
-    meant += [ours for ours in keys_of(Config) if ours.rpartition(".")[2] == name]
+    meant = settings_called(name)
     close = [f"{section}.{one}".strip(".") for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
     for best in sorted(meant, key=lambda ours: ours.rpartition(".")[0] != section) + close:
         return f"did you mean '{best}'{f' ({MEANINGS[best]})' if best in MEANINGS else ''}?"
     return f"known here: {', '.join(known)}."
+
+
+def settings_called(name: str) -> list[str]:
+    """The settings and sections that a name may mean: those that it or the end of their name is, then those that other
+    programs call so."""
+    name = name.lower().replace("-", "_")
+    return [*(ours for ours in keys_of(Config) if name in (ours, ours.rpartition(".")[2])),
+            *(ours for ours, theirs in ELSEWHERE.items() if name in theirs.split())]
 
 
 LIMITS = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")

@@ -366,8 +366,8 @@ def _advice(path: Path) -> str:
 def _parted(override: str) -> tuple[str, str]:
     key, sign, text = override.partition("=")
     if not sign or not key:
-        raise UserError(f"'{override}' is neither a setting (write it as section.key=value, e.g. train.steps=50) nor a "
-                        f"configuration, whose name ends in .yaml (--config FILE takes another name).")
+        raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50. A "
+                        f"configuration's name ends in .yaml (--config FILE takes any name).")
     return key.strip(), text
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from drover.pipeline.config.checks import absent_packages
+from drover.pipeline.config.command_line import add_settings
 from drover.pipeline.config.loading import POSITIONS, load_config, refuse_impossible
 from drover.pipeline.config.section import blocked, make_folder
 from drover.pipeline.contract.broadcast import Channel
@@ -45,7 +46,7 @@ from drover.pipeline.contract.state import (
 )
 from drover.pipeline.contract.workers import Stopped, StopRequest, Workers, finished_tasks
 from drover.pipeline.core.background import end_with_parent
-from drover.pipeline.core.console import INTERRUPTED, Parser, add_settings, complain, first, say
+from drover.pipeline.core.console import INTERRUPTED, Parser, complain, first, say
 from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_disk, listed
 from drover.pipeline.core.files import sha256_json
 

@@ -328,7 +328,12 @@ def complain(text: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser. It names all unknown options at once, each with the option that was meant."""
+    """argparse's parser. It names all unknown options at once, each with the option that was meant.
+
+    instead: what an unknown option means that is none, as advice or ""; it gets the option and the words after it.
+    """
+
+    instead: Callable[[Sequence[str]], str] = staticmethod(lambda words: "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse; exits with status 2 where an option is unknown."""
@@ -343,8 +348,9 @@ class Parser(argparse.ArgumentParser):
         options = words[:words.index("--")] if "--" in words else words
         known = self._option_string_actions
         unknown = [] if self._subparsers else [
-            f"there is no option {name}; {meant(name, known, f'{self.prog} --help shows all.')}" for word in options
-            if word.startswith("--") and " " not in word
+            f"there is no option {name}; "
+            f"{self.instead(options[number:]) or meant(name, known, f'{self.prog} --help shows all.')}"
+            for number, word in enumerate(options) if word.startswith("--") and " " not in word
             and not any(one.startswith(name := word.partition("=")[0]) for one in known)]
         if unknown:
             self.error(" ".join(unknown))
@@ -448,30 +454,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     which.add_argument("run", nargs="?", metavar="RUN", action=NamedRun, help="a run's name (demo) or folder "
                        "(runs/demo); --run RUN is the same")
     which.add_argument("--run", metavar="RUN", action=NamedRun, help=argparse.SUPPRESS)
-
-
-class ConfigWords(argparse.Action):
-    """Takes the configuration's file, by the end of its name, from the words of a command; the others stay in order."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-                 ) -> None:
-        files = [word for word in values if word.endswith((".yaml", ".yml")) and not re.match("[^/=]+=", word)]
-        given = [*filter(None, [namespace.config]), *files]
-        if len(given) > 1:
-            parser.error(f"a command takes one configuration, and these are {len(given)}: {', '.join(given)}. Leave "
-                         f"out all but one (`base:` in a file names those that it builds on).")
-        namespace.config = given[0] if given else None
-        setattr(namespace, self.dest, [word for word in values if word not in files])
-
-
-def add_settings(parser: argparse.ArgumentParser, word: str = "", meaning: str = "") -> None:
-    """FILE or --config FILE, and settings that override the file's. word: what other words are, which are kept with the
-    settings; meaning: what they are for."""
-    parser.add_argument("overrides", nargs="*", default=[], action=ConfigWords,
-                        metavar="|".join(filter(None, ["FILE", word, "section.key=value"])),
-                        help=f"{meaning}FILE.yaml: the run's configuration; section.key=value: overrides a setting of "
-                             f"it")
-    parser.add_argument("--config", metavar="FILE", help="a configuration whose name does not end in .yaml")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

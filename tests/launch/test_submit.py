@@ -17,6 +17,7 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core import errors
 from drover.pipeline.core.files import write_text
+from tests.launch.launcher import planned
 from tests.refusal import refused, table
 from tests.test_house import HEAVY, imported_by
 
@@ -77,7 +78,13 @@ def test_finished_resumable_and_changed_stages(launcher):
     launcher.done("shard", "tokenizer", "encode")
     requested, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
     other, again = f"{requested} encode.dtype=uint32", launcher.accepted(requested)
-    assert rows(again)["encode"] == "done -" and "nothing to do" in again
+    done = "nothing to do: all asked stages are done. Each would be started like this, if it were not"
+    assert rows(again)["encode"] == "done 2 processes" and done in again and "-m drover.pipeline.encode" in again
+    assert rows(launcher.accepted("--stage all --dry-run"))["encode"] == "done -"
+    launcher.done("train")
+    laid_out = launcher.accepted("--stage train --dry-run --nodes 4")
+    assert planned(laid_out)["train"]["nodes"] == 4 and done in laid_out and "train  done" in laid_out
+    (launcher.run / "train" / "manifest.json").unlink()
     (launcher.run / "tokenizer" / "manifest.json").unlink()
     resumable = rows(launcher.accepted(requested))
     assert "resumable (will continue)" in resumable["tokenizer"]
@@ -134,10 +141,11 @@ def test_two_configurations_are_refused(words, message, capsys):
     nofig.yaml -> nofig.yaml cannot be read: No such file | Give an existing file; did you mean 'config.yaml'?
     config/demo.yaml -> did you mean 'configs/demo.yaml'?
     much/further/away.yml -> Give an existing file; `drover init DATA` writes one.
-    config -> 'config' is neither a setting | --config FILE takes another name"""))
+    config.yaml x -> 'x' is not an override | --config FILE takes any name
+    config -> No configuration is given (config does not end in .yaml), so nothing starts."""))
 def test_a_configuration_that_is_not_there(launcher, words, message):
     write_text(launcher.work / "configs/demo.yaml", "")
-    complaint = launcher.call(words, program=submit.run).stderr
+    complaint = launcher.call(*words.split(), program=submit.run).stderr
     assert all(part in complaint for part in message.split(" | ")), complaint
 
 
@@ -150,11 +158,29 @@ def test_the_file_is_the_word_that_ends_in_yaml(launcher, words):
     assert launcher.call(*words, "--stage", "shard", program=submit.show_plan).returncode == 0
 
 
+@pytest.mark.parametrize("words, message", table("""
+    --lr 3e-4 --batch-size=32 -> there is no option --lr; settings have no dashes; did you mean 'train.lr=3e-4'? | \
+there is no option --batch-size; settings have no dashes; did you mean 'train.batch_tokens=32' (counted in tokens
+    --vocab-size --compile c.yaml -> 'tokenizer.vocab_size=VALUE', 'model.vocab_size=VALUE'? | 'train.compile=VALUE'?
+    --mem 4GB -> did you mean 'launch.mem=4GB', 'launch.shard.mem=4GB', 'launch.tokenizer.mem=4GB' and 5 more?
+    --clutser slurm -> there is no option --clutser; did you mean '--cluster'?""", shlex.split))
+def test_an_option_that_is_a_setting_is_answered_with_it(words, message, capsys):
+    for program in (submit.run, partial(stage_main, "train", None)):
+        refused(SystemExit, "2", program, words)
+        complaint = capsys.readouterr().err
+        if "--clutser" not in words or program is submit.run:
+            assert all(part in complaint for part in message.split(" | ")), complaint
+
+
 def test_no_configuration(launcher, monkeypatch):
     arguments = shlex.split("--stage all --dry-run --cluster local")
     (launcher.work / "configs").mkdir()
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
     assert launcher.call(*arguments).stdout.startswith("config    configs/demo.yaml, since no file is")
+    for program, words in (submit.run, ""), (submit.main, "  - No stage is given"):
+        bare = launcher.call(program=program)
+        assert bare.returncode == 2 and not launcher.run.exists() and words in bare.stderr
+        assert "`drover run configs/demo.yaml` would run the demo here (no sbatch on PATH)" in bare.stderr
     monkeypatch.setattr("drover.launch.arguments.USUAL", Path("configs/absent.yaml"))
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
