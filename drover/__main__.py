@@ -1,4 +1,4 @@
-"""The command `drover`: its subcommands, each of which is imported when it is chosen, and shell completion."""
+"""The command `drover`: its subcommands, each of which is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from drover.pipeline.core.console import RUNS, Program, complain, find_model
+from drover.pipeline.core.console import Program, complain
 from drover.pipeline.core.errors import UserError, meant
 
 COMMANDS = {
@@ -30,9 +30,9 @@ COMMANDS = {
     "rehearse": ("tools.rehearse:main", "compute the memory and traffic of a training step, without GPUs"),
     "presets": ("tools.presets:main", "list model shapes: parameters, memory, cost of training"),
     "doctor": ("launch.doctor:main", "ask a Slurm site what Drover needs to know, and write a profile"),
+    "completion": ("tools.completion:main", "print a script that completes words in bash, zsh or fish"),
 }
 """Command: `module:program`, and what it does."""
-SHELLS = ("bash", "zsh")
 HELP = """\
 usage: drover COMMAND ...
 
@@ -46,20 +46,6 @@ commands:
 {}
 
 drover COMMAND --help shows its options. RUN is the name or folder of a run.
-Completion: eval "$(drover completion bash)", or zsh, in your shell's start file.
-"""
-COMPLETION = """\
-_drover() {{
-  local words word="${{COMP_WORDS[COMP_CWORD]}}"
-  case "$COMP_CWORD ${{COMP_WORDS[1]}} $word" in
-    1\\ *) words="{commands}" ;;
-{cases}
-    *) local IFS=$'\n'  # the shell must not read the names of folders as words of its own
-       COMPREPLY=($(cd {runs} 2>/dev/null && compgen -d -- "$word")); return ;;
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _drover drover
 """
 
 
@@ -69,13 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help", "help"):
         print(HELP.format("\n".join(f"  {command:<14} {text}" for command, (_, text) in COMMANDS.items())), end="")
         return 0
-    if name == "completion" and rest and rest[0] in SHELLS:
-        print(completion(rest[0]), end="")
-        return 0
     if name in COMMANDS:
         return program(name)(rest, f"drover {name}")
-    complain(f"drover completion takes {' or '.join(SHELLS)}." if name == "completion" else
-             f"there is no command {name}; {meant(name, COMMANDS, 'drover --help shows all.')}")
+    complain(f"there is no command {name}; {meant(name, COMMANDS, 'drover --help shows all.')}")
     return UserError.exit_status
 
 
@@ -84,20 +66,6 @@ def program(command: str) -> Program:
     module, _, name = COMMANDS[command][0].partition(":")
     result: Program = getattr(import_module(f"drover.{module}"), name)
     return result
-
-
-def completion(shell: str) -> str:
-    """A script that completes commands, their options, and names of runs."""
-    cases = []
-    for command in COMMANDS:
-        actions = program(command).parser()._actions
-        options = [option for action in actions for option in action.option_strings]
-        cases.append(f'    *\\ {command}\\ -*) words="{" ".join(options)}" ;;')
-        if not any(action.metavar == "RUN" or action.type is find_model for action in actions):
-            cases.append(f"    *\\ {command}\\ *) return ;;")  # the shell offers files
-    cases.append(f'    *\\ completion\\ *) words="{" ".join(SHELLS)}" ;;')
-    script = COMPLETION.format(commands=" ".join([*COMMANDS, "completion"]), cases="\n".join(cases), runs=RUNS)
-    return "autoload -U +X bashcompinit && bashcompinit\n" * (shell == "zsh") + script
 
 
 if __name__ == "__main__":

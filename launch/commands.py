@@ -189,7 +189,7 @@ def _print_end(what: str, lines: list[str]) -> None:
 
 
 def _explain_options(parser: Parser) -> None:
-    add_config(parser, "KEY", "KEY: such as train.lr or train (default: all settings); ")
+    add_config(parser, "section.key", "section.key: such as train.lr or train (default: all settings); ")
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -25,8 +25,6 @@ import shutil
 from dataclasses import replace
 from typing import Literal
 
-import yaml
-
 from drover.launch.arguments import USUAL, add_config, configuration, overrides, refuse_unusable_places
 from drover.launch.checks import (
     absence,
@@ -133,6 +131,8 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _show(config: Config, jobs: list[Job], *, local: bool) -> None:
     """Print the commands, or for Slurm the parameters of submitit."""
+    import yaml  # not above: a Python without packages, or too old for Drover, is named by drover/__init__.py
+
     running = [job for job in jobs if job.to_run]
     ids = {job.key: f"ID_OF_{job.key}" for job in running}
     for job in running:

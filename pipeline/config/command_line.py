@@ -33,7 +33,7 @@ def add_settings(parser: Parser, word: str = "", meaning: str = "") -> None:
     """FILE or --config FILE, and settings that override the file's. word: what other words are, which are kept with the
     settings; meaning: what they are for."""
     parser.add_argument("overrides", nargs="*", default=[], action=ConfigWords,
-                        metavar="|".join(filter(None, ["FILE", word, "section.key=value"])),
+                        metavar="|".join(filter(None, ["FILE.yaml", word, "section.key=value"])),
                         help=f"{meaning}FILE.yaml: the run's configuration; section.key=value: overrides a setting of "
                              f"it")
     parser.add_argument("--config", metavar="FILE", help="a configuration whose name does not end in .yaml")
