@@ -70,7 +70,8 @@ def _lead_links(app: Sphinx, page: str, source: list[str]) -> None:
         return f"[{part[0]}]({'../' * page.count('/')}made/settings.md#{part[1]})" if known else part[0]
 
     if page != "made/settings":
-        source[0] = re.sub(r"```.*?```|\[[^\]]*\]\([^)]*\)|`(\w+\.[\w.]+)`", linked, source[0], flags=re.DOTALL)
+        source[0] = re.sub(r"```.*?```|\[[^\]]*\]\([^)]*\)|`(\w+\.[\w.]+)(?:[=:][^`]*)?`", linked, source[0],
+                           flags=re.DOTALL)
     if page.startswith("made/"):
         source[0] = re.sub(r"\]\((?:\.\./)*docs/", "](../", source[0])
         for name, path in COPIED.items():

@@ -121,8 +121,8 @@ class ModelConfig(BaseModel):
     heads: int = 8
     """Query heads of each layer. Their width is dim / heads, unless head_dim is set (Llama: 128; 64 for the 1B)."""
     kv_heads: int = 4
-    """Key and value heads, each shared by heads / kv_heads query heads. Fewer make the cache smaller when
-    generating; equal to `heads` is classic multi-head attention."""
+    """Key and value heads of grouped-query attention (GQA), each shared by heads / kv_heads query heads. Fewer make the
+    cache smaller when generating; equal to `heads` is classic multi-head attention."""
     ffn_dim: int | None = None
     """Width of the feed-forward layer. null derives it by Llama's rule from the two settings below."""
     ffn_dim_multiplier: float | None = None

@@ -8,6 +8,7 @@ from tokenize import COMMENT, STRING, generate_tokens
 
 import pytest
 
+from drover.__main__ import COMMANDS
 from drover.pipeline.config.data import FilesSource, HubSource, StdlibSource
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.shipped import FILTERS, OPTIMIZERS, SINKS
@@ -16,7 +17,8 @@ from tests.conftest import REPOSITORY, run_python
 from tests.pages import typed
 
 README = REPOSITORY / "README.md"
-PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+AGENTS = REPOSITORY / "AGENTS.md"
+PAGES = [README, AGENTS, *sorted((REPOSITORY / "docs").glob("*.md"))]
 INCLUDED = [REPOSITORY / path for path in re.findall(r': "([\w/]+\.md)"', (REPOSITORY / "docs/conf.py").read_text())]
 """Files of other folders that are pages of the site."""
 FSTRING = getattr(kinds, "FSTRING_MIDDLE", STRING)
@@ -70,6 +72,17 @@ def test_each_setting_and_each_kind_has_an_anchor_of_its_own():
                 *(f"{name}.{field}" for name, kind in kinds.items() for field in kind.model_fields)}
     assert len(settings) > 400 and settings <= set(anchors), settings - set(anchors)
     assert len(anchors) == len(set(anchors)) and "shard.sources.files.text_field" in anchors
+
+
+def test_what_coding_agents_are_given_is_there():
+    text = AGENTS.read_text()
+    assert len(text.splitlines()) <= 60
+    paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+)?)`|pytest -q ([\w/.]+)|(tests/\w+\.py)", text)
+    for path in {next(filter(None, groups)) for groups in paths} - {"runs/NAME/"}:
+        assert (REPOSITORY / path).exists(), path
+    targets, subcommands = re.findall(r"make ([\w-]+) ", text), re.findall(r"drover (\w+) \w", text)
+    assert typed(f"make -n {' '.join(targets)}", REPOSITORY).returncode == 0 and len(targets) > 3
+    assert len(subcommands) > 3 and {*subcommands} <= {*COMMANDS}
 
 
 def test_the_readme_is_short():

@@ -23,21 +23,23 @@ from drover.pipeline.core.errors import UserError
 ELSEWHERE = {
     "train": "training",
     "train.steps": "max_steps num_steps total_steps train_steps num_train_steps train_iters max_iters num_iterations "
-                   "iterations epochs num_epochs num_train_epochs",
-    "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size max_length context_length",
+                   "iterations epochs num_epochs num_train_epochs target_param_data_ratio max_tokens",
+    "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size max_length context_length "
+                             "max_context_length",
     "train.batch_tokens": "batch_size global_batch_size train_batch_size global_batch total_batch_size "
-                          "tokens_per_batch",
+                          "tokens_per_batch num_tokens_per_train_step",
     "train.micro_batch": "micro_batch_size per_device_train_batch_size device_batch_size local_batch_size "
                          "train_micro_batch_size_per_gpu gradient_accumulation gradient_accumulation_steps "
-                         "grad_accum_steps accumulation accumulate_grad_batches",
+                         "grad_accum_steps accumulation accumulate_grad_batches "
+                         "num_tokens_per_microbatch_per_dp_rank",
     "train.optimizer": "optim optimiser optim_type optimizer_type optimizer_name",
     "train.optimizer_settings": "optimizer_args optimizer_kwargs optim_args optimizer_params momentum nesterov",
     "train.param_groups": "lr_factors lr_multipliers lr_mult lr_scales",
-    "train.lr": "learning_rate max_lr peak_lr base_lr max_learning_rate",
+    "train.lr": "learning_rate max_lr peak_lr base_lr max_learning_rate matrix_lr embedding_lr unembedding_lr",
     "train.min_lr_share": "min_lr min_learning_rate lr_min final_lr min_lr_ratio lr_end",
     "train.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio",
     "train.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style decay_type",
-    "train.decay_steps": "lr_decay_steps lr_decay_iters cooldown_steps decay_iters",
+    "train.decay_steps": "warmdown_ratio lr_decay_steps lr_decay_iters cooldown_steps decay_iters",
     "train.beta1": "adam_beta1 beta_1 b1 betas",
     "train.beta2": "adam_beta2 beta_2 b2",
     "train.eps": "adam_epsilon adam_eps epsilon",
