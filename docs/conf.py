@@ -18,6 +18,7 @@ project = "Drover"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = "Drover"
+smartquotes = False  # what is in quotes is often typed
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # commands and files, not what they print
@@ -96,7 +97,8 @@ def _settings() -> dict[str, str]:
     from drover.pipeline.config.explaining import explain
     from drover.pipeline.config.loading import load_config
 
-    entries = explain(load_config(REPOSITORY / "configs/demo.yaml", [], check=False)).split("\n\n")
+    config = load_config(REPOSITORY / "configs/demo.yaml", [], check=False)
+    entries = [*explain(config).split("\n\n"), explain(config, "model.preset")]
     return {re.split(r": |\n", entry)[0]: entry for entry in entries}
 
 

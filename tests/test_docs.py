@@ -68,7 +68,7 @@ def test_each_setting_and_each_kind_has_an_anchor_of_its_own():
     anchors = re.findall(r"^\((.*)\)=$", page, re.MULTILINE)
     kinds = {f"{of.setting}.{kind}": of.shipped_class(kind) for of in (FILTERS, SINKS) for kind in of.shipped} | {
         "shard.sources.stdlib": StdlibSource, "shard.sources.files": FilesSource, "shard.sources.hf": HubSource}
-    settings = {*keys_of(Config), *kinds, *(f"train.optimizer.{name}" for name in OPTIMIZERS),
+    settings = {*keys_of(Config), *kinds, "model.preset", *(f"train.optimizer.{name}" for name in OPTIMIZERS),
                 *(f"{name}.{field}" for name, kind in kinds.items() for field in kind.model_fields)}
     assert len(settings) > 400 and settings <= set(anchors), settings - set(anchors)
     assert len(anchors) == len(set(anchors)) and "shard.sources.files.text_field" in anchors
