@@ -80,7 +80,8 @@ def test_what_coding_agents_are_given_is_there():
     paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+)?)`|pytest -q ([\w/.]+)|(tests/\w+\.py)", text)
     for path in {next(filter(None, groups)) for groups in paths} - {"runs/NAME/"}:
         assert (REPOSITORY / path).exists(), path
-    targets, subcommands = re.findall(r"make ([\w-]+) ", text), re.findall(r"drover (\w+) \w", text)
+    targets = re.findall(r"make ([\w-]+) ", text)
+    subcommands = re.findall(r"drover (\w+) \w", text)
     assert typed(f"make -n {' '.join(targets)}", REPOSITORY).returncode == 0 and len(targets) > 3
     assert len(subcommands) > 3 and {*subcommands} <= {*COMMANDS}
 
