@@ -20,7 +20,8 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import RUNS, Parser, Program
 
-RUN_PLACES, CONFIG_PLACES = frozenset({"RUN", "MODEL"}), frozenset({"FILE.yaml"})
+RUN_PLACES = frozenset({"RUN", "MODEL"})
+CONFIG_PLACES = frozenset({"FILE.yaml"})
 """Metavars in whose place a run, and a YAML file, may be given."""
 BASH = """\
 _drover() {{
