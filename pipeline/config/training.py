@@ -121,8 +121,8 @@ KEPT_ACTIVATIONS: tuple[Activation, ...] = ("attention", "wq", "wk", "wv", "wo",
 class CheckpointConfig(Section):
     """When to save, and what to keep. The last step is always saved, and so is the step of a stop request."""
 
-    every_steps: PositiveInt = 100
-    """Optimizer steps between two saves."""
+    every_steps: PositiveInt | None = 100
+    """Optimizer steps between two saves; null: only by minutes, and at the end."""
     every_minutes: PositiveFloat | None = None
     """Save also when this many minutes have passed since the last save; null: only by steps. For long runs it bounds
     the work that a crash can cost, however fast the steps are."""
@@ -286,10 +286,10 @@ class TrainConfig(Section):
     """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`. `small` names
     those whose products are faster in bf16. The output head always stays in bf16. So do layers with dimensions that are
     no multiples of 16."""
-    fp8_watch_every: PositiveInt = execution(100)
-    """For `fp8`: steps between two measurements of its effect on the values of each layer. The first and the last step
-    are measured too. One costs an uncompiled pass over one sequence; in a pipeline, over all sequences of a rank's
-    step."""
+    fp8_watch_every: PositiveInt | None = execution(100)
+    """For `fp8`: steps between two measurements of its effect on the values of each layer; null: none. The first and
+    the last step are measured too. One costs an uncompiled pass over one sequence; in a pipeline, over all sequences of
+    a rank's step."""
     norms_every: PositiveInt | None = execution(None)
     """Steps between two measurements of the norms of each parameter's gradient (before clipping), weight and update;
     null: none. The first step of a start and the last step are measured too. Norms by layer are logged as curves;
@@ -354,14 +354,14 @@ class TrainConfig(Section):
     hooks: list[TrainingHook] = execution([])
     """Your own hooks of the training loop, for example guards. Each is my_module:MyHook, with its settings.
     pipeline/training/hooks.py shows how to write one."""
-    validation_every: PositiveInt = execution(100)
-    """Steps between two measurements of the validation sample: its loss and its bits per byte. The last step is
-    measured too."""
+    validation_every: PositiveInt | None = execution(100)
+    """Steps between two measurements of the validation sample, its loss and its bits per byte; null: none. The last
+    step is measured too."""
     validation_tokens: PositiveInt = execution(65536)
     """Tokens of the validation sample per source. Whole documents are taken, always the same ones: the first of those
     that the stage evaluate measures."""
-    sample_every: PositiveInt = execution(200)
-    """Steps between two sets of sample texts. The last step writes one too."""
+    sample_every: PositiveInt | None = execution(200)
+    """Steps between two sets of sample texts; null: none. The last step writes one too."""
     sample_tokens: PositiveInt = execution(64)
     """Length of a sample text in tokens."""
     prompts: list[str] = execution(["def main():", "import os\n", "class "])

@@ -200,7 +200,7 @@ class Loop:
     def _checkpoint_is_due(self) -> bool:
         """Whether to save now: every so many steps or minutes, before leaving, at the end, and at the steps of
         `convert.average`."""
-        due = self.due(self.config.train.checkpoint.every_steps)
+        due = self.due(self.config.train.checkpoint.every_steps or self.config.train.steps)
         return (due or self.progress.step in self.config.convert.average or self.save_requested
                 or self.stop.stop is not None)
 

@@ -282,9 +282,10 @@ def _hooks(loop: Loop, uploads: Uploads | None) -> list[Hook]:
         ReplicaCheck(loop.ranks, loop.facts.nodes, every) if every is not None and loop.ranks.world > 1 else None,
         *loop.own_hooks.values(),
         Norms() if train.norms_every is not None else None,
-        Validation(loop),
-        Fp8Watch(loop.engine, loop.ranks.device) if loop.progress.precision == "fp8" else None,
-        Samples(loop),
+        Validation(loop) if train.validation_every is not None else None,
+        Fp8Watch(loop.engine, loop.ranks.device)
+        if loop.progress.precision == "fp8" and train.fp8_watch_every is not None else None,
+        Samples(loop) if train.sample_every is not None else None,
         Profiling(train.profile, train.profile.start) if train.profile.start is not None else None,
         Garbage()]
     return [hook for hook in hooks if hook is not None]

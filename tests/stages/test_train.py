@@ -64,9 +64,12 @@ def test_a_run_trains_and_says_so(fresh):
     assert result.share <= metrics[-1]["goodput"] + 0.001
     counts = manifest_of(fresh).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
-    run_train(fresh, "name=quiet", "train.validation_every=1000", "train.sample_every=1000",
-              "train.checkpoint.every_steps=1000", "train.loader_threads=3", ranks=2)
-    assert [record["loss"] for record in metrics] == [record["loss"] for record in curve(fresh, "quiet")]
+    run_train(fresh, "name=quiet", "train.validation_every=null", "train.sample_every=null",
+              "train.checkpoint.every_steps=null", "train.loader_threads=3", ranks=2)
+    quiet = curve(fresh, "quiet")
+    assert [record["loss"] for record in metrics] == [record["loss"] for record in quiet]
+    assert not any("validation_sample_bpb" in record for record in quiet) and not lines(fresh, "quiet", log="samples")
+    assert [path.name for path in checkpoints(fresh, "quiet").iterdir()] == ["step-00000012"]
 
 
 @pytest.mark.parametrize("damage", ["another byte", *slow("marker", "torn marker")])

@@ -57,7 +57,7 @@ def training(facts: Facts) -> Iterator[Block]:
     phases = "; ".join(map(str, plan.phases)) if plan.declared else str(plan.phases[0]).partition(": ")[2]
     yield filled("{steps:,} steps in {precision}, ranks: {ranks:,}, engine: {engine}. Planned: {plan}.",
                  {**facts.counts("train"), "plan": phases})
-    if facts.validation:
+    if facts.validation and facts.config.train.validation_every is not None:
         yield filled(SAMPLE, {**facts.validation, "sample": facts.config.train.validation_tokens})
     yield _losses(facts)
     for title, name in CURVES.items():
