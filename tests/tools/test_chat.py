@@ -57,9 +57,9 @@ def test_a_model_of_the_hub_is_downloaded_when_it_is_named(places, model, capsys
     hub.push("someone/small", places["hf"])
     for off in (False, True):
         hub.off = off
-        assert printed(capsys, main, "--model", "someone/small", "a", "--temperature", "0", "--max-tokens",
+        assert printed(capsys, main, "someone/small", "a", "--temperature", "0", "--max-tokens",
                        "9") == f"a{continued(model, 'a', 9)}\n"
-    assert "no such model" in printed(capsys, main, "--model", "someone/other", "a", expect=2) or hub.off
+    assert "no such model" in printed(capsys, main, "someone/other", "a", expect=2) or hub.off
 
 
 def test_the_settings_reach_the_model(places, model, capsys):
