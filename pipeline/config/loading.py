@@ -384,7 +384,7 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         raise UserError(f"{place}: `base` is a file name or a list of them, not {given!r}.")
     tree: Tree = {}
-    for part in [*(_with_bases(path.parent / local_path(base), chain, f"Correct `base:` in {place}.")
+    for part in [*(_with_bases(shipped(Path(local_path(base)), path.parent), chain, f"Correct `base:` in {place}.")
                    for base in bases), own]:
         if isinstance(shape := part.get("model"), dict) and "preset" in shape:
             tree.pop("model", None)  # a preset replaces the whole section of a base
@@ -392,10 +392,10 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     return tree
 
 
-def shipped(path: Path) -> Path:
-    """The file of that name in Drover's own folder, such as `configs/demo.yaml`, if there is none where it is named."""
-    own = REPOSITORY / path
-    return own if os.path.isfile(own) and not os.path.exists(path) else path  # noqa: PTH110, PTH113 - of any length
+def shipped(path: Path, folder: Path = Path()) -> Path:
+    """The file in a folder, or if there is none the one of that name that Drover ships, such as `configs/demo.yaml`."""
+    given, own = folder / path, REPOSITORY / path
+    return own if os.path.isfile(own) and not os.path.exists(given) else given  # noqa: PTH110, PTH113 - of any length
 
 
 def _of_a_run(tree: Tree, path: Path) -> Tree:
@@ -413,7 +413,8 @@ def _of_a_run(tree: Tree, path: Path) -> Tree:
 
 def _profile(name: str, given: Tree, place: str, config: Path) -> Tree:
     """The section `launch`, over the profile of a cluster."""
-    known = {path.stem: path for folder in (CLUSTERS, config.parent / "clusters") for path in folder.glob("*.yaml")}
+    folders = (CLUSTERS, Path("configs") / "clusters", config.parent / "clusters")
+    known = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     path = known.get(name) or folder_of(place, Path()) / name
     return merge(read_yaml(path, f"{place} names it as a cluster profile. Give a file, or one of {', '.join(known)}."),
                  given)

@@ -77,6 +77,13 @@ def test_mistakes_in_a_profile_are_named_with_its_line(written, profile, name, m
     assert message in refusal(written({}), f"launch.cluster={name}")
 
 
+def test_profiles_and_shipped_configurations_are_found_from_a_folder_of_ones_own(written, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    written("partition: mine", "configs/clusters/here.yaml")
+    assert load_config("configs/demo.yaml", ["launch.cluster=here"]).launch.partition == "mine"
+    assert load_config(written("base: configs/demo.yaml")).name == "demo"
+
+
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/clusters").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_shipped_profiles_load(path):
     config = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"])
