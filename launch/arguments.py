@@ -7,12 +7,10 @@ from pathlib import Path
 
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.command_line import add_settings
-from drover.pipeline.config.loading import load_config, refusal
+from drover.pipeline.config.loading import load_config, refusal, shipped
 from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.console import Parser, echo
-from drover.pipeline.core.errors import UserError
 
 USUAL = Path("configs") / "demo.yaml"
 CLUSTERS = ("auto", "slurm", "local")
@@ -32,7 +30,9 @@ def add_config(parser: Parser, word: str = "", meaning: str = "") -> None:
 
 def configuration(options: argparse.Namespace) -> Config:
     """The configuration with its overrides, whose problems are not looked for yet."""
-    options.config = options.config or _usual_config()
+    given, options.config = options.config, str(shipped(Path(options.config or USUAL)))
+    if given is None or Path(given) != Path(options.config):
+        echo(f"config    {options.config}{'' if given else ', since no file is given'}")
     return load_config(options.config, overrides(options), check=False)
 
 
@@ -49,12 +49,3 @@ def overrides(options: argparse.Namespace) -> list[str]:
     given = {"launch.cluster": profile, "launch.train.nodes": options.nodes,
              "launch.gpus_per_node": options.gpus_per_node}
     return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
-
-
-def _usual_config() -> str:
-    """The demo's configuration if none is given, which is printed."""
-    for path in (USUAL, REPOSITORY / USUAL):
-        if path.is_file():
-            echo(f"config    {path}, since no file is given")
-            return str(path)
-    raise UserError("No configuration is given. Name its file (--help shows complete commands).")

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core import errors
 from drover.pipeline.core.files import write_text
+from tests.conftest import REPOSITORY
 from tests.launch.launcher import planned
 from tests.refusal import refused, table
 from tests.test_house import HEAVY, imported_by
@@ -172,7 +172,7 @@ def test_an_option_that_is_a_setting_is_answered_with_it(words, message, capsys)
             assert all(part in complaint for part in message.split(" | ")), complaint
 
 
-def test_no_configuration(launcher, monkeypatch):
+def test_no_configuration(launcher):
     arguments = shlex.split("--stage all --dry-run --cluster local")
     (launcher.work / "configs").mkdir()
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
@@ -181,8 +181,9 @@ def test_no_configuration(launcher, monkeypatch):
         bare = launcher.call(program=program)
         assert bare.returncode == 2 and not launcher.run.exists() and words in bare.stderr
         assert "`drover run configs/demo.yaml` would run the demo here (no sbatch on PATH)" in bare.stderr
-    monkeypatch.setattr("drover.launch.arguments.USUAL", Path("configs/absent.yaml"))
-    assert "No configuration is given" in launcher.call(*arguments).stderr
+    (launcher.work / "configs/demo.yaml").unlink()
+    for words, why in ([], ", since no file is given"), (["configs/demo.yaml"], "\n"):
+        assert launcher.call(*arguments, *words).stdout.startswith(f"config    {REPOSITORY}/configs/demo.yaml{why}")
 
 
 def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launcher):
