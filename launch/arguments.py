@@ -30,7 +30,8 @@ def add_config(parser: Parser, word: str = "", meaning: str = "") -> None:
 
 def configuration(options: argparse.Namespace) -> Config:
     """The configuration with its overrides, whose problems are not looked for yet."""
-    given, options.config = options.config, str(shipped(Path(options.config or USUAL)))
+    given = options.config
+    options.config = str(shipped(Path(given or USUAL)))
     if given is None or Path(given) != Path(options.config):
         echo(f"config    {options.config}{'' if given else ', since no file is given'}")
     return load_config(options.config, overrides(options), check=False)

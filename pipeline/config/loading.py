@@ -394,7 +394,8 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
 
 def shipped(path: Path, folder: Path = Path()) -> Path:
     """The file in a folder, or if there is none the one of that name that Drover ships, such as `configs/demo.yaml`."""
-    given, own = folder / path, REPOSITORY / path
+    given = folder / path
+    own = REPOSITORY / path
     return own if os.path.isfile(own) and not os.path.exists(given) else given  # noqa: PTH110, PTH113 - of any length
 
 
