@@ -175,10 +175,12 @@ class LiveLine:
 
 
 class ProgressBar(LiveLine):
-    """`label: done/total unit  ETA  rate` as a live line, and at the end in how much time."""
+    """`label: done/total unit  ETA  rate` as a live line, and at the end, unless it is `transient`, in how much time."""
 
-    def __init__(self, stage: str, label: str, total: int, unit: str, file: IO[str] | None = None) -> None:
+    def __init__(self, stage: str, label: str, total: int, unit: str, file: IO[str] | None = None, *,
+                 transient: bool = False) -> None:
         super().__init__(stage, file)
+        self.transient = transient
         self.label, self.total, self.unit = label, total, unit
         self.done, self.first = 0, 0
 
@@ -191,7 +193,7 @@ class ProgressBar(LiveLine):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-        if kind is None:
+        if kind is None and not self.transient:
             echo(f"{self.stage:<9} {self._counted} in {duration(self._elapsed_s)}", file=self.file)
 
     @property
@@ -225,9 +227,9 @@ class ProgressBar(LiveLine):
 
 
 def watch_of(stage: str, label: str, file: IO[str]) -> Watch:
-    """A `Watch` with a progress bar, which is printed to `file`."""
+    """A `Watch` with a progress bar on `file`, of which nothing stays."""
     def watched(batches: Any) -> Iterator[Any]:
-        with ProgressBar(stage, label, len(batches), "batches", file) as progress:
+        with ProgressBar(stage, label, len(batches), "batches", file, transient=True) as progress:
             for batch in batches:
                 yield batch
                 progress.advance()

@@ -1,6 +1,6 @@
 """The whole chain on a Slurm cluster that loses a node, to the report: it trains as one process on one box does.
 
-It is submitted, watched and asked about as docs/slurm.md says: every command of that page is typed.
+It is submitted, watched and asked about as docs/slurm.md and docs/slurm-quick-start.md say: their commands are typed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from tests.launch.launcher import holding
 from tests.slurm.faults import Cluster, OnCluster
 
 BLOCK = re.compile(r"<!-- needs a cluster -->\n```bash\n(.*?)```", re.DOTALL)
-COMMANDS = [line.split("  #")[0].strip() for block in BLOCK.findall((REPOSITORY / "docs/slurm.md").read_text())
-            for line in block.splitlines() if "slurm_lab" not in line and "drover doctor" not in line]
-"""Of the page, but for those of the lab and the doctor: tests/test_slurm_lab.py and test_sites.py run them."""
+COMMANDS = [line.split("  #")[0].strip() for page in ("slurm.md", "slurm-quick-start.md")
+            for block in BLOCK.findall((REPOSITORY / "docs" / page).read_text()) for line in block.splitlines()
+            if " demo" in line or "--cluster lab" in line]
+"""Of the pages, for the lab: tests/test_slurm_lab.py and test_sites.py run those of the lab itself and the doctor."""
+START, CONTINUE = (command for command in COMMANDS if " run " in command)
 TOKEN, PASSWORD, KEY = (f"{kind}_nobody_may_write_this_down" for kind in ("hf", "password", "key"))
 SETTINGS: dict[str, Any] = {"train": {"precision": "fp64"}, "launch": {"processes": 1}}
 GRID = {"pp": 2, "cp": 2}
@@ -76,7 +78,7 @@ def done(cluster, tmp_path_factory, corpus):
         "environment": {"DROVER_FAULTS": f"wait:rank=0,step={WAIT}"}}}))
     config.rename(home / "configs/demo.yaml")
     submitted = Submitted(cluster, home)
-    submitted.type(COMMANDS[0], HF_TOKEN=TOKEN, OUR_KEY=KEY)
+    submitted.type(START, HF_TOKEN=TOKEN, OUR_KEY=KEY)
     whole = {path: path.read_text() for path in (home / "launch/job/runner.py",
                                                    *(home / "pipeline").glob("*.py"))}
     for path in whole:
@@ -128,8 +130,8 @@ def test_no_file_holds_the_shells_secrets(done):
 
 
 def test_the_rest_of_the_page_does_what_it_says(done):
-    assert "drover run --nodes 4" in COMMANDS[0]
-    message = {command: done.type(command, HF_TOKEN=TOKEN, COLUMNS="150") for command in COMMANDS[1:]}
+    message = {command: done.type(command, HF_TOKEN=TOKEN, COLUMNS="150")
+               for command in [*COMMANDS, "drover logs demo train --rank 1"] if command != START}
 
     def of(part):
         return next(text for command, text in message.items() if part in command)
@@ -137,8 +139,8 @@ def test_the_rest_of_the_page_does_what_it_says(done):
     rows = {line.split()[0]: line.split()[1] for line in reversed(of("status demo --watch").splitlines())
             if len(line.split()) > 1}  # of a stage the first line: others are its figures
     assert {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
-    assert "step 12/12" in of("logs demo train") and of("logs demo train --rank 1")
+    assert "step 12/12" in of("logs demo train --follow") and of("logs demo train --rank 1")
     assert "nothing to stop" in of("drover stop") and "no job of runs/demo is in the queue" in of("drover cancel")
-    assert "--nodes 2" in COMMANDS[-1]
-    assert "nothing to submit: all requested stages are done" in message[COMMANDS[-1]]
+    assert "--nodes 4" in START and "--nodes 2" in CONTINUE
+    assert "nothing to submit: all requested stages are done" in message[CONTINUE]
     assert len(read_chains(done.run)) == 1
