@@ -25,8 +25,7 @@ from drover.pipeline.parallel.stages import largest_share
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
-SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
-"""Cores, GPUs and memory are per node."""
+SLURM_COLUMNS = ("job", "state", "nodes", "work", "of a node", "time", "where", "after")
 WEIGHT_BYTES = 4
 """Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
 state comes on top."""
@@ -53,8 +52,10 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
             draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
     if disk.needed:
+        written = sum(disk.parts.values()) - disk.needed
         draw(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:",
-             *(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
+             *(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size),
+             *[f"          {readable(written):>7} of that are written already"] * bool(written))
     draw("")
 
 
@@ -77,8 +78,10 @@ def _row(job: Job, options: Options) -> list[str]:
     extra = job.resources.extra or {}
     where = [job.resources.partition, extra.get("qos"), extra.get("constraint"),
              f"link {job.link} of {job.links}" * (job.links > 1)]
-    return [job.key, state, nodes, work, str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or ""),
-            "all" if job.resources.mem == "0" else job.resources.mem or "", duration(60 * job.minutes),
+    share = [counted(job.tasks_per_node * job.cpus_per_task, "core"),
+             counted(job.gpus_per_node, "GPU") if job.gpus_per_node else "",
+             "all memory" if job.resources.mem == "0" else job.resources.mem]
+    return [job.key, state, nodes, work, ", ".join(filter(None, share)), duration(60 * job.minutes),
             ", ".join(str(part) for part in where if part) or "-", ", ".join(job.dependencies)]
 
 

@@ -59,10 +59,11 @@ def profile(kinds: Sequence[NodeKind], *, requeue: bool) -> str:
     """A profile of these partitions, in YAML. kinds: at least one. requeue: whether the site allows it."""
     gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes))
     cpu = next((kind for kind in kinds if not kind.gpus), None)
-    cores = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus)
+    cores = gpu.cpus // gpu.gpus if gpu.gpus else min(4, gpu.cpus) // 2
+    ranks = "one for each GPU" if gpu.gpus else "as many as launch.processes says, 2 in the demo"
     lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits.",
              f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
-             f"cpus: {max(1, cores)}  # of {gpu.cpus} cores a node",
+             f"cpus: {max(1, cores)}  # of {gpu.cpus} cores a node, for each rank: {ranks}",
              'train: {mem: "0"}  # all memory of a node', 'evaluate: {mem: "0"}',
              "# mem: 32G  # of the other stages; without it what the site gives by default",
              "# account: my-project", "# setup: [module load cuda]",

@@ -175,7 +175,7 @@ class LiveLine:
 
 
 class ProgressBar(LiveLine):
-    """`label: done/total unit  ETA  rate` as a live line, and at the end, unless it is `transient`, in how much time."""
+    """`label: done/total unit  ETA  rate` as a live line; at the end in how much time, unless it is `transient`."""
 
     def __init__(self, stage: str, label: str, total: int, unit: str, file: IO[str] | None = None, *,
                  transient: bool = False) -> None:
@@ -269,7 +269,8 @@ def quiet_imports() -> Iterator[None]:
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Container[str] = (), styles: Sequence[str] = ()) -> Table:
-    """A table to `draw`. Where it is too wide, texts are folded.
+    """A table to `draw`, without columns that are empty. Where it is too wide, texts are folded, if possible not in
+    words.
 
     Args:
         rows: the first is the heading.
@@ -280,10 +281,12 @@ def table(rows: Sequence[Sequence[str]], numbers: Container[str] = (), styles: S
     from rich.text import Text
 
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", row_styles=styles)
-    for name in rows[0]:
-        result.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers,
-                          overflow="fold")
-    for row in rows[1:]:
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(rows) == 1]
+    for heading, *cells in columns:
+        words = [len(word) for cell in cells for word in cell.split()]
+        result.add_column(heading, justify="right" if heading in numbers else "left", no_wrap=heading in numbers,
+                          overflow="fold", min_width=min(12, max(words, default=0)))
+    for row in zip(*(column[1:] for column in columns), strict=True):
         result.add_row(*(Text(printable(cell)) for cell in row))
     return result
 

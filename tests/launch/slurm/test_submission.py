@@ -113,8 +113,8 @@ def test_the_plan_for_four_nodes(launcher):
         evaluate -> afterok:ID_OF_convert -> None -> 8 -> 1 -> 8
         report -> afterok:ID_OF_evaluate -> None -> None -> 1 -> 1""")
     rows = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "shard absent 1, 4 elements 2 processes 6 500G 10 h 00 m -" in rows
-    assert "train absent 4 32 ranks x 6 threads 48 8 500G 25 h 00 m gpu, high, h100 encode" in rows
+    assert "shard absent 1, 4 elements 2 processes 6 cores, 500G 10 h 00 m -" in rows
+    assert "train absent 4 32 ranks x 6 threads 48 cores, 8 GPUs, 500G 25 h 00 m gpu, high, h100 encode" in rows
 
 
 def test_links_arrays_and_sites_without_requeue(launcher):
