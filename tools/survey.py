@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import glob
+import json
 import math
 import os
 import re
@@ -236,6 +237,8 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
                                                                       "markup; take its text out first")
         encoding = _encoding(data, form, guesses)
         text = codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
+        if own_format is None and _is_json_lines(text):
+            form = "jsonl"
         if form != "txt":
             header = next(iter(text.splitlines()), "")
             return _records_kind(path, form, encoding, _delimiter(path, header) if form == "csv" else None)
@@ -248,6 +251,14 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
         return FileKind("" if own_format else "txt", "", encoding, None, separator), text
     except damage() as error:
         raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _is_json_lines(text: str) -> bool:
+    """Whether a text begins with two objects in JSON, each in a line of its own."""
+    lines = text.split("\n", 2)[:2]
+    with suppress(ValueError):
+        return len(lines) == 2 and all(isinstance(json.loads(line), dict) for line in lines)
+    return False
 
 
 def _refuse_mistaken(path: Path, form: str, encoding: str) -> None:
@@ -264,7 +275,7 @@ def _delimiter(path: Path, header: str) -> str | None:
 def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, str]:
     """The kind of a file of records, and the text of the first one."""
     _refuse_mistaken(path, form, encoding)
-    records = _records(path, encoding, delimiter)
+    records = _records(path, form, encoding, delimiter)
     lists = list(_lists(records[0])) if len(records) == 1 else []
     try:
         name = _text_field(records)
@@ -274,13 +285,15 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
         if len(lists) > 1:
             raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
         name = _text_field(lists[0])
-    return FileKind("", name, encoding, delimiter), str(value_in(_records(path, encoding, delimiter, name)[0], name))
+    return (FileKind("" if file_format(path) else form, name, encoding, delimiter),
+            str(value_in(_records(path, form, encoding, delimiter, name)[0], name)))
 
 
-def _records(path: Path, encoding: str, delimiter: str | None, text_field: str = "") -> list[Any]:
+def _records(path: Path, form: str, encoding: str, delimiter: str | None, text_field: str = "") -> list[Any]:
     """The first records of a file; NoTextError if there is none, or one cannot be read."""
-    source = FilesSource(kind="files", name="a", paths=[str(path)], text_field=text_field, encoding=encoding,
-                         delimiter=delimiter)
+    source = FilesSource.model_validate({
+        "kind": "files", "name": "a", "paths": [str(path)], "format": form, "text_field": text_field,
+        "encoding": encoding, "delimiter": delimiter})
     records = list[Any]()
     for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
         if isinstance(item, Rejection):

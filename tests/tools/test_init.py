@@ -84,6 +84,7 @@ def zoo(folder):
     (folder / "README").write_text(wide(92))
     (folder / "sub/LICENSE.gz").write_bytes(COMPRESS[".gz"](wide(91).encode()))
     (folder / "sub/code.pyi").write_text(wide(90))
+    (folder / "sub/pages.crawl").write_bytes(lines([{"id": number, "content": wide(number)} for number in (58, 59)]))
     (folder / "alt.mbox").write_text(f"From a@b Mon\n{wide(88)}\n\nFrom a@b Tue\n{wide(89)}")
     for number in range(30):
         (folder / "mails").mkdir(exist_ok=True)
@@ -92,7 +93,7 @@ def zoo(folder):
     (folder / "gone.md").symlink_to("nowhere")
     (folder / "loop").symlink_to("..")
     os.mkfifo(folder / "pipe.txt")
-    mails = {f"From a@b Mon\n{wide(88)}", f"a@b Tue\n{wide(89)}", *map(wide, range(60, 88))}
+    mails = {f"From a@b Mon\n{wide(88)}", f"a@b Tue\n{wide(89)}", *map(wide, range(58, 88))}
     return {*texts.values(), *mails, *map(wide, range(90, 100))}, {*others, "gone.md", "pipe.txt"}
 
 
