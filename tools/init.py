@@ -26,7 +26,7 @@ from drover.model.config import ModelConfig
 from drover.model.presets import LADDER
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import read_tokens, tokens_text
-from drover.pipeline.core.console import Parser, Program, duration, echo, refuse_low
+from drover.pipeline.core.console import Parser, Program, counted, duration, echo, refuse_low
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.tools.presets import CHINCHILLA
@@ -55,6 +55,7 @@ may need more text than there is."""
 BITS, BITS_AT, BITS_POWER = 0.83, 2e6, 0.075
 """Bits per byte of validation text that models need after training on so many bytes, as a share of those of gzip -9;
 and the power of the bytes with which they fall (benchmarks/RESULTS.md)."""
+BITS_RULE = "benchmarks/RESULTS.md#what-drover-init-expects"
 BITS_RANGE = 0.25
 """By how much of it texts differed, and some more."""
 BITS_MEASURED = range(1_000_000, 10_000_000)
@@ -62,6 +63,8 @@ BITS_MEASURED = range(1_000_000, 10_000_000)
 MOST_EMBEDDING = 1.5
 """The embedding has at most so many times the parameters of the blocks: a larger vocabulary costs more than it brings.
 """
+MOST_BATCH = 2**19
+"""Tokens of an optimizer step at most."""
 TRAIN_MB = 100.0
 """Of more text the vocabulary is made of a sample."""
 FEW_DOCUMENTS = 500
@@ -95,10 +98,15 @@ class Proposal:
         return f"{share:.2g} epochs of your text" if share >= 1 else f"{100 * share:.2g}% of your text"
 
     @property
+    def trained_bytes(self) -> int:
+        """Of text, repeated text counted again."""
+        return int(self.tokens * self.token_bytes)
+
+    @property
     def batch_tokens(self) -> int:
-        """Of an optimizer step: some 400 steps, in sequences by the power of two."""
+        """Of an optimizer step: of some 400, in sequences by the power of two."""
         size = 2 ** round(math.log2(max(1, self.tokens / 400)))
-        return min(2**19, max(8 * self.shape.context_length, size))
+        return min(MOST_BATCH, max(8 * self.shape.context_length, size))
 
     @property
     def steps(self) -> int:
@@ -121,13 +129,14 @@ class Proposal:
 
     def expected(self, gzip_bits: float) -> str:
         """The bits per byte that it will need of validation text for which gzip needs so many, in words."""
-        size = int(self.tokens * self.token_bytes)
-        bits = gzip_bits * BITS * (size / BITS_AT) ** -BITS_POWER
-        far = "" if size in BITS_MEASURED else "; so much text was not measured, so this may be far off"
-        return (f"about {bits:.2f} bits per byte of validation text ({bits * (1 - BITS_RANGE):.2f} to "
-                f"{bits * (1 + BITS_RANGE):.2f}), {bits * math.log(2) * self.token_bytes:.1f} nats per token, by "
-                f"gzip's {gzip_bits:.2f} and the power -{BITS_POWER} of {size / 1e6:,.1f} MB trained on, as measured "
-                f"on small models (benchmarks/RESULTS.md){far}")
+        bits = self.expected_bits(gzip_bits)
+        far = "" if self.trained_bytes in BITS_MEASURED else ". So much text was not measured; it may be far off"
+        return (f"about {bits:.2f} bits per byte of validation text, between {bits * (1 - BITS_RANGE):.2f} and "
+                f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models ({BITS_RULE}){far}")
+
+    def expected_bits(self, gzip_bits: float) -> float:
+        """The same as a number."""
+        return gzip_bits * BITS * (self.trained_bytes / BITS_AT) ** -BITS_POWER
 
 
 def add_options(parser: Parser) -> None:
@@ -155,19 +164,21 @@ def work(options: argparse.Namespace) -> None:
     corpus, machine = look(options.data), find_machine()
     rate = machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
     proposal = propose(corpus, rate, options.minutes, options.params)
-    write_text(target, as_yaml(corpus, proposal, _name(options.data)))
+    name = _name(options.data)
+    write_text(target, as_yaml(corpus, proposal, name))
     load_config(target)
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
-    for remark in corpus.remarks:
+    for remark in [*corpus.summary, *corpus.remarks]:
         echo(remark)
-    echo(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
+    echo(f"{counted(corpus.files, 'file')}, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
          f"({proposal.epochs}), {proposal.steps:,} steps: about {duration(proposal.seconds(rate))} of training here, "
          f"and {duration(others)} of the other stages, if nothing else runs\n"
          f"expected: {proposal.expected(corpus.gzip_bits)}\n"
          f"{target} is written. Read it, then:\n"
-         f"  drover run {shlex.quote(str(target))} --cluster local")
+         f"  drover run {shlex.quote(str(target))} --cluster local\n"
+         f"  drover chat {name} --interactive")
 
 
 def matrix_rate() -> float:
@@ -222,11 +233,14 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     validation = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
     rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
     prompts = corpus.prompts or ["The "]
+    bits = proposal.expected_bits(corpus.gzip_bits)
+    short_of_text = proposal.tokens >= EPOCHS * proposal.corpus_tokens
     vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
                   f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer in small models")
     return f"""\
-# Proposed for {corpus.files:,} files with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know better.
-{"".join(f"# {remark}{chr(10)}" for remark in [*corpus.remarks, *corpus.left_out])}name: {_quoted(name)}
+# Proposed for {counted(corpus.files, "file")} with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know \
+better.
+{"".join(f"# {remark}{chr(10)}" for remark in [*corpus.left_out, *corpus.remarks])}name: {_quoted(name)}
 
 shard:
   sources:
@@ -240,7 +254,8 @@ tokenizer:
   {vocabulary}
 {f"  train_mb: {TRAIN_MB:g}{chr(10)}" if corpus.text_bytes > TRAIN_MB * 1e6 else ""}\
 
-# {CHINCHILLA} tokens for each parameter use compute best (Hoffmann et al. 2022).
+# {proposal.tokens / shape.parameter_count:.2g} tokens for each parameter; {CHINCHILLA} use compute best (Hoffmann \
+et al. 2022){f", but would be more than {EPOCHS} epochs of the text" if short_of_text else ""}.
 model:   # {tokens_text(shape.parameter_count)} parameters
   dim: {shape.dim}
   layers: {shape.layers}
@@ -253,10 +268,13 @@ model:   # {tokens_text(shape.parameter_count)} parameters
   tied_embeddings: true
 
 # Expected: {proposal.expected(corpus.gzip_bits)}.
+# That is {bits * math.log(2) * proposal.token_bytes:.1f} nats per token. The rule: {BITS} of the \
+{corpus.gzip_bits:.2f} bits that gzip -9 needs, after {BITS_AT / 1e6:g} MB of training text;
+# it falls with the power -{BITS_POWER} of this text, of which there are {proposal.trained_bytes / 1e6:,.1f} MB.
 train:   # {tokens_text(proposal.tokens)} tokens, {proposal.epochs}; above {EPOCHS} epochs repeated text teaches little
   steps: {steps}
   sequence_length: {shape.context_length}
-  batch_tokens: {proposal.batch_tokens}   # some 400 steps
+  batch_tokens: {proposal.batch_tokens}   # about a 400th of all, as a power of two; from 8 sequences to {MOST_BATCH}
   optimizer: {'muon' if proposal.muon else 'adamw'}
   lr: {lr:.2g}   # {"measured on a model of 3M parameters (benchmarks/RESULTS.md)" if proposal.muon else LR_LAW}
   warmup_steps: {max(1, steps // 20)}
@@ -272,15 +290,16 @@ evaluate:
 
 
 def _sources(corpus: Corpus) -> str:
-    """A line for each kind of files."""
+    """A source for each kind of files; its paths are absolute, and each has a line."""
     lines = dict[str, str]()
     for kind, paths in corpus.sources.items():
         field = f"{kind.text_field or ('other' if kind.format else 'text')}-{kind.encoding}".removesuffix("-utf-8")
         base = re.sub(r"[^A-Za-z0-9_]+", "-", field).strip("-")[:40] or "records"
         name = next(own for own in chain([base], (f"{base}-{number}" for number in count(2))) if own not in lines)
-        more = "".join(f", {key}: {_quoted(value)}" for key, value in kind.settings().items())
-        globs = ", ".join(f"{key}: {_flow(own)}" for key, own in paths.items())
-        lines[name] = f"    - {{kind: files, name: {name}, {globs}{more}}}"
+        more = "".join(f"\n      {key}: {_quoted(value)}" for key, value in kind.settings().items())
+        globs = "".join(f"\n      {key}:{''.join(f'{chr(10)}        - {_quoted(path)}' for path in own)}"
+                        for key, own in paths.items())
+        lines[name] = f"    - kind: files\n      name: {name}{more}{globs}"
     return "\n".join(lines.values())
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.data import FilesSource
-from drover.pipeline.core.console import first, printable
+from drover.pipeline.core.console import counted, first, printable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.folders import files_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
@@ -62,7 +62,7 @@ SAMPLES, SAMPLED = 60, 1_200_000
 """Of about so many files the beginnings, so many characters together, are compressed, to see how much of the text can
 be predicted."""
 FEW_NAMES = 20
-"""Up to so many files of a folder are written one by one where they share no ending."""
+"""Up to so many files that share no ending are written one by one where other files lie in their folder."""
 NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|(-----BEGIN ))")
 """How files begin whose text nobody wants to learn: markup, keys and certificates."""
 MBOX = b"\n\nFrom "
@@ -96,7 +96,8 @@ class Corpus:
         text_bytes: bytes of text in them, about.
         gzip_bits: bits per byte that gzip -9 needs of the beginnings of some.
         prompts: the beginnings of some.
-        remarks: what to know about the files, as lines; the first one says how many hold no text and why.
+        remarks: what to know about the files, as lines.
+        summary: how many files hold no text and why, as a line if there are any.
         left_out: which ones, by reason.
     """
 
@@ -108,6 +109,7 @@ class Corpus:
     gzip_bits: float
     prompts: list[str]
     remarks: list[str]
+    summary: list[str]
     left_out: list[str]
 
 
@@ -160,12 +162,12 @@ def look(folder: Path) -> Corpus:
         for most, _ in became.most_common(1):
             (kinds[most] if isinstance(most, FileKind) else left_out[most]).extend({*candidates}.difference(chosen))
     reasons = sorted(filter(left_out.get, left_out), key=lambda reason: (-len(left_out[reason]), reason))
-    remarks = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS]]
+    named = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS]]
     if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
-        remarks.append(f"left out for other reasons: {_shown(more, folder)}")
+        named.append(f"left out for other reasons: {_shown(more, folder)}")
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
-                                     f".parquet and .arrow, each also with .gz or .zst.", *remarks]))
+                                     f".parquet and .arrow, each also with .gz or .zst.", *named]))
     sorted_kinds = dict(sorted(kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
     notes = [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
              for kind, own in sorted_kinds.items() if not kind.encoding.startswith("utf")]
@@ -177,9 +179,8 @@ def look(folder: Path) -> Corpus:
     return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
                   len(files), looked_into < len(paths) - len(tests), int(sum(map(_text_bytes, files))),
-                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), prompts,
-                  [*_in_a_line({reason: left_out[reason] for reason in reasons}, folder), *notes],
-                  remarks)
+                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), prompts, notes,
+                  [*_in_a_line({reason: left_out[reason] for reason in reasons}, folder)], named)
 
 
 def _chosen(paths: list[Path], count: int) -> list[Path]:
@@ -197,9 +198,10 @@ def _in_a_line(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator
     for reason, paths in left_out.items():
         short[re.split(r"[,;:(]", reason.removeprefix("it is "))[0].strip()] += paths
     frequent = sorted(short.items(), key=lambda item: (-len(item[1]), item[0]))
-    texts = [f"{reason}: {len(paths):,} ({_shown(paths[:1], folder)})" for reason, paths in frequent]
+    texts = [f"{reason}{f': {len(paths):,}' if len(paths) > 1 else ''} ({_shown(paths[:1], folder)})"
+             for reason, paths in frequent]
     if texts:
-        yield f"left out {sum(map(len, short.values())):,} files: {first(texts, MOST_IN_A_LINE, 'reasons')}"
+        yield f"left out {counted(sum(map(len, short.values())), 'file')}: {first(texts, MOST_IN_A_LINE, 'reasons')}"
 
 
 def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
@@ -435,7 +437,7 @@ def _patterns(folder: Path, own: set[Path], groups: Mapping[str, Sequence[Path]]
     exclude = [*closed] if paths else []
     for parent, few in alone.items():
         rest = {path for group in groups.values() for path in group if path.parent == parent} - own - empty
-        if FEW_NAMES < len(few) > len(rest):
+        if len(few) > (max(FEW_NAMES, len(rest)) if rest else 1):
             paths.append(f"{_literal(parent)}/*")
             others += rest
         else:

@@ -247,7 +247,7 @@ def number_ranges(ranks: Sequence[int]) -> str:
 
 def counted(number: int, word: str) -> str:
     """A number with its noun: 1 rank, 2 ranks."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def first(names: Sequence[str], most: int = 3, what: str = "more") -> str:

@@ -43,7 +43,7 @@ def test_the_plan_shows_phases_and_sources(tmp_path):
     said = consumption_lines(run_of(tmp_path))
     assert said[0] == "data      phase 1: steps 1 to 10, 10.24k tokens, 16 sequences of 64 a step"
     assert "          phase 2: steps 11 to 15, 20.48k tokens, 32 sequences of 128 a step" in said
-    assert any(line.startswith("            code: 10.") and "of 5.001k, 2." in line for line in said), said
+    assert any(line.startswith("            code: 10.") and "%) from 5.001k, 2." in line for line in said), said
 
 
 def test_before_encode_the_plan_shows_phases_alone(tmp_path):
@@ -56,7 +56,7 @@ def test_before_encode_the_plan_shows_phases_alone(tmp_path):
     assert first.endswith("2 ranks x micro-batch 2 x 4 accumulated (phase 1)") and second.endswith("(phase 2)")
     assert length == "length    15 steps = 30,720 tokens"
     assert consumption_lines(run_of(tmp_path, phases=[], steps=300)) == [
-        "data      all sources: 307.2k tokens (100%) of 105k, 2.93 epochs"]
+        "data      all sources: 307.2k tokens from 105k, 2.93 epochs"]
 
 
 def test_the_plan_leaves_what_a_packing_takes_to_training(tmp_path):

@@ -90,11 +90,14 @@ def zoo(folder):
         (folder / "mails").mkdir(exist_ok=True)
         (folder / f"mails/17{number:02}.M{number}P1.post:2,S").write_bytes(wide(60 + number % 28).encode(
             "cp1252" if number == 7 else "utf-8"))
+    (folder / "plain/deep").mkdir(parents=True)
+    for number, name in enumerate(("one", "two", "deep/three")):
+        (folder / "plain" / name).write_text(wide(50 + number))
     (folder / "gone.md").symlink_to("nowhere")
     (folder / "loop").symlink_to("..")
     os.mkfifo(folder / "pipe.txt")
     mails = {f"From a@b Mon\n{wide(88)}", f"a@b Tue\n{wide(89)}", *map(wide, range(58, 88))}
-    return {*texts.values(), *mails, *map(wide, range(90, 100))}, {*others, "gone.md", "pipe.txt"}
+    return {*texts.values(), *mails, *map(wide, [50, 51, 52, *range(90, 100)])}, {*others, "gone.md", "pipe.txt"}
 
 
 def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, monkeypatch, capsys):
@@ -103,8 +106,11 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     output = printed(capsys, main, "zoo", "--minutes", "1")
     proposed = Path("zoo.yaml").read_text()
     assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", proposed)} == set()
+    assert '"left out ' not in proposed and "# left out " + str(len(others)) not in proposed, "each is there once"
     assert f"left out {len(others)} files: binary data: 4 (photo.md), a link that leads nowhere: 2 (" in output
-    assert '/mails/*"' in proposed and '/mails/1707.M7P1.post:2,S"]' in proposed, "but for the one in Latin-1"
+    assert '/mails/*"\n' in proposed and '/mails/1707.M7P1.post:2,S"\n' in proposed, "but for the one in Latin-1"
+    assert '/plain/*"\n' in proposed, "all of a folder are of one kind"
+    assert max(map(len, re.findall("^ .*", proposed, re.MULTILINE))) < 80 + len(str(tmp_path)), "a path has a line"
     assert run_here("shard", "zoo.yaml", "launch.processes=1", "shard.validation_rule=hash",
                     "shard.validation_share=0.5") == 0
     run = Run(load_config("zoo.yaml"))
@@ -147,8 +153,8 @@ def test_what_is_closed_is_left_out_by_name_and_the_rest_runs(notes, monkeypatch
     monkeypatch.setattr(os, "scandir", scan)
     monkeypatch.setattr(streams, "opened", opened)
     output = printed(capsys, main, str(notes))
-    assert re.search(r"left out 3 files: .*a folder that cannot be read: 1 \(deep/closed\).*"
-                     r"it cannot be read: 1 \(secret.md\)", output)
+    assert re.search(r"left out 3 files: .*a folder that cannot be read \(deep/closed\).*"
+                     r"it cannot be read \(secret.md\)", output)
     run_here("shard", "my-notes.yaml", "launch.processes=1")
     assert Run(load_config("my-notes.yaml")).finished("shard").counts["files"]["in"] == 6
     refused(AbsentInputError, "closed cannot be read: Permission denied. Make it readable, or name it in `exclude`",
@@ -199,12 +205,22 @@ def test_the_training_takes_the_minutes_that_are_asked_for(tmp_path, minutes):
 
 def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     output = printed(capsys, main, str(notes), "--minutes", "1")
-    bits, low, high, nats, gzip = map(float, re.search(
-        r"expected: about (.*) bits per byte of validation text \((.*) to (.*)\), (.*) nats per token, by gzip's (.*) "
-        r"and the power -0.075 of .* MB trained on, as measured .* \(benchmarks/RESULTS.md\)", output).groups())
-    assert low < bits < high < gzip * 2 and nats == pytest.approx(bits * math.log(2), abs=0.1), "of bytes"
+    bits, low, high, page, anchor = re.search(
+        r"expected: about (.*) bits per byte of validation text, between (.*) and (.*), by a rule from small models "
+        r"\((.*)#(.*)\)\. ", output).groups()
+    assert f"## {anchor.replace('-', ' ')}\n" in (REPOSITORY / page).read_text().replace("`", "").replace(
+        "What", "what"), "the rule is there"
+    assert "left out 1 file: a PNG file (photo.png)\n" in output
+    assert output.endswith("drover chat my-notes --interactive\n")
     text = Path("my-notes.yaml").read_text()
-    assert "# Expected: about" in text and "(Hoffmann et al. 2022)" in text and "of the other stages" in output
+    nats, gzip = map(float, re.search(r"# That is (.*) nats per token\. The rule: 0.83 of the (.*) bits that gzip -9 "
+                                      r"needs", text).groups())
+    assert float(low) < float(bits) < float(high) < gzip * 2
+    assert nats == pytest.approx(float(bits) * math.log(2), abs=0.1), "of bytes"
+    assert "# Expected: about" in text and "of the other stages" in output
+    made = propose(look(notes), 1e11, 1, None)
+    assert (f"# {made.tokens / made.shape.parameter_count:.2g} tokens for each parameter; 20 use compute best "
+            f"(Hoffmann et al. 2022), but would be more than 4 epochs of the text.\n") in text
     assert main([str(notes), "--params", "110M", "--to", "large.yaml"]) == 0
     assert "ln(parameters of the blocks): Kaplan et al. 2020" in Path("large.yaml").read_text()
 

@@ -96,7 +96,8 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
             if tokens:
                 epochs, of = tokens / consumption.available[source], sum(taken.values())
                 so_far = f", {seen[source] / consumption.available[source]:.2f} so far" if number else ""
-                result.append(f"{'  ' * plan.declared}{source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
+                share = f" ({tokens / of:.0%})" if tokens < of else ""
+                result.append(f"{'  ' * plan.declared}{source}: {tokens_text(tokens)} tokens{share} from "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
         result += [f"  the epoch has {tokens_text(left)} tokens of {name} left where the length changes: they "
                   f"{'come first, packed again' if consumption.padding else 'are left to the next epoch'}"
