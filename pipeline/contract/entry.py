@@ -498,5 +498,7 @@ def _accept(run: Run, name: str, manifest: Manifest) -> None:
 
 def _outdate_report(run: Run, name: str) -> None:
     """Have the report made again, since it shows more of a stage than its outputs."""
-    if name in before(["report"]):
-        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)
+    manifest = run.own_folder("report") / MANIFEST
+    if name in before(["report"]) and manifest.exists():
+        manifest.unlink(missing_ok=True)
+        say(name, "report.html shows the run as it was before; the stage report makes it again")
