@@ -220,7 +220,9 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
            ) -> tuple[State, str]:
     """The state of a stage, and a remark about it or ""."""
     name, last = stage.name, stage.last
-    logs = f". `drover why {run.folder}` shows the end of its output"
+    logs = (f". `drover why {run.folder}` shows the end of its output"
+            if stage.starts or stage.jobs or (run.folder / "logs" / "local.log").is_file() else
+            ". Its output is in no file of the run: it went to the program that started it")
     if stage.damaged:
         return "failed", f"{name}: {stage.damaged}"
     if info.queued and stage.due:

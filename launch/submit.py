@@ -38,14 +38,14 @@ from drover.launch.local import find_machine, run_jobs
 from drover.launch.plan import Job, Options, plan
 from drover.launch.slurm.options import parameters
 from drover.launch.slurm.submission import for_slurm, rehearse_training, submit_chain
-from drover.pipeline.config.loading import refusal
+from drover.pipeline.config.loading import refusal, shipped
 from drover.pipeline.config.section import make_folder
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import clear_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.core.console import Parser, Program, echo
+from drover.pipeline.core.console import RUNS, Parser, Program, echo
 from drover.pipeline.core.errors import UserError, absent, all_problems
 
 
@@ -78,10 +78,14 @@ def _launch(options: argparse.Namespace) -> int:
     local, showing = cluster == "local", options.dry_run
     unsaid = ["No stage is given. Add --stage all, or the stages you want (--help names them)."] * (not options.stage)
     if options.config is None and not showing:
-        strays = [f" ({word} does not end in .yaml)" for word in options.overrides if "=" not in word]
-        unsaid.append(f"No configuration is given{''.join(strays)}, so nothing starts. `drover run {USUAL}` would "
-                      f"run the demo {'here' if local else 'as jobs of Slurm'} ({where}). `drover init FOLDER` "
-                      f"writes a configuration for your own text.")
+        words = [word for word in options.overrides if "=" not in word]
+        near = [file for word in words for file in (f"configs/{word}.yaml", f"{RUNS}/{word}/config.yaml")
+                if shipped(Path(file)).is_file()]
+        strays = [*(f" ({word} does not end in .yaml)" for word in words),
+                  *[f"; did you mean {' or '.join(near)}?"] * bool(near)]
+        unsaid.append(f"No configuration is given{''.join(strays)}{' So' if near else ', so'} nothing starts. `drover "
+                      f"run {USUAL}` would run the demo {'here' if local else 'as jobs of Slurm'} ({where}). `drover "
+                      f"init FOLDER` writes a configuration for your own text.")
     if unsaid:
         raise UserError(all_problems(unsaid, "The command is not complete"))
     config, stages = configuration(options), parse_stages(options.stage)

@@ -191,7 +191,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     benchmarks.gpu -> --only nope -> invalid choice: 'nope'
     benchmarks.data -> --vocab x -> invalid int value: 'x'
     drover.tools.audit -> nope -> {NO_RUN}
-    drover.tools.chat -> nope x -> nope is no folder
+    drover.tools.chat -> nope x -> {NO_RUN}
     drover.tools.compare -> nope --tasks nope -> --tasks names nope
     drover.tools.copy_tokens -> nope --to file:///nope -> {NO_RUN}
     drover.tools.export_tokens -> --run nope --out x -> {NO_RUN}
@@ -200,7 +200,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     drover.tools.presets -> nope -> There is no preset 'nope'
     drover.tools.rehearse -> --config {CONFIG} --ranks 3 -> cannot be rehearsed on 3 ranks
     drover.tools.verify -> nope -> {NO_RUN}
-    drover.tools.weights -> nope --to x --format hf -> nope is no folder
+    drover.tools.weights -> nope --to x --format hf -> {NO_RUN}
     drover.tools.trace -> nope --step 1 -> {NO_RUN}""")}
 """Of each program, wrong arguments and what is said of them."""
 REFUSED |= {f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES}

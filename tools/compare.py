@@ -54,6 +54,8 @@ COLUMNS = {"model": "{}", "value": "{:.4f}", "stderr": "{:.4f}", "difference": "
            "high": "{:+.4f}"}
 HEADING = ("model", "score", "std. error", "difference", "from", "to (95%)")
 NORMAL_95 = 1.96
+ENOUGH = 30
+"""Items from which on an interval holds what it promises."""
 
 
 def add_options(parser: Parser) -> None:
@@ -214,7 +216,9 @@ def page_of(made: Mapping[str, Any]) -> list[RenderableType]:
         cells = [["" if row.get(name) is None else form.format(row[name]) for name, form in COLUMNS.items()]
                  for row in models]
         by_chance = "" if chance is None else f", {chance:.4f} by chance"
-        page += [f"{task}, {metric} ({items:,} items{by_chance})", table([HEADING, *cells], HEADING[1:]), ""]
+        few = (f"; too few for the intervals, which need about {ENOUGH}"
+               if items < ENOUGH and any(row[-1] for row in cells) else "")
+        page += [f"{task}, {metric} ({items:,} items{by_chance}{few})", table([HEADING, *cells], HEADING[1:]), ""]
     return [*page, *made["notes"]]
 
 

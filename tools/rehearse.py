@@ -35,8 +35,9 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Estimate and print; 1 if it does not fit."""
-    if options.config is None or options.ranks is None:
-        raise UserError("Give FILE.yaml and --ranks N (--help shows complete commands).")
+    needed = {"FILE.yaml": options.config, "--ranks N": options.ranks}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise UserError(f"Give {' and '.join(missing)} (--help shows complete commands).")
     refuse_low(options, "ranks")
     from drover.pipeline.rehearsal.fitting import fit_in_memory, rehearse_apart
     from drover.pipeline.rehearsal.report import ends_and_middle, fullest, page_of

@@ -34,7 +34,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import PROGRESS
 from drover.pipeline.contract.workers import TASKS
 from drover.pipeline.core.background import ordered_map
-from drover.pipeline.core.console import Parser, Program, ProgressBar, add_json, draw, echo, first
+from drover.pipeline.core.console import Parser, Program, ProgressBar, add_json, counted, draw, echo, first
 from drover.pipeline.core.files import (
     Record,
     bounded_lines,
@@ -111,7 +111,7 @@ class Report:
         return [f"{self.run}: {self.files:,} files compared with their records",
                 *(f"{note}: {len(files):,} ({first(files)})" for note, files in sorted(self.notes.items())),
                 *(f"WRONG  {problem}" for problem in self.problems),
-                f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
+                counted(len(self.problems), "problem") if self.problems else "nothing is wrong"]
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def _rules(config: Config) -> Rules:
            "<train.decay_steps> is set, but <train.schedule>; it applies to 'wsd' only.")
     decay = (train.decay_steps or 0) if train.schedule == "wsd" else 0
     yield (train.warmup_steps + decay > train.steps,
-           f"<train.warmup_steps>{' + <train.decay_steps>' * (decay > 0)} is more than <train.steps>.")
+           f"<train.warmup_steps>{' + <train.decay_steps>' * (decay > 0)} is more than <train.steps>. Take "
+           f"fewer, or train for more steps.")
     yield (sorted(set(average)) != average or max(average, default=0) > train.steps,
            "<convert.average>: name each step once, in order, and none above <train.steps>.")
     timeout, hang = parallel.timeout_minutes, train.guards.hang_minutes

@@ -48,6 +48,8 @@ def as_setting(words: Sequence[str]) -> str:
         given = [word for word in words[1:2] if not re.search("^--|=", word) and not word.endswith(ENDINGS)]
         value = given[0] if given else "VALUE"
     sections = {key.rpartition(".")[0] for key in keys_of(Config)}
-    forms = [f"'{key}={value}'{f' ({MEANINGS[key]})' if key in MEANINGS else ''}"
-             for key in settings_called(option.strip("-")) if key not in sections]
+    name = option.strip("-")
+    forms = [f"'{key}=VALUE' ({MEANINGS[key]})"  # what was given may have another unit
+             if key in MEANINGS and name.replace("-", "_") not in (key, key.rpartition(".")[2]) else f"'{key}={value}'"
+             for key in settings_called(name) if key not in sections]
     return f"settings have no dashes; did you mean {first(forms)}?" if forms else ""

@@ -118,9 +118,14 @@ MEANINGS = {
 
 
 def suggestion(key: str, known: Iterable[str]) -> str:
-    """A hint for an unknown setting, whose section has the keys `known`."""
+    """A hint for an unknown setting, whose section has the keys `known`: none if that is unknown, too."""
     section, _, name = key.rpartition(".")
     meant = settings_called(name)
+    if section and not known:
+        near = {part for one in settings_called(section.rpartition(".")[2]) for part in (one, one.rpartition(".")[0])}
+        meant = [one for one in meant if not near or one.rpartition(".")[0] in near or name not in one.split(".")]
+        if not meant:
+            return suggestion(section, Config.model_fields if "." not in section else ())
     close = [f"{section}.{one}".strip(".") for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
     for best in sorted(meant, key=lambda ours: ours.rpartition(".")[0] != section) + close:
         return f"did you mean '{best}'{f' ({MEANINGS[best]})' if best in MEANINGS else ''}?"

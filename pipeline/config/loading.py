@@ -457,13 +457,21 @@ def _validated(tree: Tree, path: Path, typed: dict[str, str], extra: Literal["fo
     try:
         return Config.model_validate(tree, extra=extra)
     except ValidationError as error:
-        wrong = [(*_located(problem, tree), problem) for problem in error.errors()]
+        wrong = [(*_located(problem, tree), problem) for one in error.errors() for problem in _unknown_keys(one)]
     if texts := {key for key, _, _, problem in wrong if problem["type"] == "string_type" and key in typed}:
         for key in texts:  # a name may look like a number
             tree = override(tree, key, json.dumps(typed[key]))
         return _validated(tree, path, {})
     raise refusal([f"{place}: {sentence(problem, key or '(top level)', suggestion(key, known))}"
                    for key, place, known, problem in wrong], path)
+
+
+def _unknown_keys(problem: ErrorDetails) -> list[ErrorDetails]:
+    """The problem; for an unknown section, a problem of each of its keys."""
+    given = problem["input"]
+    if problem["type"] != "extra_forbidden" or not isinstance(given, dict) or not given:
+        return [problem]
+    return [{**problem, "loc": (*problem["loc"], key)} for key in given]
 
 
 def _located(problem: ErrorDetails, tree: Tree) -> tuple[str, str, list[str]]:
@@ -479,7 +487,7 @@ def _located(problem: ErrorDetails, tree: Tree) -> tuple[str, str, list[str]]:
         elif isinstance(value, dict) and (part in value or problem["type"] == "missing"):
             fields = _fields(sections, value.get("kind"))
             known = [*fields]
-            sections = sections_in(fields[part].annotation) if part in fields else sections
+            sections = sections_in(fields[part].annotation) if part in fields else []
             value = value.get(part)
         else:
             continue

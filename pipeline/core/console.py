@@ -415,21 +415,26 @@ class Program:
             return UserError.exit_status
 
 
-def find_run(text: str) -> Path:
-    """The folder of a run, from its path or its name; UserError if there is none."""
+def find_run(text: str, otherwise: str = "") -> Path:
+    """The folder of a run, from its path or its name; UserError if there is none. otherwise: what may be given too."""
     for folder in (Path(text), Path(RUNS) / text):
         if is_run(folder):
             return folder if folder.name else folder.resolve()  # for `.`: the folder's name is the run's name
-    known = ", ".join(folder.name for folder in runs_in(Path(RUNS)))
-    raise UserError(f"There is no run {text}. The runs in {RUNS} are: {known or 'none'}.")
+    known = [folder.name for folder in runs_in(Path(RUNS))]
+    close = meant(text, known)
+    raise UserError(f"There is no run {text}{f'; {close}' if close else '.'} The runs in {RUNS} are: "
+                    f"{', '.join(known) or 'none'}.{otherwise}")
 
 
 def find_model(text: str) -> Path:
     """The path of weights, or the folder of a run by its name. A name has no slash. A folder of text with the same name
-    as a run is not meant."""
+    as a run is not meant. UserError if there is nothing with this name."""
     path, named = Path(text), Path(RUNS) / text
     if "/" in text:
         return path
+    if not path.exists():
+        return find_run(text, " Weights are also read from a training checkpoint, a folder in Hugging Face's form "
+                              "(config.json), or the Hub by name (owner/name).")
     weights = is_run(path) or any((path / name).is_file() for name in OF_WEIGHTS)
     return named if is_run(named) and not weights else path
 

@@ -38,7 +38,9 @@ def weights_folder(path: Path, *, download: bool = False) -> Path:
         return path
     result = complete_checkpoints(path / "train")
     if not result:
-        raise UserError(f"The run {path} has no complete checkpoint yet.")
+        raise UserError(f"The run {path} has no complete checkpoint yet. Training saves one every "
+                        f"train.checkpoint.every_steps steps and when it ends, also by `drover stop {path}`; `drover "
+                        f"status {path}` shows its steps.")
     return result[-1]
 
 

@@ -30,7 +30,7 @@ encode: {dtype: uint16}
         assert expected in message, message
     message = refusal(written(text.replace("nmae: x\nbase: base.yaml", "").replace("fast", "1")))
     assert message.startswith("6 problems")
-    for expected in ("heads (6) must be divisible by kv_heads (4)", "warmup_steps 60 is more than train.steps 50",
+    for expected in ("heads (6) must be divisible by kv_heads (4)", "60 is more than train.steps 50. Take fewer",
                      "batch_tokens 1000 is not a multiple of train.sequence_length 300",
                      "sequence_length 300 is longer than model.context_length 128",
                      "holds ids up to 65535, but the vocabulary of the tokenizer has 70016",
@@ -52,7 +52,8 @@ def test_whole_numbers_may_be_written_with_an_exponent(written, value, steps):
 
 
 def test_explain_understands_other_names_too():
-    for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim")):
+    for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim"),
+                       ("activation_checkpoint.mode", "train.activation_checkpointing")):
         refused(UserError, f"There is no setting '{key}'; .* '{meant}'", explain, Config(), key)
 
 

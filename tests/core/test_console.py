@@ -19,6 +19,7 @@ from drover.pipeline.core.console import (
     duration,
     echo,
     find_model,
+    find_run,
     say,
     watch_of,
 )
@@ -114,6 +115,8 @@ def test_a_run_is_given_by_name_or_folder(arguments, tmp_path, monkeypatch, caps
     assert result(arguments) == 2 and "There is no run" in capsys.readouterr().err
     Path("runs/demo/config.yaml").touch()
     assert result(arguments) == 0 and capsys.readouterr().out == "runs/demo\n"
+    refused(UserError, r"no run dmeo; did you mean 'demo'\? The runs in runs are: demo\.$", find_run, "dmeo")
+    refused(UserError, "did you mean 'demo'.* Weights are also read from", find_model, "demos")
     assert find_model("demo") == Path("runs/demo") and find_model("hf/demo") == Path("hf/demo")
     Path("demo").mkdir()  # the text that the run was made of
     assert find_model("demo") == Path("runs/demo")

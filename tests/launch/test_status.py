@@ -114,7 +114,10 @@ def test_local_run(run):
         process.communicate(b"\n")
     assert run.states({})[3] == "stopped"
     run.state("train", "running")
-    assert run.states({})[3] == "failed" and "no longer exists; it was killed. `drover why" in run.status({}).remarks[0]
+    assert run.states({})[3] == "failed"
+    assert "no longer exists; it was killed. Its output is in no file" in run.status({}).remarks[0]
+    write_text(run.folder / "logs/local.log", "killed\n")
+    assert "it was killed. `drover why" in run.status({}).remarks[0]
     run.attempt("attempt", "train", "local", ranks=2, nodes=["n1"])
     for seconds, then, state in (30, "restart", "running"), (20, "stop", "failed"):
         run.attempt("ended", "train", "local", seconds=seconds, status="crashed", reason="rank 1: killed", next=then)

@@ -142,7 +142,8 @@ def test_two_configurations_are_refused(words, message, capsys):
     config/demo.yaml -> did you mean 'configs/demo.yaml'?
     much/further/away.yml -> Give an existing file; `drover init DATA` writes one.
     config.yaml x -> 'x' is not an override | --config FILE takes any name
-    config -> No configuration is given (config does not end in .yaml), so nothing starts."""))
+    config -> No configuration is given (config does not end in .yaml), so nothing starts.
+    demo -> (demo does not end in .yaml); did you mean configs/demo.yaml? So nothing starts."""))
 def test_a_configuration_that_is_not_there(launcher, words, message):
     write_text(launcher.work / "configs/demo.yaml", "")
     complaint = launcher.call(*words.split(), program=submit.run).stderr
@@ -160,7 +161,7 @@ def test_the_file_is_the_word_that_ends_in_yaml(launcher, words):
 
 @pytest.mark.parametrize("words, message", table("""
     --lr 3e-4 --batch-size=32 -> there is no option --lr; settings have no dashes; did you mean 'train.lr=3e-4'? | \
-there is no option --batch-size; settings have no dashes; did you mean 'train.batch_tokens=32' (counted in tokens
+there is no option --batch-size; settings have no dashes; did you mean 'train.batch_tokens=VALUE' (counted in tokens
     --vocab-size --compile c.yaml -> 'tokenizer.vocab_size=VALUE', 'model.vocab_size=VALUE'? | 'train.compile=VALUE'?
     --mem 4GB -> did you mean 'launch.mem=4GB', 'launch.shard.mem=4GB', 'launch.tokenizer.mem=4GB' and 5 more?
     --clutser slurm -> there is no option --clutser; did you mean '--cluster'?""", shlex.split))

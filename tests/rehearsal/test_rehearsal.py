@@ -229,8 +229,9 @@ def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
     [result] = json.loads(capsys.readouterr().out)["ranks"]
     assert result["rank"] == 3
     assert {channel["operation"] for channel in result["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert main([str(path), "--ranks", "3"]) == 2 == main([])
-    assert "Give FILE.yaml" in capsys.readouterr().err
+    assert main([str(path), "--ranks", "3"]) == 2 == main([]) == main([str(path)])
+    error = capsys.readouterr().err
+    assert "Give FILE.yaml and --ranks N (" in error and "Give --ranks N (" in error
 
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32

@@ -72,6 +72,7 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
         assert export["value"] == pytest.approx(second["value"], rel=1e-5), "the same weights in another form"
     draw(*page_of(results))
     lines = capsys.readouterr().out.splitlines()
+    assert "acc (2 items, 0.3333 by chance; too few for the intervals, which need about 30)" in "\n".join(lines)
     assert [len(lines), lines.count("")] == [len(results["rows"]) + 3 * 7, 7]
     assert [lines[1].split()[:2], lines[2].split()[0]] == [["model", "score"], models[0]]
 
