@@ -14,9 +14,13 @@ if sys.version_info < (3, 11):  # noqa: UP036 - whoever has an older one reads t
 
 
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Name a package that is not installed, in place of a traceback."""
+    """Name a package that Drover imports and that is not installed, in place of a traceback."""
+    last = trace
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    if name is None or "." in name:
+    ours = last is not None and str(last.tb_frame.f_globals.get("__name__")).startswith("drover.")
+    if name is None or "." in name or not ours:
         _before(kind, error, trace)
     else:
         sys.stderr.write(f"error: the package {name} is not installed for {sys.executable}.\n"

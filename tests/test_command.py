@@ -114,6 +114,7 @@ def test_a_missing_package_is_named_without_a_traceback(program):
     message, advice = run_python("-S", *program, check=False).stderr.splitlines()
     assert re.fullmatch(r"error: the package \w+ is not installed for /.*python.*\.", message)
     assert advice.startswith("In the checkout: make setup, then source .venv/bin/activate")
+    assert "Traceback" in run_python("-c", "import drover, absent", check=False).stderr, "it is not Drover's import"
 
 
 def test_an_old_python_is_named_without_a_traceback():
