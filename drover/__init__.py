@@ -19,7 +19,7 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    ours = last is not None and str(last.tb_frame.f_globals.get("__name__")).startswith("drover.")
+    ours = last is not None and str(last.tb_frame.f_globals.get("__package__")).startswith("drover")
     if name is None or "." in name or not ours:
         _before(kind, error, trace)
     else:
