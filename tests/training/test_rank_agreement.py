@@ -19,7 +19,7 @@ def topology(ranks, per_node=2, **changes):
 def test_ranks_that_are_alike_are_told_in_one_line():
     assert str(topology(4)) == "4 ranks on 2 nodes: n0 0-1, n1 2-3; CPU; torch 2.13.0"
 
-    assert str(topology(4096, 8)) == ("4096 ranks on 512 nodes: n0 0-7, n1 8-15, n2 16-23, n3 24-31 and 508 more "
+    assert str(topology(4096, 8)) == ("4,096 ranks on 512 nodes: n0 0-7, n1 8-15, n2 16-23, n3 24-31 and 508 more "
                                       "nodes; CPU; torch 2.13.0")
     assert not topology(4, rank0={"world": 4}).problem() and not topology(4).warning()
     mixed = topology(4, rank3={"device": "NVIDIA H100 80GB HBM3 SXM5"})  # slow and not wrong
