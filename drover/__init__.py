@@ -19,8 +19,8 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    ours = last is not None and str(last.tb_frame.f_globals.get("__package__")).startswith("drover")
-    if name is None or "." in name or not ours:
+    importer = "" if last is None else str(last.tb_frame.f_globals.get("__package__"))
+    if name is None or "." in name or importer.partition(".")[0] != "drover":
         _before(kind, error, trace)
     else:
         sys.stderr.write(f"error: the package {name} is not installed for {sys.executable}.\n"

@@ -239,14 +239,17 @@ def run_local(command: Sequence[str], environment: Environment, each: Each = lam
     pipes = [os.openpty() if stream.isatty() else os.pipe() for stream in streams]
     (_, out), (_, errors) = pipes
 
-    def fit() -> bool:
-        """The pseudo-terminals are as wide as ours, so that the stage draws lines that fit. They change no byte."""
+    def resize() -> None:
+        """Make the pseudo-terminals as wide as ours, so that the stage draws lines that fit. They change no byte."""
         for (read, _), stream in zip(pipes, streams, strict=True):
             with suppress(OSError, termios.error):  # no terminal, or the stage has ended
                 termios.tcsetwinsize(read, termios.tcgetwinsize(stream))
-        return True
 
-    fit()
+    def resized_each() -> bool:
+        resize()
+        return each()
+
+    resize()
     for (_, write), stream in zip(pipes, streams, strict=True):
         if stream.isatty():
             tty.setraw(write)
@@ -257,7 +260,7 @@ def run_local(command: Sequence[str], environment: Environment, each: Each = lam
         for reader in readers:
             reader.start()
         group = ProcessGroup(dict(enumerate(running)), stage, stop_signals)
-        group.run(lambda: fit() and each())
+        group.run(resized_each)
         for reader in readers:
             reader.join(1)  # a grandchild that keeps the pipe open cannot hold us up
     return group

@@ -66,7 +66,7 @@ MOST_EMBEDDING = 1.5
 MOST_BATCH = 2**19
 """Tokens of an optimizer step at most."""
 TRAIN_MB = 100.0
-"""Of more text the vocabulary is made of a sample."""
+"""A vocabulary is trained on at most so many MB of the text."""
 FEW_DOCUMENTS = 500
 """With fewer, the validation text is the end of each source: too few documents could be drawn at random."""
 LR_LAW = "0.003239 - 0.0001395 ln(parameters of the blocks): Kaplan et al. 2020"
@@ -99,12 +99,12 @@ class Proposal:
 
     @property
     def trained_bytes(self) -> int:
-        """Of text, repeated text counted again."""
+        """Bytes of text that training sees; a repetition counts again."""
         return int(self.tokens * self.token_bytes)
 
     @property
     def batch_tokens(self) -> int:
-        """Of an optimizer step: of some 400, in sequences by the power of two."""
+        """Tokens of an optimizer step: about a 400th of all, rounded to a power of two."""
         size = 2 ** round(math.log2(max(1, self.tokens / 400)))
         return min(MOST_BATCH, max(8 * self.shape.context_length, size))
 
@@ -119,7 +119,7 @@ class Proposal:
         return self.shape.dim <= MUON_WIDTH
 
     def seconds(self, flops: float) -> float:
-        """Of training, at so many FLOP/s: steps, validation, and what a start takes. Muon's iterations multiply 30
+        """Seconds that training takes at `flops` FLOP/s: its start, steps and validation. Muon's iterations multiply 30
         times the width's cube, and 12 times with the feed-forward width, for each of 5 and each layer."""
         shape = self.shape
         update = 5 * shape.layers * shape.dim**2 * (30 * shape.dim + 12 * shape.hidden) if self.muon else 0

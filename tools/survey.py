@@ -57,12 +57,12 @@ LIKELY = ["cp1250", "cp1251", "koi8_r", "cp932", "euc_jp", "gb18030", "big5", "c
 GUESSED = 200
 """So many files of an ending have their encoding guessed; the next ones have the commonest of these, if it fits."""
 LOOKED_INTO = 10_000
-"""Of more files so many are looked into, of each ending its share."""
+"""At most so many files are opened; each ending has its share of them."""
 SAMPLES, SAMPLED = 60, 1_200_000
-"""Of about so many files the beginnings, so many characters together, are compressed, to see how much of the text can
+"""The beginnings of about so many files, so many characters in all, are compressed. That shows how much of the text can
 be predicted."""
 FEW_NAMES = 20
-"""Up to so many files that share no ending are written one by one where other files lie in their folder."""
+"""At most so many files without a common ending are listed by name, where other files lie in their folder."""
 NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|(-----BEGIN ))")
 """How files begin whose text nobody wants to learn: markup, keys and certificates."""
 MBOX = b"\n\nFrom "

@@ -440,8 +440,7 @@ class ParallelConfig(Section):
     """Stages per rank for `pp_schedule: interleaved`."""
     async_tp: bool = False
     """Overlap communication and computation in tensor parallelism (torch's asynchronous tensor parallelism). It needs
-    compiled blocks and GPUs that reach each other's memory (NVLink). Compare a few steps with and
-    without."""
+    compiled blocks and GPUs that reach each other's memory (NVLink). Compare a few steps with and without."""
     timeout_minutes: PositiveFloat | None = None
     """Minutes that a rank waits for others in a collective before torch aborts it and names their group. Groups are
     `mesh_replicate`, `mesh_shard`, `mesh_tensor` and so on; `default_pg` is all ranks. null: 30, or 10 more than the

@@ -63,7 +63,8 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     writes. A body that was stopped may record this as the stage's state (train does) and return without a commit. Then
     the same command continues.
     """
-    options = (command := parser(name)).parse_intermixed_args(arguments)
+    command = parser(name)
+    options = command.parse_intermixed_args(arguments)
     if options.config is None:
         command.error(f"no configuration is given: {command.prog} FILE.yaml")
     set_this_job(options.job)

@@ -109,8 +109,8 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
 
 
 def many_epochs(train: TrainConfig, epochs: Mapping[str, float]) -> dict[str, float]:
-    """Of the epochs of sources those above `MANY` without a limit, most first. A limit of one source holds for all that
-    are taken together."""
+    """The epochs of the sources that are above `MANY` and have no limit, the highest first. A limit of one source holds
+    for all that are taken together."""
     limited = {source for _, source, _ in _limits(train, epochs)}
     return {source: own for source, own in sorted(epochs.items(), key=lambda item: -item[1])
             if own > MANY and source not in limited}
