@@ -107,7 +107,8 @@ def _launch(options: argparse.Namespace) -> int:
         problems += [] if local else absent("Slurm", "submitit", "use --cluster local")
     if not invalid:
         needed = disk(config, jobs)
-        print_plan(run, shown, requested, where, needed)
+        if not problems:
+            print_plan(run, shown, requested, where, needed)
         problems += start_problems(run, jobs, requested, needed, showing=showing)
     refused = [str(refusal(invalid, options.config))] if invalid else []
     if problems:

@@ -13,8 +13,9 @@ def preset(name: str) -> ModelConfig:
     """
     normalized = name.lower().replace("-", "_")
     if normalized not in PRESETS:
-        close = difflib.get_close_matches(normalized, PRESETS, n=1)
-        meant = f" Did you mean {close[0]}?" if close else ""
+        of_this_size = [own for own in PRESETS if own.endswith(f"_{normalized.rpartition('_')[2]}")]
+        close = of_this_size or difflib.get_close_matches(normalized, PRESETS, n=1)
+        meant = f" Did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(f"There is no preset {name!r}.{meant} Known are {', '.join(PRESETS)}; and "
                          f"folders with weights.")
     return PRESETS[normalized]

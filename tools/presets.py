@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
+from drover.pipeline.config.loading import shipped
 from drover.pipeline.core.console import Parser, Program, add_json, draw, refuse_low, table
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, all_problems
 
 TRAINING_BYTES = 16
 """Bytes per parameter in mixed-precision training with AdamW: weight and gradient in bf16; weight and two optimizer
@@ -53,10 +55,15 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Print a table."""
     refuse_low(options, "vocab_size", "length")
-    try:
-        shapes = {name: preset(name).with_vocabulary(options.vocab_size) for name in options.names or PRESETS}
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    shapes, problems = dict[str, ModelConfig](), list[str]()
+    for name in options.names or PRESETS:
+        try:
+            shapes[name] = preset(name).with_vocabulary(options.vocab_size)
+        except ValueError as error:
+            file = Path(f"configs/{name}.yaml")
+            problems.append(f"{error}{f' {file} is a configuration, for `drover run`.' * shipped(file).is_file()}")
+    if problems:
+        raise UserError(all_problems(problems, "Some names are of no preset"))
     result = [facts(name, shape, options.length) for name, shape in shapes.items()]
     if options.json:
         print(json.dumps(result, indent=1))

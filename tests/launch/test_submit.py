@@ -237,4 +237,6 @@ def test_where_it_runs(launcher, monkeypatch):
     shown = launcher.accepted(f"{requested} --nodes 1")
     assert "slurm (no sbatch here: only shown)" in shown and "additional_parameters:" in shown
     assert "are for Slurm, but this runs here (no sbatch" in launcher.refused("--stage shard --nodes 1")
+    result = launcher.submit(f"{requested} --cluster local --gpus-per-node 8")
+    assert result.stderr.startswith("error: --nodes") and not result.stdout, "no plan"
     assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(requested)

@@ -42,6 +42,10 @@ def test_programs_get_json(capsys):
 
 @pytest.mark.parametrize(("arguments", "output"), table("""
     llama4 -> There is no preset 'llama4'
+    llama3_8b llama_110m none -> 'llama_110m'. Did you mean ladder_110m? Known are
+    llama_110m -> configs/llama_110m.yaml is a configuration
+    llama-8B none -> There is no preset 'none'
+    llama-8B none -> Did you mean llama3_8b or llama3.1_8b?
     llama3_8b --length 0 -> --length must be above 0, not 0""", shlex.split))
 def test_what_makes_no_sense_is_refused(capsys, arguments, output):
     assert output in printed(capsys, main, *arguments, expect=2)
