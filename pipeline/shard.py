@@ -18,16 +18,17 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import json
+import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.workers import Task
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
-from drover.pipeline.core.files import atomic_file, output_record, sha256_file
+from drover.pipeline.core.files import atomic_file, output_record, read_lines, sha256_file
 from drover.pipeline.data.counts import (
     MOST_NAMED,
     TOGETHER,
@@ -211,27 +212,26 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
     config, problems = work.config.shard, []
     for source, own in counts["sources"].items():
         if own["train"] + own["validation"] == 0:
+            rejected = f"{own['rejected']:,} unreadable{_most_rejected(work.folder, source)}"
             problems.append(f"source {source} yields no documents: {own['documents_in']:,} read, of which "
-                            f"{_counted(own['dropped'])}, {own['rejected']:,} unreadable{_first(work.folder, source)}. "
-                            f"Correct the source{' or shard.filters' if config.filters else ''}, or leave it out.")
+                            f"{_counted(own['dropped'])}, {rejected}. Correct the source"
+                            f"{' or shard.filters' if config.filters else ''}, or leave it out.")
         fields = counts["cards"][source].get("fields", {})
         if absent := [name for name, own in fields.items() if own["of"] and not own["in"]]:
             problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
                             f"a field named {', '.join(absent)}. Correct the source's meta_fields, or remove the name "
                             f"there; the source is then read again.")
     size = counts["bytes"]
-    lost = [file for file in inputs if file.lost]
-    for count, of, what, which in (
-            (counts["rejected"], counts["documents_in"], "documents cannot be read", _first(work.folder)),
-            (len(lost), len(inputs), "files cannot be read to their end, and the rest of them is lost",
-             f" ({named(lost)})"),
-            (size["rejected"], size["in"], "bytes of the files cannot be read", f" ({named(incomplete(inputs))})")):
-        if count > config.max_rejected_share * of:
-            problems.append(f"{count:,} of {of:,} {what}, more than shard.max_rejected_share "
-                            f"{config.max_rejected_share:g} allows{which}. {work.folder / REJECTED} "
-                            f"names all of them. Repair or remove them, or raise shard.max_rejected_share: the same "
-                            f"command then continues.")
-            break
+    shares = {f"{count:,} of {of:,} {what} cannot be read{rest}": count / of for count, of, what, rest in (
+        (counts["rejected"], counts["documents_in"], "documents", ""),
+        (sum(file.lost for file in inputs), len(inputs), "files", " to their end"),
+        (size["rejected"], size["in"], "bytes of the files", "")) if of}
+    if over := [text for text, share in shares.items() if share > config.max_rejected_share]:
+        files = f" The files that lose most: {named(incomplete(inputs))}." if inputs else ""
+        problems.append(f"{', and '.join(over)}, more than shard.max_rejected_share {config.max_rejected_share:g} "
+                        f"allows{_most_rejected(work.folder)}.{files} {work.folder / REJECTED} names all "
+                        f"of them. Repair or remove them, or set shard.max_rejected_share to "
+                        f"{math.ceil(1000 * max(shares.values())) / 1000:g}: the same command then continues.")
     documents = counts["train"] + counts["validation"]
     if documents == 1 and config.validation_rule == "hash":
         problems.append("the corpus is a single document, which cannot be used for both training and validation. Cut "
@@ -249,12 +249,18 @@ def _refuse(work: Work, counts: dict[str, Any], inputs: list[FileRead]) -> None:
         raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 
 
-def _first(folder: Path, source: str | None = None) -> str:
-    """The first rejections as text, for a message."""
-    with open(folder / REJECTED, encoding="utf-8") as file:
-        rejections = (Rejection(**json.loads(line)) for line in file)
-        shown = list(islice((rejection for rejection in rejections if source in (None, rejection.source)), 3))
-    return f" ({'; '.join(f'{rejection.source}/{rejection}' for rejection in shown)})" if shown else ""
+def _most_rejected(folder: Path, source: str | None = None) -> str:
+    """The most frequent reasons of rejections, as text for a message: how many documents each cost, and the first."""
+    counts = Counter[str]()
+    first_ones = dict[str, Rejection]()
+    for rejection in read_lines(folder / REJECTED, Rejection):
+        if source in (None, rejection.source):
+            reason = re.split(r"[:;,\d]", rejection.reason)[0]  # without what differs from record to record
+            first_ones.setdefault(reason, rejection)
+            counts[reason] += rejection.documents
+    shown = [f"{count:,} as {first_ones[reason].source}/{first_ones[reason]}"
+             for reason, count in counts.most_common(3)]
+    return f" ({'; '.join(shown)})" if shown else ""
 
 
 def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]], files: list[ListedFile]) -> None:

@@ -55,7 +55,8 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Print a table."""
     refuse_low(options, "vocab_size", "length")
-    shapes, problems = dict[str, ModelConfig](), list[str]()
+    problems = list[str]()
+    shapes = dict[str, ModelConfig]()
     for name in options.names or PRESETS:
         try:
             shapes[name] = preset(name).with_vocabulary(options.vocab_size)
