@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from codecs import getincrementaldecoder
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
@@ -19,7 +20,7 @@ from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, output, rank_log, skip
 from drover.launch.status import query, show
 from drover.pipeline.config.explaining import explain as explanation
-from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.stages import STAGES, parse_stages
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.console import (
@@ -126,7 +127,7 @@ def _print(file: IO[bytes], rank: int) -> None:
 
 
 def _why_options(parser: Parser) -> None:
-    add_config(parser, "RUN|STAGE", "RUN: why it stopped; STAGE: whether it is up to date; ")
+    add_config(parser, "RUN|STAGE", "RUN, or RUN STAGE: why it stopped; STAGE: whether it is up to date; ")
 
 
 def _names(options: argparse.Namespace) -> list[str]:
@@ -137,30 +138,43 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _why(options: argparse.Namespace) -> int:
-    if len(names := _names(options)) != 1:
-        raise UserError("Name one run, or one stage (or several with commas) and its configuration.")
-    [name] = names
-    if options.config is None and {*name.split(",")} - {*STAGES, "all"}:
+    names = sorted(_names(options), key=_are_stages)  # a run before its stages
+    if options.config is None and names and not _are_stages(names[0]):
+        run, *stages = names
         try:
-            return _why_stopped(find_run(name))
+            found = find_run(run)
         except UserError as error:
-            raise UserError(f"{name} is no stage. {error}") from None
+            raise UserError(f"{run} is no stage. {error}") from None
+        if len(stages) < 2:
+            return _why_stopped(found, *map(parse_stages, stages))
+    if len(names) != 1:
+        raise UserError("Name one run, and a stage of it if you like (drover why demo train), or one stage (or several "
+                        "with commas) and its configuration.")
     config = configuration(options)
     refuse_unusable_places(config, options.config)
-    for stage in parse_stages(name):
+    for stage in parse_stages(*names):
         echo(Run(config).why(stage))
     return 0
 
 
-def _why_stopped(run: Path) -> int:
+def _are_stages(word: str) -> bool:
+    return {*word.split(",")} <= {*STAGES, "all"}
+
+
+def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
     """Print the run's status, and of stages that are not done how each start of the newest submission ended that did
-    not end well, with the last lines of the rank that its reason names, or of the first."""
+    not end well, with the last lines of the rank that its reason names, or of the first.
+
+    stages: those to print; () for all. Whether these are up to date is printed too if they are done.
+    """
     status, = query([run], Scheduler())
     draw(*show(status))
     files = status.files
     for row in status.rows:
         stage = files.stages[row.stage]
-        if row.state in FINISHED:
+        if row.state in FINISHED and row.stage in stages:
+            echo(run_in(run).why(row.stage))
+        if row.state in FINISHED or (stages and row.stage not in stages):
             continue
         for start in [start for start in stage.starts if start.status != "done"][-SHOWN:]:  # elements may be done
             how = ": ".join(filter(None, (start.status, start.reason))) or "it runs, or nothing is known of its end"

@@ -21,6 +21,7 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import counted, draw, duration, first, readable, table
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.stages import largest_share
+from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
@@ -47,7 +48,11 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
     draw("", table([headings, *(_row(job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        draw("", *training_facts(run.config, train), *consumption_lines(run))
+        kept = complete_checkpoints(run.own_folder("train"))
+        continues = [f"start     after step {step_of(kept[-1]):,}, from the newest checkpoint (not hashed: `drover "
+                     f"verify {run.folder}` does that), or before if it is damaged"
+                     ] if kept and train.state.kind in ("resumable", "changed") and not train.forced else []
+        draw("", *training_facts(run.config, train), *continues, *consumption_lines(run))
         if counts := train.node_counts[1:]:
             draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")

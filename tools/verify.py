@@ -20,8 +20,9 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from drover.pipeline.contract.state import PROGRESS
 from drover.pipeline.contract.workers import TASKS
 from drover.pipeline.core.background import ordered_map
 from drover.pipeline.core.console import Parser, Program, ProgressBar, add_json, counted, draw, echo, first
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import (
     Record,
     bounded_lines,
@@ -44,7 +46,15 @@ from drover.pipeline.core.files import (
     seal_of,
     sealing,
 )
-from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, valid_marker
+from drover.pipeline.records.checkpoints import (
+    CHECKPOINTS,
+    MARKER,
+    complete_checkpoints,
+    named_after_steps,
+    step_of,
+    valid_marker,
+)
+from drover.pipeline.records.metrics import TrainingRecords
 from drover.pipeline.storage.mirror import SENT
 
 if TYPE_CHECKING:
@@ -60,8 +70,7 @@ NOT_SEALED = "notes without a checksum: only checked to be readable"
 WENT = "removed while the run was verified"
 GONE = "input files that no longer exist; no problem, since their outputs are checked"
 PACKING = "packing"
-_CHECKPOINT = ("Put the right file back, or run --stage train again: if it needs this checkpoint, it quarantines it "
-               "and continues from the one before")
+_CHECKPOINT = "Put the right file back, or run --stage train again, which quarantines this checkpoint if it needs it"
 _LOGS = (PROGRESS, "metrics.jsonl", "samples.jsonl", "events.jsonl", "hangs", "profile", SENT)
 _LOG_ENDINGS = (".log", ".txt", ".err", ".out")
 _QUARANTINED = re.compile(r"\.(tmp|damaged|partial)$|^set-aside-|\.replaced")
@@ -374,14 +383,33 @@ def verify(folder: Path, share: float = 1.0, *, documents: bool = False) -> Repo
     report = Report(str(folder))
     checks = Inventory(report, share, documents).checks
     report.files = len({check.path for check in checks})
+    damaged = dict[Path, int]()
     with ProgressBar("verify", "files", len(checks), "checks", sys.stderr) as progress:
         for check, what in zip(checks, ordered_map(operator.call, checks), strict=True):
             progress.advance()
             if isinstance(what, Note):
                 report.note(what, check.path)
             elif what:
+                if check.path.parent.parent.name == CHECKPOINTS:
+                    damaged[check.path.parent] = len(report.problems)
                 report.problem(check.path, what, check.do)
+    for number in damaged.values():
+        problem = report.problems[number]
+        report.problems[number] = replace(problem, do=f"{problem.do}. {_continued(folder / 'train', damaged)}")
     return report
+
+
+def _continued(train: Path, damaged: Collection[Path]) -> str:
+    """From which step training would continue, and how many steps it would repeat. damaged: checkpoints."""
+    complete = complete_checkpoints(train)
+    last = step_of(complete[-1]) if complete else 0
+    with suppress(UserError):
+        last = max([last, *(line["step"] for line in TrainingRecords(train).steps[-1:])])
+    valid = [step_of(path) for path in complete if path not in damaged]
+    return (f"Training continues from step {valid[-1]:,}, its newest valid checkpoint, and repeats "
+            f"{counted(last - valid[-1], 'step')}" if valid else
+            f"No checkpoint is valid: without the right files, training has to start again with --force and repeats "
+            f"{counted(last, 'step')}")
 
 
 def share_of(text: str) -> float:

@@ -65,6 +65,8 @@ def test_why_a_run_stopped(run, slurm, capsys):
     assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: it runs, or nothing is known of its end" in message
     assert f"convert, job 17, without a start: {run.folder}/launch/submitit/17_0_log.out\n    refused: " in message
     assert not [words for words in ("encode, job", "job 7,", "not me") if words in message]
+    message = printed(capsys, commands.why, run.folder, "convert")
+    assert "convert, job 17, without a start" in message and "train, job 16" not in message
 
 
 def test_why_a_run_on_this_machine_stopped_before_its_first_start(tmp_path, capsys):
@@ -223,6 +225,10 @@ def test_why_of_a_run_by_its_name(launcher):
     write_state(launcher.run / "train", "failed", reason="there is no text")
     for words in ("trial",), ("runs/trial",):
         assert "! train failed: there is no text" in launcher.call(*words, program=commands.why).stdout
+    launcher.done("shard")
+    for words in ("trial", "shard"), ("shard", "trial"):
+        assert launcher.call(*words, program=commands.why).stdout.endswith("\nshard: done\n")
+    assert "There is no stage trian." in launcher.call("trial", "trian", program=commands.why).stderr
     assert "nosuch is no stage. There is no run nosuch. The runs in runs are: trial" in launcher.call(
         "nosuch", program=commands.why).stderr
 

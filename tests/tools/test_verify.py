@@ -12,6 +12,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import write_state
 from drover.pipeline.core.files import (
     Ledger,
+    append_line,
     output_record,
     read_json,
     read_sealed,
@@ -21,7 +22,7 @@ from drover.pipeline.core.files import (
     write_json,
     write_sealed,
 )
-from drover.pipeline.records.checkpoints import MARKER
+from drover.pipeline.records.checkpoints import FORMAT, MARKER, checkpoint_name
 from drover.tools.verify import (
     FAR,
     LOGS,
@@ -228,6 +229,24 @@ def test_a_changed_byte_of_a_ledger_is_found_and_a_torn_line_is_none(tmp_path):
         assert problem(data[:at] + bytes([data[at] ^ 1 << at % 6]) + data[at + 1:]), at
     end = data.index(b"\n") + 1
     assert not any(problem(data[:cut] + torn) for cut in range(end, len(data) - 3) for torn in (b"", b"\n"))
+
+
+def test_what_training_repeats_without_a_damaged_checkpoint(tmp_path):
+    train = tmp_path / "train"
+    for step in (2, 4):
+        folder = train / "checkpoints" / checkpoint_name(step)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"w" * 9)
+        write_sealed(folder / MARKER, {"format": FORMAT, "progress": {"step": step},
+                                       "files": [output_record(folder, folder / "weights")]})
+    for step in range(1, 8):
+        append_line(train / "metrics.jsonl", {"step": step})
+    (train / "checkpoints/step-00000004/weights").write_bytes(b"x" * 9)
+    problem, = (problem for problem in verify(tmp_path).problems if problem.file.endswith("weights"))
+    assert problem.do.endswith("Training continues from step 2, its newest valid checkpoint, and repeats 5 steps")
+    (train / "checkpoints/step-00000002/weights").unlink()
+    assert sum("No checkpoint is valid" in problem.do and problem.do.endswith("repeats 7 steps")
+               for problem in verify(tmp_path).problems) == 2
 
 
 def test_a_file_of_a_stage_that_is_not_known_is_listed_and_never_wrong(tmp_path):
