@@ -24,9 +24,10 @@ from pathlib import Path
 from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.model.presets import LADDER
+from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import read_tokens, tokens_text
-from drover.pipeline.core.console import Parser, Program, counted, duration, echo, refuse_low
+from drover.pipeline.core.console import Parser, Program, counted, duration, echo, printable, refuse_low
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.tools.presets import CHINCHILLA
@@ -234,13 +235,18 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
     prompts = corpus.prompts or ["The "]
     bits = proposal.expected_bits(corpus.gzip_bits)
+    allowed = min(1.0, max(0.01 * corpus.sampled, math.ceil(2000 * corpus.rejected_share) / 1000))
+    why = (f"twice the share that is broken of what was looked at ({corpus.rejected_share:.2%})"
+           if corpus.rejected_share else "not all files were looked into")
+    rejected = f"  max_rejected_share: {allowed:g}   # {why}\n" * (allowed > ShardConfig().max_rejected_share)
+    remarks = [f"# {' '.join(printable(own).split())}\n" for own in [*corpus.left_out, *corpus.remarks]]
     short_of_text = proposal.tokens >= EPOCHS * proposal.corpus_tokens
     vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
                   f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer in small models")
     return f"""\
 # Proposed for {counted(corpus.files, "file")} with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know \
 better.
-{"".join(f"# {remark}{chr(10)}" for remark in [*corpus.left_out, *corpus.remarks])}name: {_quoted(name)}
+{"".join(remarks)}name: {_quoted(name)}
 
 shard:
   sources:
@@ -248,7 +254,7 @@ shard:
   shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
   validation_share: {validation:.2g}
   validation_rule: {rule}
-{"  max_rejected_share: 0.01   # not all files were looked into" + chr(10) if corpus.sampled else ""}\
+{rejected}\
 
 tokenizer:
   {vocabulary}

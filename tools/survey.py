@@ -24,7 +24,7 @@ from typing import Any
 from drover.pipeline.config.data import FilesSource
 from drover.pipeline.core.console import counted, first, printable
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.folders import files_below
+from drover.pipeline.core.folders import files_below, folders_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
@@ -96,8 +96,9 @@ class Corpus:
         text_bytes: bytes of text in them, about.
         gzip_bits: bits per byte that gzip -9 needs of the beginnings of some.
         prompts: the beginnings of some.
+        rejected_share: share of the records that will be rejected, as far as they were looked at.
         remarks: what to know about the files, as lines.
-        summary: how many files hold no text and why, as a line if there are any.
+        summary: how many files are left out and why, as a line if there are any.
         left_out: which ones, by reason.
     """
 
@@ -108,6 +109,7 @@ class Corpus:
     text_bytes: int
     gzip_bits: float
     prompts: list[str]
+    rejected_share: float
     remarks: list[str]
     summary: list[str]
     left_out: list[str]
@@ -117,6 +119,16 @@ EMPTY = "it is empty"
 TEST_SPLIT = "a test split, by its name: what a model is tested on, it should not learn"
 DESCRIPTIONS = ("dataset_info.json", "config.json")
 """Files in JSON that lie next to the text of data sets or weights."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What was looked at of a file: the text of its first document, the number of records, and why some of these will
+    be rejected."""
+
+    text: str
+    records: int = 1
+    rejected: Sequence[str] = ()
 
 
 class NoTextError(Exception):
@@ -139,8 +151,9 @@ def look(folder: Path) -> Corpus:
     for path in paths:
         groups[_wildcard(path)].append(path)
     kinds = defaultdict[FileKind, list[Path]](list)
+    rejecting = dict[Path, Beginning]()
     prompts, sample = list[str](), bytearray()
-    looked_into = 0
+    looked_into = records = 0
     for own in groups.values():
         guesses, became = Counter[str](), Counter[FileKind | str]()
         candidates = [path for path in own if path not in tests]
@@ -148,23 +161,28 @@ def look(folder: Path) -> Corpus:
         looked_into += len(chosen)
         for path in chosen:
             try:
-                kind, text = _kind(path, guesses)
+                kind, beginning = _kind(path, guesses)
             except NoTextError as reason:
                 became[str(reason)] += 1
                 left_out[str(reason)].append(path)
                 continue
             became[kind] += 1
             kinds[kind].append(path)
+            records += beginning.records
+            if beginning.rejected:
+                rejecting[path] = beginning
             if _checksum(path) % max(1, len(paths) // SAMPLES) == 0:
-                sample += text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
+                sample += beginning.text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
             if len(prompts) < PROMPTS:
-                prompts += [prompt for prompt in _prompt(text) if prompt not in prompts]
+                prompts += [prompt for prompt in _prompt(beginning.text) if prompt not in prompts]
         for most, _ in became.most_common(1):
             (kinds[most] if isinstance(most, FileKind) else left_out[most]).extend({*candidates}.difference(chosen))
     reasons = sorted(filter(left_out.get, left_out), key=lambda reason: (-len(left_out[reason]), reason))
     named = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS]]
     if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
         named.append(f"left out for other reasons: {_shown(more, folder)}")
+    hidden = _files_with_hidden(folder) - len(paths)
+    named += [f"left out: {counted(hidden, 'hidden file')}"] * (hidden > 0)
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
                                      f".parquet and .arrow, each also with .gz or .zst.", *named]))
@@ -174,13 +192,21 @@ def look(folder: Path) -> Corpus:
     if looked_into < len(paths) - len(tests):
         notes.append(f"looked into {looked_into:,} of {len(paths):,} files, the same ones each time; the others are "
                      f"taken to be as most of these with their ending")
+    rejected = sum(len(own.rejected) for own in rejecting.values())
+    if rejecting:
+        example = next(iter(rejecting.values())).rejected[0]
+        notes.append(f"{counted(rejected, 'broken record')} of {records:,} that were looked at, which shard will "
+                     f"reject: {_shown([*rejecting], folder)} ({example})")
     files = [path for own in kinds.values() for path in own]
+    text_bytes = sum(map(_text_bytes, files))
+    rejected_bytes = sum(_text_bytes(path) * len(own.rejected) / own.records for path, own in rejecting.items())
     empty, unread = {*left_out[EMPTY]}, [_literal(Path(error.filename)) for error in closed]
     return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
-                  len(files), looked_into < len(paths) - len(tests), int(sum(map(_text_bytes, files))),
-                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), prompts, notes,
-                  [*_in_a_line({reason: left_out[reason] for reason in reasons}, folder)], named)
+                  len(files), looked_into < len(paths) - len(tests), int(text_bytes),
+                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), prompts,
+                  max(rejected / records, rejected_bytes / max(1, text_bytes)), notes,
+                  [*_in_a_line({reason: left_out[reason] for reason in reasons}, hidden, folder)], named)
 
 
 def _chosen(paths: list[Path], count: int) -> list[Path]:
@@ -192,16 +218,24 @@ def _checksum(path: Path) -> int:
     return zlib.crc32(os.fsencode(path.name))
 
 
-def _in_a_line(left_out: Mapping[str, Sequence[Path]], folder: Path) -> Iterator[str]:
-    """How many files are left out for which reasons, in short, the most frequent first, with an example of each."""
+def _files_with_hidden(folder: Path) -> int:
+    """How many files are in a folder and all folders in it, with hidden ones."""
+    return sum(not entry.is_dir() for own in folders_below([str(folder)], folder.parents, hidden=True)
+               for entry in os.scandir(own))
+
+
+def _in_a_line(left_out: Mapping[str, Sequence[Path]], hidden: int, folder: Path) -> Iterator[str]:
+    """How many files are left out for which reasons, in short, the most frequent first, with an example of each; and
+    how many are hidden."""
     short = defaultdict[str, list[Path]](list)
     for reason, paths in left_out.items():
         short[re.split(r"[,;:(]", reason.removeprefix("it is "))[0].strip()] += paths
     frequent = sorted(short.items(), key=lambda item: (-len(item[1]), item[0]))
     texts = [f"{reason}{f': {len(paths):,}' if len(paths) > 1 else ''} ({_shown(paths[:1], folder)})"
              for reason, paths in frequent]
-    if texts:
-        yield f"left out {counted(sum(map(len, short.values())), 'file')}: {first(texts, MOST_IN_A_LINE, 'reasons')}"
+    parts = [first(texts, MOST_IN_A_LINE, "reasons")] * bool(texts) + [f"hidden: {hidden:,}"] * bool(hidden)
+    if parts:
+        yield f"left out {counted(sum(map(len, short.values())) + hidden, 'file')}: {', '.join(parts)}"
 
 
 def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
@@ -212,8 +246,8 @@ def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
             if _ending(path) in trained and own & {"test", "testing", "eval", "evaluation"}}
 
 
-def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
-    """What a file is read as, and its first text; NoTextError if it holds none."""
+def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, Beginning]:
+    """What a file is read as, and its beginning; NoTextError if it holds no text."""
     own_format = file_format(path)
     form = own_format or "txt"
     if not path.is_file():
@@ -250,9 +284,12 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, str]:
             separator = MBOX.decode()
         elif _text_bytes(path) > LONG_BYTES:
             separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
-        return FileKind("" if own_format else "txt", "", encoding, None, separator), text
+        return FileKind("" if own_format else "txt", "", encoding, None, separator), Beginning(text)
     except damage() as error:
-        raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        if (why := getattr(error, "strerror", None)) or not (packed := COMPRESSIONS.get(path.suffix.lower())):
+            raise NoTextError(f"it cannot be read: {why or error}") from None
+        _refuse_mistaken(path, form, UTF8)
+        raise NoTextError(f"it is damaged: {error}; `{packed} -t FILE` tests it, fetch it again") from None
 
 
 def _is_json_lines(text: str) -> bool:
@@ -274,10 +311,10 @@ def _delimiter(path: Path, header: str) -> str | None:
     return None if best not in header or best == ("\t" if ".tsv" in path.name.lower() else ",") else best
 
 
-def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, str]:
-    """The kind of a file of records, and the text of the first one."""
+def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, Beginning]:
+    """The kind of a file of records, and its beginning."""
     _refuse_mistaken(path, form, encoding)
-    records = _records(path, form, encoding, delimiter)
+    records, _ = _records(path, form, encoding, delimiter)
     lists = list(_lists(records[0])) if len(records) == 1 else []
     try:
         name = _text_field(records)
@@ -287,23 +324,35 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
         if len(lists) > 1:
             raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
         name = _text_field(lists[0])
+    records, rejected = _records(path, form, encoding, delimiter, name)
+    texts = [text for record in records if isinstance(text := value_in(record, name), str)
+             and not re.search("[\ud800-\udfff]", text)]
+    rejected += [f"no text in the field '{name}', or broken UTF-8"] * (len(records) - len(texts))
+    if len(rejected) >= len(texts):
+        raise NoTextError(f"most of its records cannot be read: {rejected[0]}")
     return (FileKind("" if file_format(path) else form, name, encoding, delimiter),
-            str(value_in(_records(path, form, encoding, delimiter, name)[0], name)))
+            Beginning(texts[0], len(texts) + len(rejected), rejected))
 
 
-def _records(path: Path, form: str, encoding: str, delimiter: str | None, text_field: str = "") -> list[Any]:
-    """The first records of a file; NoTextError if there is none, or one cannot be read."""
+def _records(path: Path, form: str, encoding: str, delimiter: str | None, text_field: str = ""
+             ) -> tuple[list[Any], list[str]]:
+    """The first records of a file, and why others among them are rejected; NoTextError if there is none, or what
+    follows a rejected one is lost."""
     source = FilesSource.model_validate({
         "kind": "files", "name": "a", "paths": [str(path)], "format": form, "text_field": text_field,
         "encoding": encoding, "delimiter": delimiter})
     records = list[Any]()
+    rejected = list[str]()
     for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
         if isinstance(item, Rejection):
-            raise NoTextError(f"a record cannot be read: {item.reason}")
-        records += item[1] if isinstance(item[1], list) else [item[1]]
+            rejected.append(item.reason)
+            if item.lost:
+                raise NoTextError(f"what follows a record cannot be read: {item.reason}")
+        else:
+            records += item[1] if isinstance(item[1], list) else [item[1]]
     if not records:
-        raise NoTextError("it has no record")
-    return [_with_text(record) for record in records[:RECORDS]]
+        raise NoTextError(f"no record can be read: {rejected[0]}" if rejected else "it has no record")
+    return [_with_text(record) for record in records[:RECORDS]], rejected
 
 
 def _with_text(record: Any) -> Any:
@@ -335,18 +384,18 @@ def _strings(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text_field(values: Sequence[Any]) -> str:
-    """The field with the text of documents, which is in all of these records; NoTextError if there is none."""
+    """The field with the text of documents, which is in most of these records; NoTextError if there is none."""
     records = [dict(_strings(record)) for record in values]
     counts = Counter(name for record in records for name in record)
-    everywhere = [name for name, count in counts.items() if count == len(records)]
+    usual = [name for name, count in counts.items() if 2 * count > len(records)]
     for known in TEXT_FIELDS:
         for name in sorted(counts, key=lambda name: (name.count("."), name)):
             if name.rpartition(".")[2] == known:
-                if name in everywhere:
+                if name in usual:
                     return name
                 raise NoTextError(f"the field '{name}' holds text in {counts[name]} of {len(records)} records alone")
-    lengths = {name: sum(len(record[name]) for record in records) / len(records) for name in everywhere}
-    longest = max(everywhere, key=lambda name: lengths[name], default="")
+    lengths = {name: sum(len(record.get(name, "")) for record in records) / len(records) for name in usual}
+    longest = max(usual, key=lambda name: lengths[name], default="")
     if lengths.get(longest, 0) < PROSE:
         raise NoTextError(f"no field holds a document's text: {first(list(counts)) or 'none holds text'}")
     return longest
@@ -383,7 +432,7 @@ def _encoding(data: bytes, form: str, guesses: Counter[str]) -> str:
     broken, others = text.count("\ufffd"), len(re.findall(r"[^\x00-\x7f\ufffd]", text))
     if others < 2 * broken:
         return _guessed(data, guesses)
-    if form == "txt" or broken * 1000 > data.count(b"\n"):
+    if form == "txt" or broken * 2 > data.count(b"\n"):
         raise NoTextError("UTF-8 with broken bytes in it; repair it")
     return "utf-8"  # a broken byte costs its record
 

@@ -454,6 +454,9 @@ def mistaken(file: Input, kind: str, html: str = "refuse") -> tuple[str | None, 
         if head and file.compression:
             what, advice = _signature(head)
             if file.compression != ("zstd" if head[1:4] == SKIPPABLE else what):
+                if not (advice or (_is_utf8(head) and 0 not in head)):
+                    return (f"it is damaged: it has no beginning of {file.compression} data; `{file.compression} -t "
+                            f"FILE` tests it, fetch it again"), None
                 return (f"its name ends in {file.path.suffix}, but it is "
                         f"{advice or f'no {file.compression} data; rename it'}"), None
             with unpacked(file.raw(0, 0), file.compression) as stream:

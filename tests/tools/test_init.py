@@ -161,6 +161,38 @@ def test_what_is_closed_is_left_out_by_name_and_the_rest_runs(notes, monkeypatch
             input_files, config_of(files_source(notes / "**/*.md")))
 
 
+def test_records_that_shard_will_reject_are_counted_and_their_share_is_allowed(notes, capsys):
+    good = [{"text": wide(number)} for number in range(60)]
+    (notes / "a.jsonl").write_bytes(lines(good[:50]) + b'{"text": "cut\n{"text": null}\n{"text": "br\xffoken"}\n')
+    (notes / "b.csv").write_text("text,day\n" + "by the sea,1\n" * 20 + "by the sea,2,3\n")
+    (notes / "worst.jsonl").write_bytes(lines(good[:2]) + b"{\n" * 3)
+    output = printed(capsys, main, str(notes))
+    assert "4 broken records of 80 that were looked at, which shard will reject: a.jsonl, b.csv (the line" in output
+    assert "most of its records cannot be read (worst.jsonl)" in output
+    run_here("shard", "my-notes.yaml", "launch.processes=1")
+    run = Run(load_config("my-notes.yaml"))
+    counts = run.finished("shard").counts
+    assert counts["rejected"] == 4 and 4 / counts["documents_in"] < run.config.shard.max_rejected_share < 0.2
+
+
+def test_damaged_and_hidden_files_are_left_out_and_counted(notes, capsys):
+    data = lines([{"text": wide(number)} for number in range(50)])
+    packed = {name: compress(data) for name, compress in COMPRESS.items()}
+    for name, data in (("cut.jsonl.gz", packed[".gz"][:300]), ("cut.jsonl.zst", packed[".zst"][:300]),
+                       ("other.jsonl.gz", bytes(99)), ("plain.jsonl.gz", packed[""]),
+                       (".git/objects/1", b"1"), (".git/2", b"2"), (".profile", b"3")):
+        (notes / name).parent.mkdir(parents=True, exist_ok=True)
+        (notes / name).write_bytes(data)
+    output = printed(capsys, main, str(notes))
+    assert "left out 8 files: damaged: 3 (cut.jsonl.gz), a PNG file (photo.png), " in output
+    assert ", hidden: 3\n" in output
+    text = Path("my-notes.yaml").read_text()
+    for pattern in ("cut.jsonl.gz: it is damaged: .* `gzip -t FILE` tests it", "cut.jsonl.zst: .* `zstd -t FILE`",
+                    "other.jsonl.gz: it is damaged: ", "plain.jsonl.gz: its name .* rename it", "3 hidden files"):
+        assert re.search(f"# left out: {pattern}", text)
+    assert ".git" not in text
+
+
 def test_of_very_many_files_the_same_share_of_each_ending_is_looked_into(notes, monkeypatch, capsys):
     for number in range(40):
         (notes / f"mail.{number}").write_text(wide(number))
