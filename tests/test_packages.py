@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY, run_python, write_config
 from tests.refusal import refused, table
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"fasttext": "fasttext-predict", "mlflow": "mlflow-skinny"}
+DISTRIBUTIONS = {"fasttext": "fasttext-community", "mlflow": "mlflow-skinny"}
 MARGIN = {"torch", "transformers", "lm_eval", "submitit", "deepspeed", "torchao", "tensorboard", "webdataset"}
 """What private interfaces are used of."""
 
@@ -103,4 +103,4 @@ def test_versions_of_libraries_decide_what_filters_do():
     pytest.importorskip("fasttext", reason="of the extra `clean`")
     config = load_config(REPOSITORY / "configs/demo.yaml",
                          ["shard.filters=[{kind: language, path: x, languages: [en]}]"], check=False)
-    assert set(libraries(config.shard.filters)) == {"unicode", "fasttext-predict"}
+    assert set(libraries(config.shard.filters)) == {"unicode", "fasttext-community"}

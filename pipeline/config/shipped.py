@@ -20,6 +20,7 @@ FILTERS = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Fi
     "gopher_repetition": "drover.pipeline.data.filters.repetition:GopherRepetition",
     "fineweb_quality": "drover.pipeline.data.filters.quality:FinewebQuality",
     "language": "drover.pipeline.data.filters.language:Language",
+    "classifier": "drover.pipeline.data.filters.classifier:Classifier",
     "encoding_repair": "drover.pipeline.data.filters.rewriting:EncodingRepair",
     "normalization": "drover.pipeline.data.filters.rewriting:Normalization",
     "decontamination": "drover.pipeline.data.filters.decontamination:Decontamination"})

@@ -73,7 +73,7 @@ from drover.pipeline.core.files import (
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
-            "fasttext-predict", "fastokens")
+            "fasttext-community", "fastokens")
 
 
 LOOK_S, LOOK_SHARE = 1.0, 10.0

@@ -226,29 +226,32 @@ def _show(shown: dict[str, dict[str, list[Any]]], name: str, reason: str, exampl
         own += examples[:most - len(own)]
 
 
-def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str, Any]:
-    """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages.
+def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> dict[str, Any]:
+    """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages and
+    scores.
 
     Args:
         records: of finished units.
         examples: dropped documents to show for each filter and reason.
 
     Returns:
-        As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages.
+        As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages; and
+        `scores`: documents `kept` and `dropped` by the lower end of the scores' bins, for each classifier.
     """
     cards = [DataCard().record()]
     shown = dict[str, dict[str, list[Any]]]()
-    result = []
     for record in records:
         cards.append(record["card"])
-        result.append({name: own["languages"] for name, own in record["findings"].items() if "languages" in own})
         for name, reasons in record["card"]["examples"].items():
             for reason, own in reasons.items():
                 _show(shown, name, reason, own, examples)
     card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
     card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
-    languages = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS) for name, counts in total(result).items()}
-    return {**card, "examples": shown, **({"languages": languages} if languages else {})}
+    seen = {what: total({name: own[what] for name, own in record["findings"].items() if what in own}
+                        for record in records) for what in ("languages", "scores")}
+    seen["languages"] = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS)
+                         for name, counts in seen["languages"].items()}
+    return {**card, "examples": shown, **{what: own for what, own in seen.items() if own}}
 
 
 def total(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

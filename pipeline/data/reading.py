@@ -102,7 +102,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                 continue
             document, member = left
             counts["html"] += bool(PAGE.match(document.text))
-            card.add(document, changed=document is not read and document != read)
+            card.add(document, changed=document.text != read.text)
             if signer is not None:
                 signer.add(document.text)
             rows += index_row(document.text, offset, len(member))

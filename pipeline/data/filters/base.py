@@ -133,7 +133,7 @@ class Chain:
 
     Attributes:
         counts: for each filter by name: `documents` and `bytes` (of UTF-8) that it dropped, `reasons` (how many
-            documents for each), and how many documents it `changed`.
+            documents for each), and of how many documents it `changed` the text.
 
     Raises:
         UserError: a filter cannot be opened.
@@ -170,7 +170,7 @@ class Chain:
                     f"out, and run the stage again: what was read so far is then read again.") from error
             if isinstance(result, str) or not result.text.strip():
                 return self._drop(Dropped(document, name, result if isinstance(result, str) else NO_TEXT))
-            self.counts[name]["changed"] += result != document
+            self.counts[name]["changed"] += result.text != document.text
             document = result
         return document, member
 

@@ -89,6 +89,10 @@ def _sources(counts: Record) -> Iterator[Block]:
         "documents by language": "{languages}"}, flat(cards, "source"),
         "Documents that the filters kept, before deduplication. Changed: by a filter. Languages: of all documents that "
         "reached the filter, including dropped ones.")
+    scores = flat({source: card.get("scores", {}) for source, card in cards.items()}, "source", "filter", "score")
+    yield Table("Scores", {"source": "{source}", "filter": "{filter}", "score from": "{score}", "kept": "{kept:,}",
+                           "dropped": "{dropped:,}"}, [own for own in scores if own["kept"] or own["dropped"]],
+                "Of all documents that reached the classifier, in steps of 0.05.")
     examples = flat({source: card["examples"] for source, card in cards.items()}, "source", "filter", "reason")
     yield Text("Examples of dropped documents: the first for each reason, as the filter got them", "\n\n".join(
         "\n  ".join([filled("{source}, {filter}: {reason}", own),

@@ -142,8 +142,19 @@ def test_other_languages_and_doubtful_ones_are_dropped(outcomes):
 
 def test_labels_are_those_of_the_model(outcomes):
     assert outcomes(["eng_Latn", "fra_Latn"], WITH_SCRIPTS)[1][:3] == [None, "of another language", None]
-    refused(UserError, r"is to keep eng, but the model .* knows 3 labels.*did you mean eng_Latn",
+    refused(UserError, r"names eng, but the model .* knows 3 labels.*Did you mean eng_Latn\? Correct `languages`",
             made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
+
+
+def test_documents_of_mixed_languages_are_judged_by_their_lines(outcomes):
+    """By characters; lines without any count for nothing. A line of unknown language counts against the share, or as
+    wanted with `keep_unknown`."""
+    english, german = "The ship and the rain have been seen", "Der Regen und das Schiff sind nicht gekommen"
+    for text, share, keep_unknown, reason in [
+            (f"{english}\n\n \n{german}", 0.45, False, None), (f"{english}\n{german}", 0.46, False, "0.46"),
+            (f"{english}\n{NONE}", 0.8, False, "0.8"), (f"{english}\n{NONE}", 0.8, True, None)]:
+        own, _ = outcomes(["en"], min_share=share, keep_unknown=keep_unknown)
+        assert outcome(own, text) == (reason and f"fewer than {reason} of the characters in wanted languages")
 
 
 def test_what_is_no_model_is_refused(tmp_path):

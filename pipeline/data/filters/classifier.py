@@ -1,0 +1,125 @@
+"""Documents scored by a fastText model that you give, and what all filters with such a model share.
+
+fastText-community reads the models: of the packages with fastText it has wheels for Python 3.11 to 3.14, and it also
+trains (`drover classifier train`). Its probabilities equal those of the other packages.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from drover.pipeline.config.section import LocalPath, execution
+from drover.pipeline.config.shipped import name_of
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+
+LABEL = "__label__"
+_ALL = 1_000_000
+"""Labels to ask for where all are wanted: more than any model has."""
+BINS = 20
+"""Of the histogram of scores, each 0.05 wide."""
+DIGITS = 6
+"""Decimal places of a score: fastText computes in float32."""
+
+
+class FastText(Filter):
+    """A filter with a fastText model that labels texts."""
+
+    needs = "fasttext"
+
+    path: LocalPath = execution()
+    """The model's file (.ftz or .bin). Only its content counts, not its place."""
+
+    def reads(self) -> list[Path]:
+        """The model's file."""
+        return [Path(self.path)]
+
+    def refuse_unknown(self, setting: str, labels: Iterable[str]) -> None:
+        """UserError if the model does not know the labels that a setting names. Loads the model, once a process for any
+        number of units."""
+        known = self._model[1]
+        if unknown := [label for label in labels if label not in known]:
+            close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.3)
+            raise UserError(f"The filter {name_of(self)} names {', '.join(unknown)}, but the model {self.path} knows "
+                            f"{len(known)} labels, among them {', '.join(sorted(known)[:5])}."
+                            f"{f' Did you mean {close[0]}?' if close else ''} Correct `{setting}`.")
+
+    @cached_property
+    def _model(self) -> tuple[Any, set[str]]:
+        path = Path(self.path)
+        if not path.is_file():
+            raise UserError(f"The model {path} of the filter {name_of(self)} is not there. Correct `path`.")
+        return loaded(str(path))
+
+    def probabilities(self, text: str, labels: int | None = None) -> dict[str, float]:
+        """The most probable labels of a text, all by default, and their probabilities. None for a text without
+        words.
+
+        fastText reads one line, and takes NUL for white space, as it does what splits lines.
+        """
+        model, known = self._model
+        names, values = model.predict(text.replace("\n", " "), k=labels or len(known), threshold=-1.0)
+        return {label.removeprefix(LABEL): float(value) for label, value in zip(names, values, strict=True)}
+
+
+@lru_cache(maxsize=2)
+def loaded(path: str) -> tuple[Any, set[str]]:
+    """A fastText model, and all labels that it knows."""
+    import fasttext
+    try:
+        model = fasttext.load_model(path)
+        labels, _ = model.predict("", k=_ALL, threshold=-1.0)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise UserError(f"The file {path} is no fastText model with labels: {error}. Give one that was "
+                        f"trained with labels, such as lid.176.ftz for languages.") from None
+    return model, {label.removeprefix(LABEL) for label in labels}
+
+
+class Classifier(FastText):
+    """Scores documents by the probability of a label, and drops those with a low score.
+
+    Any fastText model can be used: DCLM's, whose label is hq, one that grades educational value, or yours, made by
+    `drover classifier train`. The model reads the text as one line. The score, a number from 0 to 1 with six decimal
+    places, goes into the document's metadata as NAME_score, where NAME is the filter's name: classifier_score. A field
+    of that name is replaced. The data card has a histogram of the scores.
+    """
+
+    label: str
+    """The label whose probability is the score, as the model writes it, without __label__: hq."""
+    min_score: float | None = Field(None, ge=0, le=1)
+    """Documents with a lower score are dropped; null: none. To keep a share of a source instead, set the source's
+    `keep`."""
+
+    def open(self) -> None:
+        """Load the model."""
+        self.refuse_unknown("label", [self.label])
+
+    @property
+    def score_field(self) -> str:
+        """The name of the score in a document's metadata."""
+        return f"{name_of(self)}_score"
+
+    @cached_property
+    def _histogram(self) -> dict[str, dict[str, int]]:
+        return {f"{number / BINS:.2f}": {"kept": 0, "dropped": 0} for number in range(BINS)}
+
+    def findings(self) -> dict[str, Any]:
+        """How many documents it kept and dropped, by the lower end of the scores' bins."""
+        return {"scores": self._histogram}
+
+    def __call__(self, document: Document) -> Document | str:
+        score = round(self.probabilities(document.text).get(self.label, 0.0), DIGITS)
+        is_low = self.min_score is not None and score < self.min_score
+        self._histogram[f"{min(int(score * BINS), BINS - 1) / BINS:.2f}"]["dropped" if is_low else "kept"] += 1
+        if is_low:
+            document.meta[self.score_field] = score  # for dropped/
+            return f"with a score below {self.min_score:g}"
+        return replace(document, meta={**document.meta, self.score_field: score})
