@@ -33,7 +33,7 @@ from drover.pipeline.records.metrics import RunFacts, Start
 Value = TypeVar("Value")
 Jobs = Mapping[str, JobInfo] | None
 """Slurm's answers by job id; None: it does not answer."""
-State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reused"]
+State = Literal["running", "ending", "failed", "stopped", "waiting", "to do", "done", "reused"]
 """docs/slurm.md explains them. The current stage of a run is the one whose state comes first here."""
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states come from the run's files and may be old"
@@ -154,7 +154,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     rows = list[StageRow]()
     requested = list[StageRow]()  # by the newest submission; without one, the stages that were started
     for stage in run.stages.values():
-        broken = any(row.state in ("failed", "stopped") for row in requested)
+        broken = any(row.state in ("ending", "failed", "stopped") for row in requested)
         rows.append(_row(run, stage, jobs, now, broken=broken))
         if stage.jobs if run.chain else stage.started or stage.manifest:
             requested.append(rows[-1])
@@ -167,7 +167,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     if partial:
         remarks.append(f"not all jobs of the newest submission are queued: {refused or 'it is at work, or was killed'}")
     # A stage that waits for a failed one will never run.
-    continues = "running" in states or ("waiting" in states and "failed" not in states)
+    continues = bool({"running", "ending"} & states) or ("waiting" in states and "failed" not in states)
     if continues or not (requested or refused):
         return RunStatus(run, rows, current, remarks, None)
     if current.state in FINISHED and not partial:
@@ -185,7 +185,7 @@ def continue_command(run: RunFiles) -> str:
 
 
 def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bool) -> StageRow:
-    """The stage's row. broken: an earlier stage has failed or was stopped."""
+    """The stage's row. broken: an earlier stage has failed, was stopped or is ending."""
     infos = [(jobs or {}).get(id, JobInfo(id)) for id in stage.ids or [""]]
     info = min(infos, key=lambda info: info.rank)  # the one that runs, else is next, else the first that failed
     info = info if info.rank < LAST else infos[-1]
@@ -226,6 +226,9 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
     if stage.damaged:
         return "failed", f"{name}: {stage.damaged}"
     if info.queued and stage.due:
+        if info.state == "COMPLETING":
+            return "ending", (f"{name} (job {info.id}) is ending or being cancelled: Slurm waits until its processes "
+                              f"are gone")
         if info.state != "PENDING":
             return "running", ""
         text = f"{name} (job {info.id}) {meaning(info.reason, info.id)} ({info.reason})"

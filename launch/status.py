@@ -51,8 +51,8 @@ LONGEST = 1600
 HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
 """Other figures of a stage follow in a line below the table."""
 NUMBERS = ("elapsed", "left")
-COLOURS = {"running": "cyan", "waiting": "cyan", "failed": "red", "stopped": "yellow", "done": "green",
-           "reused": "green", "to do": ""}
+COLOURS = {"running": "cyan", "waiting": "cyan", "ending": "yellow", "failed": "red", "stopped": "yellow",
+           "done": "green", "reused": "green", "to do": ""}
 
 
 def add_options(parser: Parser) -> None:

@@ -55,7 +55,8 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("message, answer, state, remark", table(r"""
     preempted -> PENDING BeginTime -> waiting -> after about two minutes
-    preempted -> COMPLETING -> running -> ^$
+    preempted -> COMPLETING -> ending -> ^train \(job 16\) is ending or being cancelled
+    running -> COMPLETING -> ending -> ^train \(job 16\) is ending or being cancelled
     null -> RUNNING -> running -> ^$
     running -> PENDING launch failed requeued held -> waiting -> `scontrol release 16`
     null -> PENDING Dependency -> waiting -> ^$
@@ -76,6 +77,11 @@ def test_its_word_and_the_queue(run, message, answer, state, remark):
     assert re.search(remark, " ".join(seen.remarks))
     # What waits behind one that failed waits in vain, and so does who watches.
     assert seen.outcome == ("failed" if state == "failed" else None)
+
+
+def test_what_a_cancelled_job_took_along_has_not_failed(run):
+    seen = run.training("running").status({"16": "COMPLETING", **dict.fromkeys(DEPENDENTS, "CANCELLED Dependency")})
+    assert [row.state for row in seen.rows[3:]] == ["ending", *["to do"] * 3] and seen.outcome is None
 
 
 def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
