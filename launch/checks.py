@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,8 @@ from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, before, follows_training
-from drover.pipeline.core.console import counted, readable, say
-from drover.pipeline.core.errors import UserError, all_problems, listed, refusals
+from drover.pipeline.core.console import counted, first, readable, say
+from drover.pipeline.core.errors import UserError, all_problems, listed, meant, refusals
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import complete_checkpoints, valid_marker
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
@@ -70,7 +71,9 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
             reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
                            "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
         reasons += option_problems(config.launch, config.folder.absolute())
-        reasons += cluster_problems(config, running, [] if showing else Scheduler().node_kinds())
+        scheduler = Scheduler()
+        kinds = scheduler.node_kinds()
+        reasons += [*unknown_names(running, kinds, scheduler), *cluster_problems(config, running, kinds)]
     if config.launch.check_fit:
         reasons += memory_problems(config, running, options)
         if disk.needed > disk.free and not (showing and slurm):
@@ -177,6 +180,31 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
                    f"{job.minutes} min, but the partition {kinds[0].partition} has {have}{limits}: change --nodes, "
                    f"launch.cpus, gpus_per_node, processes, time or partition (launch.request_gpus=false requests no "
                    f"GPUs, where Slurm does not count them).")
+
+
+def unknown_names(jobs: list[Job], nodes: Sequence[NodeKind], scheduler: Scheduler) -> Iterator[str]:
+    """Partitions that Slurm does not have, and accounts and QOS that it does not allow this user, each once with the
+    names that it would take. Nothing where Slurm does not answer, or takes any account or QOS."""
+    known = {"partition": {kind.partition for kind in nodes}}
+    if nodes:
+        enforced = scheduler.site_settings().get("AccountingStorageEnforce", "")
+        rows = scheduler.associations(getpass.getuser())
+        known["account"] = {account for account, _, _ in rows if "associations" in enforced}
+        known["qos"] = {name for *_, names in rows if "qos" in enforced for name in names.split(",")}
+    unknown = dict[tuple[str, str], list[str]]()
+    for job in jobs:
+        given = {**options_of(job), "partition": job.resources.partition or ""}
+        for kind, names in known.items():
+            for name in str(given.get(kind, "")).split(","):
+                if name and names and (name if kind == "partition" else name.lower()) not in names:
+                    unknown.setdefault((kind, name), []).append(job.key)
+        if not given["partition"] and nodes and not any(kind.usual for kind in nodes):
+            unknown.setdefault(("partition", ""), []).append(job.key)
+    for (kind, name), keys in unknown.items():
+        what = f"Slurm {'has' if kind == 'partition' else 'gives you'} no {kind} {name}" if name else \
+            "Slurm has no default partition"
+        yield (f"{first(keys)}: {what}; {meant(name, known[kind], f'set launch.{kind}.')} It has: "
+               f"{', '.join(sorted(known[kind]))}.")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, local: bool) -> None:

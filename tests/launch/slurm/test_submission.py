@@ -211,6 +211,24 @@ def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, me
     assert message in slurm.refused(f"--stage all {words}") and not list(slurm.queue.iterdir())
 
 
+@pytest.mark.parametrize("how", ["", "--dry-run"])
+def test_names_that_slurm_does_not_take_are_told_with_those_that_it_takes(slurm, how):
+    slurm.programs.say("sinfo", SITE.replace("*", ""))
+    slurm.programs.say("scontrol", "AccountingStorageEnforce = associations,limits,qos")
+    slurm.programs.say("sacctmgr", "physics|big|normal,high\nmaths||normal")
+    message = slurm.refused(f"""--stage all --nodes 8 launch.account=fysics launch.qos=low
+        launch.train.partition=debug launch.convert.partition=bigg {how}""")
+    for part in ("shard, tokenizer, encode and 2 more: Slurm has no default partition; set launch.partition. It",
+                 "convert: Slurm has no partition bigg; did you mean 'big'?",
+                 "Slurm gives you no account fysics; did you mean 'physics'? It has: maths, physics.",
+                 "Slurm gives you no qos low; set launch.qos. It has: high, normal", "train: requests 8 nodes"):
+        assert part in message
+    words = f"--stage all launch.partition=debug,long launch.account=MATHS launch.qos=high launch.cpus=2 {how}"
+    slurm.accepted(words)
+    slurm.programs.say("scontrol", "AccountingStorageEnforce = none")
+    slurm.accepted(f"{words} launch.account=any launch.qos=any name=other")
+
+
 @pytest.mark.parametrize("words", [
     "launch.gpus_per_node=4 launch.request_gpus=false launch.cpus=1 --no-rehearse",
     "launch.cpus=2", "--nodes 4 launch.partition=debug,long", "--nodes 4 launch.qos=high launch.cpus=2"])
