@@ -109,7 +109,7 @@ class About:
             scratch has another folder.
         first_step: the steps that were done before this start. Later steps may be logged a second time.
         reported: the steps, samples and events that earlier starts have logged, repeated steps included: a start value
-            for a counter that must only grow.
+            for a counter that must only grow. None if only results of the finished model follow.
         settings: the configuration for display, as plain values: name, seed, and the sections model, train, parallel.
     """
 
@@ -117,7 +117,7 @@ class About:
     run_folder: Path
     train_folder: Path
     first_step: int
-    reported: int
+    reported: int | None
     settings: Mapping[str, Any]
 
 
@@ -393,7 +393,7 @@ def open_log(work: Work, first_step: int) -> TrainingLog:
     return TrainingLog(lines, _about(work, first_step, lines.reported), list(work.config.train.log_to), work.say)
 
 
-def _about(work: Work, first_step: int, reported: int) -> About:
+def _about(work: Work, first_step: int, reported: int | None) -> About:
     config = work.config
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name in SHOWN}
     settings["train"].pop("log_to")  # it may contain a private address
@@ -470,7 +470,8 @@ class WeightsAndBiases(SinkSettings):
     step of its own counter. So that counter numbers rows, over all starts, and charts use the metric `step` as x axis:
     a step that is repeated after a kill has several points, of which the last counts. Offline, each start writes its
     own folder `wandb/offline-run-<time>-<ID>`. `wandb sync runs/<name>/wandb/offline-run-*` uploads them in order into
-    the one run. W&B itself reads the key (WANDB_API_KEY, `wandb login`).
+    the one run. The results of the stage evaluate are in the run's summary. W&B itself reads the key (WANDB_API_KEY,
+    `wandb login`).
     """
 
     needs = "wandb"
@@ -497,7 +498,7 @@ class WeightsAndBiases(SinkSettings):
 
 
 class _WandbRun(CurveSink):
-    def __init__(self, run: Any, rows: int) -> None:
+    def __init__(self, run: Any, rows: int | None) -> None:
         self._run = run
         self._rows = rows
 
@@ -508,16 +509,19 @@ class _WandbRun(CurveSink):
         self._run.finish(exit_code=0 if self.ended else 1)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
+        if self._rows is None:  # a row would have to be behind all those of training, which may continue
+            return self._run.summary.update(values)
         self._rows += 1
         self._run.log({"step": step, **values}, step=self._rows, commit=True)
 
 
 def log_results(work: Work, results: Record) -> None:
-    """Give results of the finished model, fields as in a record of its last step, to TensorBoard and MLflow. If one
-    fails, it is named. Other loggers get only what training reports: their rows and files may not be ready for more."""
+    """Give results of the finished model, fields as in a record of its last step, to TensorBoard, MLflow and, as the
+    run's summary, W&B. If one fails, it is named. Loggers of plugins get only what training reports."""
     until = time.monotonic() + CLOSE_S
-    about = _about(work, results["step"], 0)
-    takers = [settings for settings in work.config.train.log_to if isinstance(settings, (TensorBoard, MLflow))]
+    about = _about(work, results["step"], None)
+    takers = [settings for settings in work.config.train.log_to
+              if isinstance(settings, (TensorBoard, MLflow, WeightsAndBiases))]
     for sink in [BackgroundSink(settings, about) for settings in takers]:
         sink.write("step", results)
         sink.write("event", "finish", results)

@@ -8,11 +8,13 @@ import os
 import re
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import MagicMock, call, patch
 
 import pytest
 
 from drover.pipeline.config.shipped import SINKS
+from drover.pipeline.config.tree import Config
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.training.sinks import (
     CURVES,
@@ -25,6 +27,7 @@ from drover.pipeline.training.sinks import (
     TrainingLog,
     curves,
     event_curves,
+    log_results,
     without_secrets,
 )
 from tests.reporting.picture import REPOSITORY
@@ -188,6 +191,18 @@ def test_wandb_continues_one_run_offline(two_starts):
     identity = json.loads((folder / "train/wandb.json").read_text())["id"]
     assert {(run.run_id, run.project, run.display_name) for run in runs} == {(identity, "ours", "mine")}
     assert [item.exit.exit_code for item in records if item.WhichOneof("record_type") == "exit"] == [1, 0]
+
+
+@needs_wandb
+def test_wandb_has_the_results_of_the_finished_model_in_the_runs_summary(tmp_path):
+    config, said = Config.model_validate({"name": "mine", "train": {"log_to": ["wandb"]}}), []
+    run = SimpleNamespace(folder=tmp_path, own_folder=tmp_path.joinpath)
+    (tmp_path / "train").mkdir()
+    log_results(SimpleNamespace(config=config, run=run, say=said.append), {"step": 4, "validation_text_bpb": 1.25})
+    records = list(wandb_records(tmp_path))
+    assert said == [] and not any(record.WhichOneof("record_type") == "history" for record in records)
+    assert {item.key: item.value_json for record in records for item in record.summary.update}[
+        "validation/bits_per_byte"] == "1.25"
 
 
 @needs_mlflow
