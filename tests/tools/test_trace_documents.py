@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 import shlex
+import shutil
 from collections import defaultdict
 
 import pytest
@@ -97,8 +99,14 @@ def test_documents_by_id_and_by_key(capsys, plain, traced):
     shown = printed(capsys, main, "--run", plain.folder, "--id", "notes.txt:8", "--text")
     assert "id notes.txt:8\n    trained on in " in shown and "    | Note 7: " in shown
     text = "".join(path.read_text() for path in (traced.parent / "in").iterdir())
-    for piece in answer(capsys, plain, "--samples", "0", "3", "--text")["pieces"]:
+    pieces = answer(capsys, plain, "--samples", "0", "3", "--text")["pieces"]
+    for piece in pieces:
         assert len(piece["text"]) > 5 and piece["text"] in text
+        [document] = answer(capsys, plain, "--document", piece["key"])["documents"]
+        assert [document[name] for name in ("id", "place", "url")] == [piece[name] for name in ("id", "place", "url")]
+    shown = printed(capsys, main, "--run", plain.folder, "--samples", "0", "3")
+    assert re.search(r"  id p(\d+)  place pages.jsonl:\d+  url https://example.org/\1\n", shown)
+    assert re.search(r"  id notes.txt:\d+\n", shown)
 
 
 def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, plain, traced):
@@ -112,7 +120,7 @@ def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, plai
     path.rename(tmp_path / "aside")
     try:
         [output] = answer(capsys, plain, "--document", kept["key"])["documents"]
-        assert output == kept | {"id": None, "place": None}
+        assert output == kept | {"id": None, "place": None, "url": None}
         assert "is missing" in answer(capsys, plain, "--id", "p4", expect=2)
     finally:
         (tmp_path / "aside").rename(path)
@@ -121,9 +129,29 @@ def test_a_validation_document_and_one_whose_text_is_gone(capsys, tmp_path, plai
 @pytest.mark.parametrize(("arguments", "output"), table("""
     --document xyz -> asked: xyz
     --document 00000000 -> No document whose key begins with 00000000
-    --id p20 -> No document with the id p20""", shlex.split))
+    --id p20x -> No document with the id p20x is in the text shards of
+    --id p20x -> dropped/ (by id and place) and duplicates/ (by id) there do not name it either""", shlex.split))
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, plain, arguments, output):
     assert output in printed(capsys, main, "--run", plain.folder, *arguments, expect=2)
+
+
+@pytest.mark.parametrize(("name", "output"), table("""
+    p20 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the filter length dropped it (fewer
+    pages.jsonl:21 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the
+    p70 -> source web  id p70: it is a duplicate of p3 of the source web, which is kept; no step trains
+    pages.jsonl:41 -> source web  id pages.jsonl:41: it could not be read (the line is not JSON: """))
+def test_a_document_that_was_left_out_is_shown_with_the_reason(capsys, plain, name, output):
+    assert printed(capsys, main, "--run", plain.folder, "--id", name).startswith(output)
+    result = answer(capsys, plain, "--id", name)
+    assert result["documents"] == [] and len(result["left_out"]) == 1
+
+
+def test_what_is_not_recorded_is_said(capsys, tmp_path, plain):
+    shutil.copytree(plain.folder, tmp_path / "mini")
+    config = tmp_path / "mini/config.yaml"
+    config.write_text(config.read_text().replace("keep_dropped: true", "keep_dropped: false"))
+    assert "are only recorded with shard.keep_dropped: true" in printed(
+        capsys, main, "--run", tmp_path / "mini", "--id", "p20x", expect=2)
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):

@@ -23,7 +23,8 @@ def make_traced(folder, **settings):
     ids of its own; copies, a short document that a filter drops, a line that is no JSON."""
     draw = random.Random(5)
     (folder / "in").mkdir()
-    pages = [{"id": f"p{number}", "text": f"Page {number} says {sentence(draw, draw.randrange(6, 34))}."}
+    pages = [{"id": f"p{number}", "url": f"https://example.org/{number}",
+              "text": f"Page {number} says {sentence(draw, draw.randrange(6, 34))}."}
              for number in range(90)]
     pages[70]["text"] = pages[3]["text"]
     pages[20]["text"] = "too short\u00e9"
@@ -33,7 +34,7 @@ def make_traced(folder, **settings):
     config = {"name": "mini", "runs_dir": str(folder / "runs"),
               "shard": {"shard_mb": 0.003, "validation_share": 0.15, "keep_dropped": True, "max_rejected_share": 0.1,
                         "filters": [{"kind": "length", "min_words": 5}], "sources": [
-                            files_source("web", folder / "in/pages.jsonl", id_field="id"),
+                            files_source("web", folder / "in/pages.jsonl", id_field="id", meta_fields=["url"]),
                             files_source("notes", folder / "in/notes.txt", separator="\n---\n")]},
               "tokenizer": {"kind": "byte"}, "model": {"context_length": 128},
               "train": {"steps": PLANNED, "sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4,

@@ -7,18 +7,23 @@ import json
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.core.console import ProgressBar, echo, first
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import Record
+from drover.pipeline.core.files import Record, read_lines
+from drover.pipeline.data.documents import Document, Rejection, place_in
 from drover.pipeline.data.exclusion import Range, format_ranges, ranges_of, sample_numbers
+from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.provenance import pieces, pieces_of
+from drover.pipeline.data.reading import DROPPED
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
@@ -27,6 +32,8 @@ from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.tools.sample_history import SampleHistory, trained_on
 
 SHORTEST_KEY = 4
+MOST_SHARDS = 32
+"""A step's documents are looked up in at most so many text shards, a second for 100 MB of each."""
 DocumentId = tuple[int, int]
 """A document: the row of its shard in the table of token shards, and its number in the shard."""
 
@@ -102,8 +109,8 @@ class Reading:
 
 @dataclass
 class TracedDocument:
-    """A document of a token shard, by its number there, and all its readings. id, place, text: from its text shard, if
-    that is there."""
+    """A document of a token shard, by its number there, and all its readings. id, place, url, text: from its text
+    shard, if that is there."""
 
     key: str
     source: str
@@ -115,6 +122,7 @@ class TracedDocument:
     readings: list[Reading] = field(default_factory=list)
     id: str | None = None
     place: str | None = None
+    url: str | None = None
     text: str | None = None
 
 
@@ -145,11 +153,16 @@ def show_samples(steps: Steps, options: argparse.Namespace) -> None:
             notes.append(f"the update of step {step} was skipped ({why})")
         samples = steps.samples(step)
     tokenizer = load_tokenizer(steps.history.work.input("tokenizer")[0]) if options.text else None
+    found = [*pieces(steps.history.data, samples)]
+    originals, rest = Search(steps).originals([(piece.shard.record["path"], piece.document) for piece in found])
+    if rest:
+        notes.append(f"the documents of {rest:,} more text shards are not looked up; --document KEY shows one of them")
     records: list[Record] = [
         {"sample": piece.sample, "source": piece.shard.source, "shard": piece.shard.path.name,
          "document": piece.document, "key": piece.key, "tokens": [piece.start, piece.stop],
+         **_origin_of(originals.get((piece.shard.record["path"], piece.document))),
          **({"text": tokenizer.decode(piece.ids().tolist())} if tokenizer else {})}
-        for piece in pieces(steps.history.data, samples)]
+        for piece in found]
     if options.json:
         print(json.dumps({"step": step, "samples": ranges_of(samples), "notes": notes, "pieces": records},
                          ensure_ascii=False))
@@ -159,13 +172,27 @@ def show_samples(steps: Steps, options: argparse.Namespace) -> None:
     for record in records:
         start, stop = record["tokens"]
         echo(f"sample {record['sample']}  {record['shard']}  document {record['document']}  key {record['key']}  "
-             f"tokens {start}..{stop}")
+             f"tokens {start}..{stop}{_as_text(record)}")
         if tokenizer:
             echo("    " + record["text"].replace("\n", "\n    "))
 
 
+def _origin(own_id: str | None, place: str | None = None, meta: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """Where a document comes from: its id, the file and record if these are not its id, and the `url` of its meta."""
+    return {"id": own_id, "place": place or None, "url": meta.get("url")}
+
+
+def _origin_of(document: Document | None) -> dict[str, Any]:
+    return _origin(document.id, document.place, document.meta) if document else _origin(None)
+
+
+def _as_text(origin: Mapping[str, Any]) -> str:
+    return "".join(f"  {name} {origin[name]}" for name in _origin(None) if origin[name])
+
+
 def show_documents(steps: Steps, options: argparse.Namespace) -> None:
-    """Print where the documents of `--document` or `--id` were used: lines, or with `--json` one object.
+    """Print where the documents of `--document` or `--id` were used, or why they were left out: lines, or with `--json`
+    one object.
 
     Raises:
         UserError: there is no such document, or the options make no sense.
@@ -173,15 +200,17 @@ def show_documents(steps: Steps, options: argparse.Namespace) -> None:
     search = Search(steps)
     keys = search.keys_of_id(options.id) if options.document is None else [_prefix(options.document)]
     documents = [document for key in keys for document in search.with_key(key)]
-    if not documents:
+    left_out = [] if keys else search.left_out(options.id)
+    if not documents and not left_out:
         raise UserError(f"No document whose key begins with {', '.join(keys)} is in the token shards of "
                         f"{search.folder}.")
-    traced = search.traced(documents, text=options.text)
+    traced = search.traced(documents, text=options.text) if documents else []
     if options.json:
-        print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned,
+        print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned, "left_out": left_out,
                           "documents": [asdict(document) for document in traced]}, ensure_ascii=False))
     else:
-        echo(*(line for document in traced for line in _lines(document, steps)))
+        echo(*(f"source {own['source']}{_as_text(own)}: {own['reason']}; no step trains on it" for own in left_out),
+             *(line for document in traced for line in _lines(document, steps)))
 
 
 def _prefix(text: str) -> str:
@@ -202,22 +231,71 @@ class Search:
         self.table = steps.history.table
         self.folder = steps.history.work.input("encode")[0]
         self.texts = run.stage_folder("shard")
-        manifest = run.finished("shard")
-        self.text_records = {record["path"]: record for split in SPLITS for record in shard_records(manifest, split)}
+        self.manifest = run.manifest("shard")
+        self.text_records = {record["path"]: record for split in SPLITS
+                             for record in (shard_records(self.manifest, split) if self.manifest else ())}
 
     def keys_of_id(self, name: str) -> list[str]:
         """The keys of the documents with this id, each once: all text shards are read."""
+        self.steps.history.run.finished("shard")
         keys = dict[str, None]()
         with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
             for record in self.text_records.values():
                 keys |= {document.key.partition("-")[0]: None for document in read_shard(self.texts, record)
                          if name in (document.id, document.place)}
                 progress.advance()
-        if not keys:
-            raise UserError(f"No document with the id {name} is in the text shards of {self.texts}. rejected.jsonl "
-                            f"there lists what could not be read; dropped/ and duplicates/ list what was dropped, with "
-                            f"shard.keep_dropped.")
         return [*keys]
+
+    def left_out(self, name: str) -> list[dict[str, Any]]:
+        """The documents with this id that are in no text shard: source, id, place, url, and the reason.
+
+        Raises:
+            UserError: no record of the stage names one.
+        """
+        from pyarrow import parquet
+
+        result = list[dict[str, Any]]()
+        for record in self.manifest.outputs if self.manifest else ():
+            path = self.texts / record["path"]
+            split = record.get("split")
+            if split == DROPPED:
+                result += [{"source": line["source"], **_origin(line["id"], line.get("place"), line["meta"]),
+                            "reason": f"the filter {line['filter']} dropped it ({line['reason']})"}
+                           for line in read_lines(path) if name in (line["id"], line.get("place"))]
+            elif split == DUPLICATES and path.is_file():
+                result += [{"source": row["source"], **_origin(name),
+                            "reason": f"it is a {row['kind'].replace('_', '-')} of {row['kept_id']} of the source "
+                                      f"{row['kept_source']}, which is kept"}
+                           for row in parquet.read_table(path, filters=[("id", "==", name)]).to_pylist()]
+            elif split == "rejected":
+                result += [{"source": own.source, **_origin(name), "reason": f"it could not be read ({own.reason})"}
+                           for own in read_lines(path, Rejection) if name == place_in(own.file, own.record)]
+        if not result:
+            recorded = (", dropped/ (by id and place) and duplicates/ (by id) there do not name it either"
+                        if self.steps.history.run.config.shard.keep_dropped else
+                        " there does not name it either, and dropped documents are only recorded with "
+                        "shard.keep_dropped: true")
+            raise UserError(f"No document with the id {name} is in the text shards of {self.texts}; rejected.jsonl"
+                            f"{recorded}. Empty documents are only counted.")
+        return result
+
+    def originals(self, wanted: Collection[tuple[str, int]]) -> tuple[dict[tuple[str, int], Document], int]:
+        """Documents of token shards, by the shard's path and the number in it, from the text shards that are there; and
+        of how many text shards none was looked up."""
+        numbers = defaultdict[str, set[int]](set)
+        for path, number in wanted:
+            numbers[path].add(number)
+        result = dict[tuple[str, int], Document]()
+        looked_up = [*numbers][:MOST_SHARDS]
+        with ProgressBar("trace", "documents", len(looked_up), "text shards", sys.stderr, transient=True) as progress:
+            for path in looked_up:
+                record = self.text_records.get(Path(path).with_suffix(".tar").as_posix())
+                if record and (self.texts / record["path"]).is_file():
+                    own = numbers[path]
+                    result |= zip([(path, number) for number in sorted(own)], read_shard(self.texts, record, own),
+                                  strict=False)
+                progress.advance()
+        return result, len(numbers) - len(looked_up)
 
     def with_key(self, prefix: str) -> list[DocumentId]:
         """The documents whose key begins with these digits, in the order of the table.
@@ -240,7 +318,10 @@ class Search:
     def traced(self, documents: list[DocumentId], *, text: bool) -> list[TracedDocument]:
         """The documents with all their readings. text: and their text."""
         end, data = self.steps.end, self.steps.history.data
-        traced = {(self.table.paths[row], number): self._document(row, number, text=text) for row, number in documents}
+        places = [(self.table.paths[row], number) for row, number in documents]
+        originals, _ = self.originals(places)
+        traced = {place: self._document(*document, originals.get(place), text=text)
+                  for place, document in zip(places, documents, strict=True)}
         with ProgressBar("trace", "order", end, "samples", sys.stderr) as progress:
             for piece in pieces_of(data, documents, end, progress.advance):
                 phase, epoch = divmod(int(data.order.locate(np.array([piece.sample])).epoch[0]), PHASE_EPOCHS)
@@ -248,18 +329,12 @@ class Search:
                     *self.steps.use_of(piece.sample), piece.sample, epoch, phase or None, (piece.start, piece.stop)))
         return [*traced.values()]
 
-    def _document(self, row: int, number: int, *, text: bool) -> TracedDocument:
+    def _document(self, row: int, number: int, original: Document | None, *, text: bool) -> TracedDocument:
         shard = self._shard(row)
         begin, end = shard.document_span(number)
-        traced = TracedDocument(shard.document_key(number), shard.source, shard.record["split"], shard.record["path"],
-                                number, end - begin, shard.document_bytes(number))
-        text_record = self.text_records.get(Path(shard.record["path"]).with_suffix(".tar").as_posix())
-        if text_record and (self.texts / text_record["path"]).is_file():
-            [document] = read_shard(self.texts, text_record, only=[number])
-            traced.id = document.id
-            traced.place = document.place or None
-            traced.text = document.text if text else None
-        return traced
+        return TracedDocument(shard.document_key(number), shard.source, shard.record["split"], shard.record["path"],
+                              number, end - begin, shard.document_bytes(number), **_origin_of(original),
+                              text=original.text if text and original else None)
 
     def _shard(self, row: int) -> TokenShard:
         record = self.table.record(row)
@@ -269,8 +344,7 @@ class Search:
 def _lines(document: TracedDocument, steps: Steps) -> Iterator[str]:
     """The lines of one document."""
     yield (f"document {document.key}  source {document.source}  {document.shard} document {document.document}  "
-           f"{document.tokens:,} tokens, {document.bytes:,} bytes"
-           + (f"  id {document.id}" if document.id else "") + (f"  place {document.place}" if document.place else ""))
+           f"{document.tokens:,} tokens, {document.bytes:,} bytes{_as_text(vars(document))}")
     yield f"    {_summary(document, steps)}"
     for reading in document.readings:
         what = {"trained": "", "skipped": f"  update skipped ({reading.why})", "to come": "  to come",
