@@ -16,7 +16,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,7 @@ DESCRIPTIONS = ("dataset_info.json", "config.json")
 
 @dataclass(frozen=True)
 class Beginning:
-    """What was looked at of a file: the text of its first document, the number of records, and why some of these will
-    be rejected."""
+    """What was looked at of a file: its text, the number of records, and why some of these will be rejected."""
 
     text: str
     records: int = 1
@@ -170,7 +169,7 @@ def look(folder: Path) -> Corpus:
             kinds[kind].append(path)
             records += beginning.records
             if beginning.rejected:
-                rejecting[path] = beginning
+                rejecting[path] = replace(beginning, text="")
             if _checksum(path) % max(1, len(paths) // SAMPLES) == 0:
                 sample += beginning.text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
             if len(prompts) < PROMPTS:
@@ -331,7 +330,7 @@ def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = 
     if len(rejected) >= len(texts):
         raise NoTextError(f"most of its records cannot be read: {rejected[0]}")
     return (FileKind("" if file_format(path) else form, name, encoding, delimiter),
-            Beginning(texts[0], len(texts) + len(rejected), rejected))
+            Beginning("\n".join(texts), len(texts) + len(rejected), rejected))
 
 
 def _records(path: Path, form: str, encoding: str, delimiter: str | None, text_field: str = ""

@@ -334,6 +334,11 @@ def test_what_the_text_or_the_time_allows(notes, flops, minutes, params, limit, 
     assert limit in result.epochs and result.shape.layers == depth and not result.shape.problems()
 
 
+def test_how_well_text_is_predicted_is_seen_in_many_records(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": wide(number)} for number in range(90)]))
+    assert look(tmp_path).gzip_bits < 0.5, "they differ by a number; the first one alone needs more"
+
+
 def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     (tmp_path / "a.md").write_text("a")
     assert propose(look(tmp_path), 1e11, 10, None).steps == 20
