@@ -321,8 +321,8 @@ def seconds_of(time: int | str) -> int:
 
 RUNS = "runs"
 """The folder in which runs are found by name."""
-OF_WEIGHTS = ("config.json", "index.json")
-"""A folder of weights contains one of these: Hugging Face's form, ours."""
+OF_WEIGHTS = ("config.json", "index.json", ".metadata")
+"""A folder of weights contains one of these: Hugging Face's form, ours, torch's."""
 INTERRUPTED = 130
 
 

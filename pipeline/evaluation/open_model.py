@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drover.model.llama import Llama
     from drover.pipeline.contract.run import Run
     from drover.pipeline.evaluation.placing import Placed
-    from drover.pipeline.formats.weights import Weights
+    from drover.pipeline.formats.interface import Weights
     from drover.pipeline.tokenization.tokenizer import Tokenizer
 
 END_OF_TURN = "<|eot_id|>"

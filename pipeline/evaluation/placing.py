@@ -17,7 +17,8 @@ from drover.model.names import parameter_shapes
 from drover.pipeline.config.training import ParallelConfig
 from drover.pipeline.core.console import Watch
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.weights import Weights, load_model
+from drover.pipeline.formats.interface import Weights
+from drover.pipeline.formats.weights import load_model
 from drover.pipeline.parallel.host_memory import always_return_freed_memory, free_memory
 from drover.pipeline.parallel.ranks import ALONE, Ranks
 

@@ -28,7 +28,8 @@ from drover.pipeline.config.loading import read_shape
 from drover.pipeline.core.console import quiet_imports
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.formats.huggingface import Read
-from drover.pipeline.formats.weights import HuggingFaceWeights, Weights, same_bits
+from drover.pipeline.formats.interface import Weights
+from drover.pipeline.formats.weights import HuggingFaceWeights, same_bits
 
 
 def read_part(config: ModelConfig, name: str, read: Read) -> dict[str, Tensor]:

@@ -21,6 +21,8 @@ RUN = "config.yaml"
 HUGGING_FACE = "config.json"
 INDEX = "index.json"
 """Next to weights alone, without optimizer state."""
+DCP = ".metadata"
+"""In a folder of torch.distributed.checkpoint."""
 
 
 def weights_folder(path: Path, *, download: bool = False) -> Path:
@@ -51,7 +53,7 @@ def weight_files(path: Path) -> list[Path]:
         return [folder / MARKER]
     if (folder / INDEX).is_file():
         return [folder / INDEX, *sorted(folder.glob("*.safetensors"))]
-    patterns = (HUGGING_FACE, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+    patterns = (HUGGING_FACE, DCP, "*.distcp", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
     result = sorted(file for pattern in patterns for file in folder.glob(pattern))
     if not result:
         raise UserError(f"{folder} holds no weights: neither {MARKER} nor {HUGGING_FACE}. Meta's format is not read: "

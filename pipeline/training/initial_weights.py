@@ -20,7 +20,8 @@ from drover.pipeline.config.loading import POSITIONS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.evaluation.open_model import run_of
-from drover.pipeline.formats.weights import Weights, open_weights
+from drover.pipeline.formats.interface import Weights
+from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.parallel.fsdp import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.weight_files import weights_folder

@@ -72,7 +72,7 @@ def contents(folder):
 
 
 def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tmp_path, capsys, hub):  # noqa: F811
-    """From the Hub, by way of our form, to Hugging Face's."""
+    """From the Hub, by way of our form and torch's, to Hugging Face's."""
     settings = source / "tokenizer_config.json"
     plain = read_json(settings)
     write_json(settings, {**plain, "auto_map": {"AutoTokenizer": ["evil.E", None]}})
@@ -80,7 +80,8 @@ def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tm
     output = carry(capsys, "someone/small", tmp_path / "drover", "drover")
     assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in output
     assert "tokenizer_config.json named code (auto_map), which is left out" in output
-    output = carry(capsys, tmp_path / "drover", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
+    carry(capsys, tmp_path / "drover", tmp_path / "dcp", "dcp")
+    output = carry(capsys, tmp_path / "dcp", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
     before, after = contents(source), contents(tmp_path / "hf")
     assert after.keys() - before.keys() == {"weights.json"} and before.keys() - after.keys() == {"README.md"}
     assert json.loads(after.pop(settings.name)) == plain
