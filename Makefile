@@ -18,7 +18,7 @@ setup-dev: .venv/installed-dev
 	  { echo "Drover needs Python 3.11 or newer; $(PYTHON) is older. Use: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
 	@echo "Installing some 100 packages into .venv (2 GB). This takes a minute or a few, without further output."
-	$(INSTALL) '.[eval,hub,slurm,tensorboard]'
+	$(INSTALL) '.[eval,hub,slurm,tensorboard,web]'
 	@touch $@
 
 # Test tools and the other extras, beside that.

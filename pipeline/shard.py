@@ -26,8 +26,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from drover.pipeline.config.data import web_packages
 from drover.pipeline.contract.workers import Task
-from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
+from drover.pipeline.core.errors import UnusableInputError, UserError, absent, all_problems, installed_version, listed
 from drover.pipeline.core.files import atomic_file, output_record, read_lines, sha256_file
 from drover.pipeline.data.counts import (
     MOST_NAMED,
@@ -39,12 +40,13 @@ from drover.pipeline.data.counts import (
     files_read,
     incomplete,
     named,
+    passed_over,
     source_card,
     total,
 )
 from drover.pipeline.data.counts import remarks as file_remarks
 from drover.pipeline.data.documents import Rejection
-from drover.pipeline.data.filters.base import DROPPED, external_code, few_reasons, libraries, no_counts
+from drover.pipeline.data.filters.base import external_code, few_reasons, libraries, no_counts
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.data.sources import FILTER_FILES, reading_units
 from drover.pipeline.data.text_shards import SPLITS
@@ -75,6 +77,12 @@ def shard(work: Work) -> None:
     config, folder = work.config.shard, work.folder
     sources = config.source_names
     files = work.listing()
+    of_web = {source.name: web_packages(source, [file["name"] for file in files if
+                                                 file["name"].startswith(f"{source.name}/")])
+              for source in config.sources}
+    if problems := [problem for name, packages in of_web.items() for package in packages
+                    for problem in absent(f"the source {name}", package)]:
+        raise UserError(listed(problems))
     if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
     for source in config.sources:
@@ -84,7 +92,10 @@ def shard(work: Work) -> None:
     filters = _filters(work)
     if config.near_duplicates is not None:
         filters["near_duplicates"] = signature_settings(config.near_duplicates)
-    units = [Task(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
+    extractors = {name: {"extractors": {package: installed_version(package) for package in packages}}
+                  for name, packages in of_web.items() if packages}
+    units = [Task(payload["name"], {**payload, **filters, **extractors.get(payload["source"]["name"], {})})
+             for payload in reading_units(config, files)]
     work.check(work.external_files())  # files of filters, which each worker reads
     searches = [own for own in config.filters if own.kind == "decontamination"]
     if searches:
@@ -152,8 +163,8 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
                   for name, count in total(record["fields"] for record in records).items()}
         cards[source.name] = {**source_card(records, config.dropped_examples), **({"fields": fields} if fields else {})}
         kept = decided.sums(number)
-        duplicate, near, low = decided.dropped[units].sum(axis=0).tolist()
-        passed = few_reasons(total([no_counts(config.filters), *(record["filters"] for record in records)]))
+        duplicate, near = decided.dropped[units].sum(axis=0).tolist()
+        filtered = few_reasons(total([no_counts(config.filters), *(record["filters"] for record in records)]))
         own = [file for file in inputs if file.source == source.name]
         dataset = records[0]["dataset"] if source.kind == "hf" else {}
         left_out += [{"source": source.name, "file": file, "reason": reason}
@@ -162,11 +173,11 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             "documents_in": documents, "cut_in_two": int(decided.cuts(number)),
             **{split: sums["documents"] for split, sums in kept.items()},
             "dropped": {"duplicate": duplicate, **({"near_duplicate": near} if config.near_duplicates else {}),
-                        **({"low_score": low} if decided.least else {}),
-                        "empty": empty, **{name: own["documents"] for name, own in passed.items()}},
-            **({"filters": passed} if passed else {}),
+                        "empty": empty, **{name: own["documents"] for name, own in filtered.items()}},
+            **({"filters": filtered} if filtered else {}),
             "rejected": rejected,
             **({"documents_that_are_html": pages} if pages else {}),
+            **({"passed_over": passed} if (passed := passed_over(own)) else {}),
             **(counts_of_dataset(dataset, documents, rejected) if dataset else counts_of_files(own)),
             "text_bytes": {split: sums["text_bytes"] for split, sums in kept.items()},
             "documents_with_nul": sum(sums["nul"] for sums in kept.values()),
@@ -174,21 +185,15 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
         }
         remarks[source.name] = [*(dataset_remarks(source, dataset, documents) if source.kind == "hf" else
                                   file_remarks(source, own)), *_warnings(config, source, counts)]
-        if number in decided.least:
-            remarks[source.name].append(f"source {source.name}: {low:,} documents are "
-                                        f"{config.best_shares[source.name].reason}, whose scores are "
-                                        f"{decided.least[number]:.6g} and more")
     return {**total(of_source.values()), "sources": of_source, "cards": cards, "remarks": remarks,
             "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]],
             "left_out_files": left_out[:MOST_NAMED]}
 
 
 def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> Iterator[str]:
-    unasked = {**counts["dropped"], "low_score": 0}
-    filters = counts.get("filters", {})
-    dropped = sum(unasked.values())
+    dropped, filters = sum(counts["dropped"].values()), counts.get("filters", {})
     if dropped > MANY_DROPPED * counts["documents_in"]:
-        reasons = Counter({name: count for name, count in unasked.items() if name not in filters})
+        reasons = Counter({name: count for name, count in counts["dropped"].items() if name not in filters})
         reasons.update({f"{name}: {reason}": count for name, own in filters.items()
                         for reason, count in own["reasons"].items()})
         yield (f"warning: source {source.name}: {dropped:,} of {counts['documents_in']:,} documents "
@@ -199,9 +204,10 @@ def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> It
             yield (f"warning: source {source.name} has no {split} document ({counts['train']} train, "
                    f"{counts['validation']} validation); shard.validation_share is {config.validation_share:g}")
     pages = counts.get("documents_that_are_html", 0)
-    if pages > MANY_PAGES * counts["documents_in"] and getattr(source, "html", "refuse") != "keep":
+    if pages > MANY_PAGES * counts["documents_in"] and getattr(source, "html", "pages") != "keep":
         yield (f"warning: source {source.name}: {pages:,} of {counts['documents_in']:,} documents begin as HTML pages, "
-               f"so the model learns their markup; take their text out first, or set the source's html: keep")
+               f"so the model learns their markup; set the source's html: fields, and their text is extracted, or "
+               f"html: keep")
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
@@ -316,6 +322,7 @@ def _counted(counts: dict[str, int], separator: str = ", ") -> str:
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove files that are no outputs of this run: an interrupted run may have read another state of a Hub dataset."""
     from drover.pipeline.data.planning.passes import DUPLICATES
+    from drover.pipeline.data.reading import DROPPED
 
     for place in (*SPLITS, DROPPED, DUPLICATES):
         for path in (folder / place).rglob("*"):

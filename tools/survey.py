@@ -21,14 +21,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.config.data import FilesSource
+from drover.pipeline.config.data import COMPRESSIONS, WEB, FilesSource, file_format
 from drover.pipeline.core.console import counted, first, printable
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.folders import files_below, folders_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.hub import CARDS, SAVED
-from drover.pipeline.data.readers import COLUMNAR, file_format, file_records, is_page
-from drover.pipeline.data.streams import COMPRESSIONS, HEAD, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
+from drover.pipeline.data.readers import COLUMNAR, file_records
+from drover.pipeline.data.streams import HEAD, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
 PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
@@ -253,8 +253,8 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, Beginning]:
         raise NoTextError("a link that leads nowhere, a pipe or a device")
     if path.name in (*CARDS, *SAVED, *DESCRIPTIONS) and form == "json":
         raise NoTextError("it describes a data set or a model")
-    if is_page(path):
-        raise NoTextError("an HTML page, of which the model would learn the markup; take its text out first")
+    if form in WEB:
+        raise NoTextError(f"a file of the format {form}; make a source of such files")
     try:
         if not path.stat().st_size:
             raise NoTextError(EMPTY)

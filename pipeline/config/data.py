@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Annotated, Literal
+from pathlib import PurePath
+from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.section import (
@@ -20,6 +22,13 @@ from drover.pipeline.config.section import (
 )
 from drover.pipeline.config.shipped import FILTERS
 
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+Format = Literal["txt", "jsonl", "json", "parquet", "csv", "arrow", "html", "warc", "pdf"]
+WEB = ("html", "warc", "pdf")
+"""Formats of which the text is extracted."""
+MEANT = {"md": "txt", "rst": "txt", "tex": "txt", "py": "txt", "tsv": "csv", "htm": "html", "xhtml": "html",
+         "wet": "warc"}
+"""Endings that mean another format."""
 PYTHONS = ("punycode", "idna", "unicode-escape", "raw-unicode-escape")
 """Codecs of Python from text to text or names, in which no file is written."""
 
@@ -38,20 +47,10 @@ SourceName = Annotated[str, Field(max_length=60), in_form(r"[\w-]+", "letters, d
 """Name of a source, which is part of names of files."""
 
 
-class BestShare(Section):
-    """The documents of a source with the best scores, after filters and deduplication. Of equal scores the smaller hash
-    of the text decides. A document without a number in the field is never among them."""
-
-    by: str
-    """Field of the documents' `meta` that holds the score: one of `meta_fields`, or a classifier's, such as
-    classifier_score."""
-    share: float = Field(gt=0, lt=1)
-    """Share of the source's documents to keep, rounded up to a whole document."""
-
-    @property
-    def reason(self) -> str:
-        """Why the other documents are dropped."""
-        return f"below the best {100 * self.share:g}% by {self.by}"
+Html = Annotated[Literal["pages", "fields", "keep"],
+                 BeforeValidator(lambda value: "pages" if value == "refuse" else value)]
+"""What of a source is HTML. `refuse` was the default before HTML was read."""
+Extractor = Literal["resiliparse", "trafilatura"]
 
 
 class StdlibSource(Section):
@@ -81,10 +80,10 @@ class FilesSource(Section):
     folder count, not where they lie."""
     exclude: list[SourcePath] = execution([])
     """Files, globs or URLs that are left out of `paths`; and folders that cannot be read, which else stop the stage."""
-    format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
-    """Format of the files. `auto` uses the ending of the file's name, before .gz or .zst. It reads .md, .rst, .tex, .py
-    and .html as txt, and .tsv as csv. `json` is an array of objects or objects one after another. `arrow` is an IPC
-    file or stream. `csv` needs a header."""
+    format: Literal["auto"] | Format = "auto"
+    """Format of the files. `auto` uses the ending of the file's name, before .gz or .zst. It reads .md, .rst, .tex and
+    .py as txt, .tsv as csv, .htm and .xhtml as html, and .wet as warc. `json` is an array of objects or objects one
+    after another. `arrow` is an IPC file or stream. `csv` needs a header."""
     separator: str | None = Field(None, min_length=1)
     """For txt: the string between two documents, for example "\\n\\n" or "<|endoftext|>". null: each file is one
     document."""
@@ -98,15 +97,17 @@ class FilesSource(Section):
     encoding: Annotated[str, AfterValidator(_encoding)] = added("utf-8")
     """Encoding of text, JSON and CSV files, such as `latin-1`, `cp1252`, `utf-16` or `shift_jis`: any that Python
     knows. What cannot be decoded is rejected. Files in another encoding than UTF-8 are not read in parts."""
-    html: Literal["refuse", "keep"] = added("refuse")
-    """What is done with HTML pages among text files. `refuse`: files named .html, .htm or .xhtml stop the stage, and
-    other files that begin as a page are rejected. `keep`: the model learns the markup, too."""
+    html: Html = added("pages")
+    """Where HTML is, of which the text is extracted. `pages`: in HTML files and the pages of WARC files. `fields`: in
+    the field `text_field` of records, too. `keep`: nothing is extracted, and the model learns the markup. Text files
+    that begin as a page are rejected, unless it is `keep`."""
+    extractor: Extractor = added("resiliparse")
+    """What extracts the text of HTML. `resiliparse` takes the main content and is fast. `trafilatura` leaves out more
+    that is not prose and takes about ten times as long."""
     delimiter: str | None = added(None, min_length=1, max_length=1)
     """For csv: the character between two values, such as ";" or "|". null: a comma, in .tsv files a tab."""
     quote: str = added('"', max_length=1)
     """For csv: the character around a value that holds a delimiter or a line end. "" if there is none."""
-    keep: BestShare | None = added(None)
-    """Keep only the documents with the best scores, as in {by: classifier_score, share: 0.1}; null: all."""
 
 
 class HubSource(Section):
@@ -132,13 +133,39 @@ class HubSource(Section):
     """Column that holds the document's id. null: the split and the record number, from 1."""
     meta_fields: list[str] = []
     """Columns to keep as the document's `meta`."""
+    html: Html = added("pages")
+    """`fields`: the column `text_field` holds HTML, of which the text is extracted. Else it is text as it is."""
+    extractor: Extractor = added("resiliparse")
+    """What extracts the text of HTML, as for `kind: files`."""
     limit: PositiveInt | None = None
     """Read only this many records, from the start; null: all."""
-    keep: BestShare | None = added(None)
-    """Keep only the documents with the best scores, as in {by: classifier_score, share: 0.1}; null: all."""
 
 
 Source = Annotated[StdlibSource | FilesSource | HubSource, Field(discriminator="kind")]
+
+
+def file_format(path: PurePath, configured: str = "auto") -> str | None:
+    """The format to read `path` as: the configured one, or that of its ending; None if the ending shows none."""
+    if configured != "auto":
+        return configured
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    ending = inner.suffix.lower().lstrip(".")
+    return ending if ending in get_args(Format) else MEANT.get(ending)
+
+
+def web_packages(source: Source, names: Iterable[str]) -> list[str]:
+    """The optional packages that a source needs which has files of such names or patterns."""
+    kinds = set[str | None]()
+    if isinstance(source, FilesSource):
+        kinds = {file_format(PurePath(name), source.format) for name in names}
+    html = getattr(source, "html", "keep")
+    is_html = html == "fields" or (html != "keep" and bool(kinds & {"html", "warc"}))
+    needed = {"resiliparse": is_html or kinds & {"warc", "pdf"}, "fastwarc": "warc" in kinds,
+              "pypdfium2": kinds & {"warc", "pdf"},
+              "trafilatura": is_html and getattr(source, "extractor", "") == "trafilatura"}
+    return [package for package, is_needed in needed.items() if is_needed]
+
+
 DocumentFilter = Annotated[SerializeAsAny[Kind], PlainValidator(FILTERS.read)]
 
 
@@ -218,12 +245,6 @@ class ShardConfig(Section):
     def source_names(self) -> list[str]:
         """Names of the sources, in their order."""
         return [source.name for source in self.sources]
-
-    @property
-    def best_shares(self) -> dict[str, BestShare]:
-        """By name, the sources that keep only the documents with the best scores."""
-        return {source.name: source.keep for source in self.sources
-                if not isinstance(source, StdlibSource) and source.keep is not None}
 
 
 LEAST_COVERAGE = 0.98

@@ -73,7 +73,7 @@ from drover.pipeline.core.files import (
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
-            "fasttext-community", "fastokens")
+            "fasttext-community", "fastokens", "resiliparse", "fastwarc", "trafilatura", "pypdfium2")
 
 
 LOOK_S, LOOK_SHARE = 1.0, 10.0

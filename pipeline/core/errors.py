@@ -14,7 +14,8 @@ from typing import Any
 
 EXTRAS = {"lm_eval": "eval", "deepspeed": "deepspeed", "submitit": "slurm", "datasets": "hub",
           "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "rensa": "clean", "ftfy": "clean",
-          "fasttext": "clean", "obstore": "objects", "torchao": "fp8"}
+          "fasttext": "clean", "obstore": "objects", "torchao": "fp8",
+          **dict.fromkeys(("resiliparse", "fastwarc", "trafilatura", "pypdfium2"), "web")}
 """The extra in pyproject.toml that installs an optional module."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The folder with `pipeline`, `model` and the others."""

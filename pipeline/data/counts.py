@@ -39,6 +39,8 @@ class FileRead:
         other_separator: another spelling of the separator that it holds.
         records_in: the field in which the file's records stand, where they are wrapped in one.
         more_records: a field of its first record that holds a list of such records.
+        passed_over: records of a WARC file that are no pages, by what they are instead.
+        truncated: pages that the crawler cut.
         joined_rows: so many records of a CSV file have a value that holds what looks like rows.
     """
 
@@ -55,6 +57,8 @@ class FileRead:
     records_in: str = ""
     more_records: str = ""
     joined_rows: int = 0
+    truncated: int = 0
+    passed_over: dict[str, int] | None = None
 
     def count(self, item: object) -> None:
         """Count a document that was read of it, or a rejection."""
@@ -72,11 +76,12 @@ class FileRead:
 
     def add(self, part: dict[str, Any]) -> None:
         """Add what was recorded of a part of it."""
-        for name in ("documents", "rejected", "lost_bytes", "joined_rows"):
+        for name in ("documents", "rejected", "lost_bytes", "joined_rows", "truncated"):
             setattr(self, name, getattr(self, name) + part.get(name, 0))
         for name in ("lost", "separated", "reason", "other_separator", "records_in", "more_records"):
             setattr(self, name, getattr(self, name) or part.get(name, getattr(self, name)))
         self.lost_bytes = min(self.bytes, self.lost_bytes)
+        self.passed_over = total([self.passed_over or {}, part.get("passed_over") or {}])
 
     @property
     def became(self) -> str:
@@ -151,7 +156,14 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
         yield (f"warning: source {source.name}: in {sum(file.joined_rows for file in joined):,} records of "
                f"{len(joined):,} files ({joined[0].file}) a quoted value holds lines with as many delimiters as a row, "
                f"as where several rows are read as one: if quotation marks are text, set the source's `quote: \"\"`")
-    if empty := [file.file for file in files if file.became == "empty"]:
+    if passed := passed_over(files):
+        pages = sum(file.documents + file.rejected for file in files if file.passed_over)
+        kinds = ", ".join(f"{count:,} {what}" for what, count in passed.items())
+        yield (f"source {source.name}: of {sum(passed.values()) + pages:,} records of WARC files {pages:,} are pages; "
+               f"passed over are {kinds}")
+    if truncated := sum(file.truncated for file in files):
+        yield f"source {source.name}: {truncated:,} pages were truncated by the crawler, and are kept as far as they go"
+    if empty := [file.file for file in files if file.became == "empty" and not file.passed_over]:
         yield f"source {source.name}: {len(empty):,} files hold no record ({first(empty)})"
     looked = [file for file in files if file.separated is not None]
     without = [file for file in looked if not file.separated]
@@ -164,6 +176,11 @@ def remarks(source: Source, files: Sequence[FileRead]) -> Iterator[str]:
                      f"within documents: if it separates documents, set the source's separator to it, as in "
                      f"`separator: {quoted(other[0].other_separator)}`, or make these files a source of their own")
         yield f"warning: {line}" if other or len(without) == len(looked) else line
+
+
+def passed_over(files: Iterable[FileRead]) -> dict[str, int]:
+    """How many records of WARC files are no pages, by what they are, the most frequent first."""
+    return most_frequent(total(file.passed_over or {} for file in files), MOST_REASONS, OTHERS)
 
 
 def quoted(text: str | None) -> str:

@@ -27,6 +27,23 @@ class PlainText(str):
     """A record without fields: all of it is the document's text. (A string in a JSON file is none.)"""
 
 
+@dataclass(frozen=True)
+class Page:
+    """A record whose text has to be taken out of it (`extraction.py`).
+
+    Attributes:
+        data: what the file holds.
+        kind: `html`, `text` or `pdf`.
+        charset: its encoding, if something outside of it says so.
+        meta: what is known of it.
+    """
+
+    data: bytes
+    kind: str = "html"
+    charset: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
 class UnusableColumnsError(Exception):
     """A columnar file has not the columns that the source names."""
 

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import orjson
 
-from drover.pipeline.config.data import FilesSource, ShardConfig
+from drover.pipeline.config.data import COMPRESSIONS, FilesSource, ShardConfig, file_format
 from drover.pipeline.data.columnar import (
     arrow_records,
     check_columns,
@@ -37,8 +37,19 @@ from drover.pipeline.data.columnar import (
     parquet_records,
     stored_columns,
 )
-from drover.pipeline.data.documents import Limit, Place, PlainText, Records, Rejection, damage, value_in, wanted_columns
-from drover.pipeline.data.streams import COMPRESSIONS, HEAD, UTF8, Input, Piece, map_file, mistaken, separated
+from drover.pipeline.data.documents import (
+    Limit,
+    Page,
+    Place,
+    PlainText,
+    Records,
+    Rejection,
+    damage,
+    value_in,
+    wanted_columns,
+)
+from drover.pipeline.data.streams import HEAD, UTF8, Input, Piece, map_file, mistaken, separated
+from drover.pipeline.data.warc import warc_records
 from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20
@@ -61,30 +72,6 @@ LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
 
-HTML = ("html", "htm", "xhtml")
-TEXT = ("md", "rst", "tex", "py", *HTML)
-"""Endings that mean txt too."""
-
-
-def file_format(path: PurePath, configured: str = "auto") -> str | None:
-    """The format to read `path` as: the configured one, or that of its ending; None if the ending shows none."""
-    if configured != "auto":
-        return configured
-    ending = _ending(path)
-    return ending if ending in FORMATS else "csv" if ending == "tsv" else "txt" if ending in TEXT else None
-
-
-def is_page(path: PurePath, configured: str = "auto") -> bool:
-    """Whether a file would be read as text and is HTML by its name."""
-    return file_format(path, configured) == "txt" and _ending(path) in HTML
-
-
-def _ending(path: PurePath) -> str:
-    """The ending of a file's name, before that of its compression, in small letters and without a dot."""
-    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return inner.suffix.lower().lstrip(".")
-
-
 def divisible(path: PurePath, source: FilesSource) -> bool:
     """Whether parts of the file can be read by themselves; its name alone decides."""
     kind = file_format(path, source.format)
@@ -97,6 +84,10 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The records of one file of a `files` source, or of a part of one. Only text has one in an empty file."""
     kind = file_format(file.path, source.format)
     assert kind is not None, f"{file.path} was let in without a known format"
+    if kind == "html" and source.html == "keep":
+        kind = "txt"
+    if kind in ("warc", "pdf"):
+        file.encoding = UTF8  # bytes as they are
     instead, head = mistaken(file, kind, source.html)
     if instead is not None:
         if file.piece.start == 0:  # said once for all parts
@@ -199,6 +190,16 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         file.about.separated = occurs
         if occurs and len(file.about.other_separator) == 1:
             file.about.other_separator = ""  # a line end within documents may be meant
+
+
+def _page_records(file: Input, source: FilesSource, limit: Limit) -> Records:
+    """An HTML or PDF file as one page."""
+    with file.open() as stream:
+        data = stream.read(limit.bytes + 1)
+    file.current = lambda: (len(data), False)
+    kind = file_format(file.path, source.format) or ""
+    yield file.reject(None, limit.reason, lost_bytes=file.give_up(0)) if len(data) > limit.bytes else \
+        (None, Page(data, kind, "" if source.encoding == UTF8 else UTF8))
 
 
 def _other_spellings(separator: str) -> list[str]:
@@ -592,4 +593,5 @@ def _csv_row(rows: Any) -> list[str] | csv.Error | None:
 
 FORMATS: dict[str, Callable[[Input, FilesSource, Limit], Records]] = {
     "txt": _text_records, "jsonl": _line_records, "json": _json_records, "csv": _csv_records,
-    "parquet": parquet_records, "arrow": arrow_records}
+    "parquet": parquet_records, "arrow": arrow_records, "html": _page_records, "pdf": _page_records,
+    "warc": warc_records}

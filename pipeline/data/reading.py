@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from drover.pipeline.data.counts import DataCard
 from drover.pipeline.data.documents import (
     Document,
     Limit,
+    Page,
     Place,
     PlainText,
     Records,
@@ -37,18 +39,19 @@ from drover.pipeline.data.documents import (
     to_json,
     value_in,
 )
-from drover.pipeline.data.filters.base import DROPPED, Chain, Dropped
+from drover.pipeline.data.extraction import Extraction, Item, Waiting
+from drover.pipeline.data.filters.base import Chain, Dropped
 from drover.pipeline.data.hub import files_record, hub_rows
 from drover.pipeline.data.planning.near_duplicates import Signer
-from drover.pipeline.data.planning.runs import INDEX, index_row, score_of, staged
+from drover.pipeline.data.planning.runs import INDEX, index_row, staged
 from drover.pipeline.data.readers import file_records, lists_of_records, python_records
 from drover.pipeline.data.streams import PAGE, UTF8, Input, Piece
 from drover.pipeline.storage.store import Changed, Missing
 
+DROPPED = "dropped"
+"""Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 MOST_FIELDS = 20
 """So many of a record's fields are named where one is missing."""
-Item = tuple[Document, bytes] | Rejection
-"""A document and its JSON, or why there is none."""
 
 
 def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +70,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """
     name = payload["name"]
     source = payload["source"]
-    texts, index, rejections, bands, scores = (staged(folder, name, ending)
-                                               for ending in (".documents", ".npy", ".rejected", ".bands", ".scores"))
+    texts, index, rejections, bands = (staged(folder, name, ending)
+                                       for ending in (".documents", ".npy", ".rejected", ".bands"))
     aside = folder / DROPPED / f"{name}.jsonl"
     rows = bytearray()
     offset = 0
@@ -78,8 +81,6 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     inputs = list[dict[str, Any]]()
     fields = Counter[str]()
-    keep = source.get("keep")
-    scored: list[float] = []
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload, inputs.append, fields):
@@ -105,8 +106,6 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             card.add(document, changed=document.text != read.text)
             if signer is not None:
                 signer.add(document.text)
-            if keep is not None:
-                scored.append(score_of(document.meta.get(keep["by"])))
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
@@ -114,10 +113,6 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     made = [texts, index, rejections]
     if signer is not None:
         made.append(signer.write(bands))
-    if keep is not None:
-        with atomic_file(scores) as file:
-            np.save(file, np.array(scored))
-        made.append(scores)
     outputs = [output_record(folder, path) for path in made]
     if kept_aside is not None:
         gone = chain.counts.values()
@@ -144,16 +139,24 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
     source: Source = TypeAdapter(Source).validate_python(payload["source"])
     limit = Limit(payload["max_document_mb"])
     fields = Counter() if fields is None else fields
+    with Extraction(getattr(source, "extractor", ""), limit) as extraction:
+        yield from _documents(source, payload, seen, limit, fields, extraction)
+
+
+def _documents(source: Source, payload: dict[str, Any], seen: Callable[[dict[str, Any]], object], limit: Limit,
+               fields: Counter[str], extraction: Extraction) -> Iterator[Item]:
     if isinstance(source, HubSource):
-        for number, row in hub_rows(source):
-            yield _document(source, source.split, number, row, limit, fields)
+        yield from extraction.documents(_document(source, source.split, number, row, limit, fields)
+                                        for number, row in hub_rows(source))
     for piece in (Piece(**piece) for piece in payload["pieces"]):
         try:
             file = Input(piece, getattr(source, "encoding", UTF8))
             if not isinstance(source, HubSource):  # whose own library has read them
                 records = python_records(file, limit) if isinstance(source, StdlibSource) else \
                     file_records(file, source, limit)
-                yield from _file_documents(source, file, records, limit, fields)
+                for item in extraction.documents(_file_items(source, file, records, limit, fields)):
+                    file.about.count(item)
+                    yield item
                 file.about.lost_bytes = file.on_disk(file.about.lost_bytes)
                 seen({**file.record(), **file.about.record()})
             else:
@@ -174,23 +177,22 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
                             f"stage again.") from None
 
 
-def _file_documents(source: StdlibSource | FilesSource, file: Input, records: Records, limit: Limit,
-                    fields: Counter[str]) -> Iterator[Item]:
-    """The documents of a file or a part of it, which `file.about` counts."""
+def _file_items(source: StdlibSource | FilesSource, file: Input, records: Records, limit: Limit,
+                fields: Counter[str]) -> Iterator[Item | Waiting]:
+    """The documents of a file or a part of it."""
     name = file.piece.file
     place: Place = None
     value: Any = None
+    read = list[Any]()  # the first two
     try:
         for record in records:
+            read += [record][:2 - len(read)]
             if isinstance(record, Rejection):
-                item: Item = record
+                yield record
             else:
                 place, value = record
-                item = _document(source, name, place, value, limit, fields, file)
-            file.about.count(item)
-            yield item
-        if (file.about.documents, file.about.rejected) == (1, 0) and isinstance(source, FilesSource) and \
-                isinstance(value, dict):
+                yield _document(source, name, place, value, limit, fields, file)
+        if len(read) == 1 and isinstance(source, FilesSource) and isinstance(value, dict):
             lists = [field for field, _ in lists_of_records(value, source.text_field, "")]
             file.about.more_records = lists[-1] if lists else ""
     except damage() as error:
@@ -198,15 +200,17 @@ def _file_documents(source: StdlibSource | FilesSource, file: Input, records: Re
         after = place + 1 if isinstance(place, int) else place
         item = file.reject(after, f"the file cannot be read from here on: {error}", lost=True,
                            lost_bytes=file.give_up(0 if place is None else None))
-        file.about.count(item)
         yield item
 
 
 def _document(source: Source, name: str, place: Place, record: Any, limit: Limit, fields: Counter[str],
-              file: Input | None = None) -> Item:
+              file: Input | None = None) -> Item | Waiting:
     """A record as a document, of which `fields` counts the meta fields, or why it is none. file: of which it is the
     last one that was read, by this name."""
     where = place_in(name, place)
+    none = Rejection(source.name, name, place, "", lost_bytes=0 if file is None else file.current()[0])
+    if isinstance(record, Page):
+        return Waiting(Document("", source.name, where, record.meta), record, none)
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):
             document = Document(str(record), source.name, where, {})
@@ -216,6 +220,8 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
             member = to_json(document)
             if document.meta:
                 fields.update(name for name in document.meta if name in record or value_in(record, name) is not None)
+            if getattr(source, "html", "") == "fields" and not isinstance(record, PlainText):
+                return Waiting(document, Page(document.text.encode(), "html", UTF8), none)
             return document, member
         reason = limit.reason
     except UnicodeEncodeError:
@@ -234,7 +240,7 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
         reason = str(error)
     except RecursionError:
         reason = "a field that is kept as meta is nested too deeply"
-    return Rejection(source.name, name, place, reason, lost_bytes=0 if file is None else file.current()[0])
+    return replace(none, reason=reason)
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:

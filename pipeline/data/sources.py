@@ -13,15 +13,23 @@ from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
+from drover.pipeline.config.data import (
+    COMPRESSIONS,
+    FilesSource,
+    HubSource,
+    ShardConfig,
+    Source,
+    StdlibSource,
+    file_format,
+)
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems, listed
 from drover.pipeline.core.folders import matches, once
 from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.data.hub import folder_files
-from drover.pipeline.data.readers import FORMATS, divisible, file_format, is_page
-from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
+from drover.pipeline.data.readers import FORMATS, divisible
+from drover.pipeline.data.streams import Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
 from drover.pipeline.storage.store import is_url
 
@@ -46,7 +54,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
 
     Raises:
         AbsentInputError: naming all that cannot be read: globs without a match, folders that are closed, unknown
-            formats, HTML pages that are refused, objects that cannot be listed.
+            formats, objects that cannot be listed.
     """
     result: list[tuple[str, InputFile]] = []
     problems: dict[str, list[str]] = {}
@@ -111,11 +119,6 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
                         f"do not show their format. Set `format`, narrow "
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
-    pages = [path.name for path in files if is_page(_pure(path), source.format)]
-    if pages and source.html == "refuse":
-        problems.append(f"source {source.name}: {len(pages):,} files are HTML pages ({first(sorted(pages))}), of which "
-                        f"the model would learn the markup. Take their text out first (with trafilatura, for example), "
-                        f"leave them out of `paths`, or set `html: keep`.")
     return files, problems
 
 

@@ -24,6 +24,7 @@ from io import BufferedIOBase
 from pathlib import Path, PurePath
 from typing import Any
 
+from drover.pipeline.config.data import COMPRESSIONS
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
 from drover.pipeline.data.counts import FileRead
@@ -32,7 +33,6 @@ from drover.pipeline.storage.object_files import ObjectFile, content_number
 from drover.pipeline.storage.store import BlockStream, Changed, is_url
 
 UTF8 = "utf-8"
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20
 """Bytes read from the disk at a time."""
 UNPACKED = 1 << 16
@@ -428,7 +428,8 @@ _SIGNATURES = (
     (b"\x04\x22\x4d\x18", "LZ4", f"an LZ4 file; {_UNPACK}"),
     (b"PAR1", "Parquet", "a Parquet file; name it .parquet, or set the source's `format: parquet`"),
     (b"ARROW1", "Arrow", "an Arrow file; name it .arrow, or set the source's `format: arrow`"),
-    (b"%PDF-", "PDF", "a PDF file; take its text out of it first"),
+    (b"%PDF-", "PDF", "a PDF file; name it .pdf, or set the source's `format: pdf`"),
+    (b"WARC/1.", "WARC", "a WARC file; name it .warc, or set the source's `format: warc`"),
     (b"SQLite format 3\0", "SQLite", "an SQLite file; export its text first"),
     (b"\xff\xfe\0\0", "UTF-32", "UTF-32 text with a byte-order mark; set the source's `encoding: utf-32`"),
     ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16",
@@ -439,12 +440,12 @@ _SIGNATURES = (
 PAGE = re.compile(r"\ufeff*+\s*+(?>---\s*?\n.*?\n---\s+)?+(?>(<\?xml[^>]*>|<!--.*?-->)\s*)*+"
                   r"<(!doctype\s+html|(html|head|body)[\s>])", re.I | re.S)
 """How an HTML page begins, also after front matter in YAML."""
-_FORMATS = {"parquet": "Parquet", "arrow": "Arrow"}
+_FORMATS = {"parquet": "Parquet", "arrow": "Arrow", "pdf": "PDF", "warc": "WARC"}
 FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
 
 
-def mistaken(file: Input, kind: str, html: str = "refuse") -> tuple[str | None, bytes | None]:
+def mistaken(file: Input, kind: str, html: str = "pages") -> tuple[str | None, bytes | None]:
     """What a file is instead of the format `kind` (and the compression) that it is to be read as, and what to do about
     it, None where nothing speaks against it; and its first bytes, unpacked and as UTF-8. A file that cannot be opened
     is left to its reader, without these. html: `keep` lets a page be text."""
@@ -474,16 +475,20 @@ def _instead_of(kind: str, head: bytes, html: str, encoding: str) -> str | None:
         if (wrong := _not_encoded(encoding, head)) is not None:
             return wrong
         head, what = recoder(encoding)(head, False), ""
+    if kind == "html" and what.startswith("UTF"):
+        return None  # its mark says how to decode it
     if what:
         return None if what == wanted else f"it is {advice}"
-    if wanted is not None:
+    if kind == "warc":
+        return "it is no WARC file"
+    if wanted is not None or kind == "html":
         return None  # its own reader knows
     if PAGE.match(head.decode("utf-8", "replace")):
         if kind != "txt":
             return "it is an HTML page, as a server sends in place of a file that cannot be had; fetch the file again"
         if html != "keep":
-            return ("it is an HTML page, of which the model would learn the markup; take its text out of it first, or "
-                    "set the source's `html: keep`")
+            return ("it is an HTML page; name it .html, or set the source's `format: html`, and its text is extracted "
+                    "(`html: keep` keeps the markup)")
     return _no_text(head)
 
 

@@ -111,7 +111,7 @@ def test_documents_that_are_html_pages_are_counted_and_printed(tmp_path, capsys)
     for name, beginning in (("web", page), ("api", "<html lang='en'>"), ("few", "plain ")):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{beginning if number < 2 else ''}{name} {number}"}
                                                  for number in range(40)])
-    sources = [files_source(name, tmp_path / f"{name}.jsonl", html="keep" if name == "api" else "refuse")
+    sources = [files_source(name, tmp_path / f"{name}.jsonl", html="keep" if name == "api" else "pages")
                for name in ("web", "api", "few")]
     counts = finished(write_config(tmp_path, sources, validation_share=0.1)).counts
     assert (counts["documents_that_are_html"], counts["sources"]["api"]["documents_that_are_html"]) == (4, 2)

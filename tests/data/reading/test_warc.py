@@ -1,0 +1,156 @@
+"""WARC and WET files: which records are pages, how they are decoded, and what is damaged."""
+
+import gzip
+import io
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import brotli
+import pytest
+import zstandard
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
+
+from drover.pipeline.data.counts import files_read, passed_over, remarks
+from drover.pipeline.data.reading import unit_documents
+from tests.data.source_files import files_source, lost, payload_of, read, separated, texts
+
+CHUNKED = b"7\r\n<p>Caf\xc3\r\n5\r\n\xa9</p>\r\n0\r\n\r\n"
+PAGE = "<html><head><title>Café</title></head><body><p>Café</p></body></html>"
+UTF8 = PAGE.encode()
+RESPONSES = [
+    ("plain", UTF8, "text/html", {}), ("gzip", gzip.compress(UTF8), "text/html", {"Content-Encoding": "gzip"}),
+    ("br", brotli.compress(UTF8), "text/html", {"Content-Encoding": "br"}),
+    ("zstd", zstandard.compress(UTF8), "text/html", {"Content-Encoding": "zstd"}),
+    ("chunked", CHUNKED, "text/html", {"Transfer-Encoding": "chunked"}),
+    ("charset", PAGE.encode("cp1252"), "text/html; charset=windows-1252", {}),
+    ("xhtml", UTF8, "application/xhtml+xml;charset=utf-8", {}), ("words", "Café".encode("cp1252"), "text/plain", {})]
+OTHERS = [("missing", UTF8, "text/html", {}, "404 Not Found"), ("image", b"\x89PNG\r\n", "image/png", {}, "200 OK")]
+
+
+def archive(*responses, gzipped=True, **headers):
+    """A WARC file of responses, with the records that a crawler writes next to them."""
+    file = io.BytesIO()
+    writer = WARCWriter(file, gzip=gzipped)
+    writer.write_record(writer.create_warcinfo_record("a.warc", {"software": "test"}))
+    for name, body, content, more, *status in responses:
+        url = f"http://example.org/{name}"
+        about = StatusAndHeaders(*status or ["200 OK"], [("Content-Type", content), *more.items()], protocol="HTTP/1.1")
+        asked = StatusAndHeaders("GET / HTTP/1.1", [], is_http_request=True)
+        writer.write_record(writer.create_warc_record(url, "request", http_headers=asked))
+        writer.write_record(writer.create_warc_record(url, "response", io.BytesIO(body), http_headers=about,
+                                                      warc_headers_dict=headers))
+    return file.getvalue()
+
+
+def wet(*pages):
+    file = io.BytesIO()
+    writer = WARCWriter(file, gzip=True)
+    for number, text in enumerate(pages):
+        writer.write_record(writer.create_warc_record(f"http://example.org/{number}", "conversion",
+                                                      io.BytesIO(text.encode()), warc_content_type="text/plain"))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_responses_with_pages_are_read_and_the_rest_is_counted(tmp_path, gzipped):
+    path = tmp_path / f"a.warc{'.gz' * gzipped}"
+    path.write_bytes(archive(*RESPONSES, *OTHERS, gzipped=gzipped))
+    inputs = list[dict]()
+    documents, rejections = separated(unit_documents(payload_of(path), inputs.append))
+    assert rejections == [] and texts(documents) == ["Café"] * len(RESPONSES)
+    assert [own.id for own in documents] == [f"{path.name}:{3 + 2 * number}" for number in range(len(RESPONSES))]
+    first = documents[0].meta
+    assert (first["url"], first["title"], first["date"][:2]) == ("http://example.org/plain", "Café", "20")
+    files = files_read(inputs)
+    assert passed_over(files) == {"of type request": 10, "of type warcinfo": 1, "with HTTP status 404": 1,
+                                  "with content of type image/png": 1}
+    assert "of 21 records of WARC files 8 are pages; passed over are 10 of type request" in next(
+        remarks(files_source(path), files))
+
+
+def test_the_markup_is_kept_where_a_source_says_so(tmp_path):
+    (tmp_path / "a.warc.gz").write_bytes(archive(*RESPONSES[:2]))
+    assert texts(read(files_source(tmp_path / "a.warc.gz", html="keep"))[0]) == [PAGE] * 2
+
+
+def test_texts_of_wet_files_are_taken_as_they_are(tmp_path):
+    pages = ["1 < 2\n\n  indented <b>", "橋は閉鎖された。"]
+    (tmp_path / "a.warc.wet.gz").write_bytes(wet(*pages))
+    documents, rejections = read(tmp_path / "*")
+    assert texts(documents) == pages and rejections == [] and documents[1].meta["url"] == "http://example.org/1"
+
+
+def test_pages_that_the_crawler_cut_are_kept_and_counted(tmp_path):
+    (tmp_path / "a.warc").write_bytes(archive(RESPONSES[0], gzipped=False, **{"WARC-Truncated": "length"}))
+    inputs = list[dict]()
+    [document], _ = separated(unit_documents(payload_of(tmp_path / "a.warc"), inputs.append))
+    assert document.meta["truncated"] == "length"
+    assert any("1 pages were truncated" in own for own in remarks(files_source("a"), files_read(inputs)))
+
+
+def test_what_cannot_be_decoded_costs_only_its_record(tmp_path):
+    bad = [("gzip", b"no gzip data", "text/html", {"Content-Encoding": "gzip"}),
+           ("chunked", UTF8, "text/html", {"Transfer-Encoding": "chunked"})]
+    (tmp_path / "a.warc.gz").write_bytes(archive(RESPONSES[0], *bad, RESPONSES[1]))
+    documents, rejections = read(tmp_path / "a.warc.gz")
+    assert texts(documents) == ["Café"] * 2 and lost(rejections) == [(5, False), (7, False)]
+    assert all(own.reason.startswith("the response cannot be decoded: ") and len(own.reason) < 200
+               for own in rejections)
+
+
+def test_a_record_that_is_too_long_also_unpacked_is_rejected(tmp_path):
+    long = b"<p>" + b"a" * 30_000
+    (tmp_path / "a.warc.gz").write_bytes(archive(("long", long, "text/html", {}), RESPONSES[0], (
+        "packed", gzip.compress(long), "text/html", {"Content-Encoding": "gzip"})))
+    documents, rejections = read(tmp_path / "a.warc.gz", max_document_mb=0.02)
+    assert texts(documents) == ["Café"] and lost(rejections) == [(3, False), (7, False)]
+
+
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_a_file_that_breaks_off_anywhere_is_lost_from_there(tmp_path, gzipped):
+    path = tmp_path / f"a.warc{'.gz' * gzipped}"
+    data = archive(*RESPONSES[:3], gzipped=gzipped)
+    borders = {len(archive(*RESPONSES[:count], gzipped=gzipped)) for count in range(4)}
+    found = Counter()
+    for cut in range(len(archive(gzipped=gzipped)) + 20, len(data) - 4, 53):
+        if min(abs(cut - border) for border in borders) < 20:
+            continue
+        path.write_bytes(data[:cut])
+        documents, rejections = read(path)
+        assert [own.lost for own in rejections] == [True], cut
+        found[len(documents)] += 1
+    assert sorted(found) == [0, 1, 2]
+
+
+def test_files_that_were_appended_to_one_another_are_read_to_the_end(tmp_path):
+    (tmp_path / "a.warc.gz").write_bytes(archive(*RESPONSES[:2]) + archive(*RESPONSES[2:4]))
+    (tmp_path / "b.warc.gz").write_bytes(gzip.compress(archive(*RESPONSES[:4], gzipped=False)))
+    documents, rejections = read(tmp_path / "*")
+    assert texts(documents) == ["Café"] * 8 and rejections == []
+
+
+@pytest.mark.parametrize(("name", "data", "reason"), [
+    ("a.warc", b"WARC/1.0 hello\n\nwords", "Invalid WARC header"), ("a.warc", b"words", "it is no WARC file"),
+    ("a.txt", b"WARC/1.0\r\n", "it is a WARC file; name it .warc, or set the source's `format: warc`"),
+    ("a.warc.gz", b"WARC/1.0\r\n", "but it is a WARC file")])
+def test_what_is_no_warc_file_is_named(tmp_path, name, data, reason):
+    (tmp_path / name).write_bytes(data)
+    documents, [rejection] = read(tmp_path / name)
+    assert documents == [] and reason in rejection.reason and rejection.lost
+
+
+def test_records_are_those_that_datatrove_reads(tmp_path, monkeypatch):
+    detected = SimpleNamespace(detect=lambda data: {"encoding": "cp1252"})
+    kind = SimpleNamespace(from_buffer=lambda data, mime: "text/html" if data.startswith(b"<") else "text/plain")
+    monkeypatch.setitem(sys.modules, "cchardet", detected)
+    monkeypatch.setitem(sys.modules, "magic", kind)
+    from datatrove.pipeline.readers.warc import WarcReader
+    monkeypatch.setattr(WarcReader, "_requires_dependencies", [])
+    pages = [own for own in RESPONSES if own[0] not in ("words", "br", "zstd", "xhtml")]
+    (tmp_path / "a.warc.gz").write_bytes(archive(*pages, OTHERS[1]))
+    (tmp_path / "b.wet.gz").write_bytes(wet("one <b>", "two"))
+    theirs = [(own.metadata["url"], own.metadata["date"], own.text) for own in WarcReader(str(tmp_path)).run()]
+    documents, _ = read(files_source(tmp_path / "*", html="keep"))
+    assert len(theirs) >= 6 and [(own.meta["url"], own.meta["date"], own.text) for own in documents] == theirs
