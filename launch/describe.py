@@ -20,8 +20,9 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.console import counted, draw, duration, first, readable, table
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import problems_of
 from drover.pipeline.parallel.stages import largest_share
-from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
+from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, valid_marker
 
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
@@ -48,11 +49,8 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
     draw("", table([headings, *(_row(job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        kept = complete_checkpoints(run.own_folder("train"))
-        continues = [f"start     after step {step_of(kept[-1]):,}, from the newest checkpoint (not hashed: `drover "
-                     f"verify {run.folder}` does that), or before if it is damaged"
-                     ] if kept and train.state.kind in ("resumable", "changed") and not train.forced else []
-        draw("", *training_facts(run.config, train), *continues, *consumption_lines(run))
+        continues = train.state.kind in ("resumable", "changed") and not train.forced
+        draw("", *training_facts(run.config, train), *continued_from(run)[:continues], *consumption_lines(run))
         if counts := train.node_counts[1:]:
             draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
@@ -106,6 +104,15 @@ def training_facts(config: Config, job: Job) -> list[str]:
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and optimizer state; activations come "
                      f"on top")
     return lines
+
+
+def continued_from(run: Run) -> list[str]:
+    """After which step training would continue, if all files of a checkpoint have their sizes; else []."""
+    for path in reversed(complete_checkpoints(run.own_folder("train"))):
+        if (marker := valid_marker(path)) and not any(problems_of(path, marker.files)):
+            return [f"start     after step {step_of(path):,}, if its checkpoint is valid (sizes are compared here, "
+                    f"hashes by `drover verify {run.folder}`)"]
+    return []
 
 
 def consumption_lines(run: Run) -> list[str]:

@@ -7,14 +7,14 @@ import pytest
 import yaml
 
 from drover.launch.checks import _refuse_plan
-from drover.launch.describe import consumption_lines, disk, shape_of, training_facts
+from drover.launch.describe import consumption_lines, continued_from, disk, shape_of, training_facts
 from drover.launch.plan import Machine, Options, plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import write_json
-from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.core.files import output_record, write_json, write_sealed
+from drover.pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name
 from tests.conftest import REPOSITORY
 from tests.refusal import refused, table
 
@@ -57,6 +57,20 @@ def test_before_encode_the_plan_shows_phases_alone(tmp_path):
     assert length == "length    15 steps = 30,720 tokens"
     assert consumption_lines(run_of(tmp_path, phases=[], steps=300)) == [
         "data      all sources: 307.2k tokens from 105k, 2.93 epochs"]
+
+
+def test_the_plan_names_the_newest_checkpoint_by_sizes(tmp_path):
+    run = run_of(tmp_path)
+    assert continued_from(run) == []
+    for step in (2, 4):
+        folder = run.folder / "train/checkpoints" / checkpoint_name(step)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"w" * 9)
+        write_sealed(folder / MARKER, {"format": FORMAT, "progress": {"step": step},
+                                       "files": [output_record(folder, folder / "weights")]})
+    assert continued_from(run)[0].startswith("start     after step 4, if its checkpoint is valid (sizes are")
+    (folder / "weights").write_bytes(b"w")
+    assert "after step 2, " in continued_from(run)[0]
 
 
 def test_the_plan_leaves_what_a_packing_takes_to_training(tmp_path):
