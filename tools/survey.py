@@ -21,16 +21,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.config.data import COMPRESSIONS, WEB, FilesSource, file_format
+from drover.pipeline.config.data import COMPRESSIONS, WEB, FilesSource, converter, file_format, web_packages
 from drover.pipeline.core.console import counted, first, printable
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, absent
 from drover.pipeline.core.folders import files_below, folders_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_records
+from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.streams import HEAD, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
-PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
+PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0, ".html": 0.2, ".htm": 0.2, ".xhtml": 0.2, ".pdf": 0.1, ".warc": 0.1}
 """Bytes of text in a byte of such a file, about."""
 READ = 1 << 24
 """Bytes of a text file that are read."""
@@ -61,6 +62,8 @@ LOOKED_INTO = 10_000
 SAMPLES, SAMPLED = 60, 1_200_000
 """The beginnings of about so many files, so many characters in all, are compressed. That shows how much of the text can
 be predicted."""
+EXTRACTED = 20
+"""The text of at most so many HTML, WARC and PDF files is extracted."""
 FEW_NAMES = 20
 """At most so many files without a common ending are listed by name, where other files lie in their folder."""
 NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|(-----BEGIN ))")
@@ -176,6 +179,12 @@ def look(folder: Path) -> Corpus:
                 prompts += [prompt for prompt in _prompt(beginning.text) if prompt not in prompts]
         for most, _ in became.most_common(1):
             (kinds[most] if isinstance(most, FileKind) else left_out[most]).extend({*candidates}.difference(chosen))
+    for path, beginning in _beginnings([path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]):
+        records += beginning.records
+        if beginning.rejected:
+            rejecting[path] = replace(beginning, text="")
+        sample += beginning.text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
+        prompts += [prompt for prompt in _prompt(beginning.text) if prompt not in prompts][:PROMPTS - len(prompts)]
     reasons = sorted(filter(left_out.get, left_out), key=lambda reason: (-len(left_out[reason]), reason))
     named = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS]]
     if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
@@ -184,7 +193,7 @@ def look(folder: Path) -> Corpus:
     named += [f"left out: {counted(hidden, 'hidden file')}"] * (hidden > 0)
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
-                                     f".parquet and .arrow, each also with .gz or .zst.", *named]))
+                                     f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst.", *named]))
     sorted_kinds = dict(sorted(kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
     notes = [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
              for kind, own in sorted_kinds.items() if not kind.encoding.startswith("utf")]
@@ -204,7 +213,7 @@ def look(folder: Path) -> Corpus:
                            for kind, own in sorted_kinds.items()},
                   len(files), looked_into < len(paths) - len(tests), int(text_bytes),
                   8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), prompts,
-                  max(rejected / records, rejected_bytes / max(1, text_bytes)), notes,
+                  max(rejected / max(1, records), rejected_bytes / max(1, text_bytes)), notes,
                   [*_in_a_line({reason: left_out[reason] for reason in reasons}, hidden, folder)], named)
 
 
@@ -253,11 +262,17 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, Beginning]:
         raise NoTextError("a link that leads nowhere, a pipe or a device")
     if path.name in (*CARDS, *SAVED, *DESCRIPTIONS) and form == "json":
         raise NoTextError("it describes a data set or a model")
-    if form in WEB:
-        raise NoTextError(f"a file of the format {form}; make a source of such files")
+    if command := converter(path):
+        raise NoTextError(f"an office file; convert it to text first (`{command}`)")
     try:
         if not path.stat().st_size:
             raise NoTextError(EMPTY)
+        if form in WEB:
+            for package in web_packages(_plain_source(path), [path.name]):
+                for problem in absent("its text", package):
+                    raise NoTextError(f"{form.upper()}: {problem}")
+            _refuse_mistaken(path, form, UTF8)
+            return FileKind(), Beginning("", 0)
         if form in COLUMNAR and form != "csv":
             return _records_kind(path, form, UTF8)
         with Input(Piece.of(path)).open() as stream:
@@ -289,6 +304,21 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, Beginning]:
             raise NoTextError(f"it cannot be read: {why or error}") from None
         _refuse_mistaken(path, form, UTF8)
         raise NoTextError(f"it is damaged: {error}; `{packed} -t FILE` tests it, fetch it again") from None
+
+
+def _plain_source(path: Path) -> FilesSource:
+    return FilesSource(kind="files", name="a", paths=[str(path)])
+
+
+def _beginnings(paths: Sequence[Path]) -> Iterator[tuple[Path, Beginning]]:
+    """The first documents of some files of which the text is extracted."""
+    for path in _chosen([*paths], EXTRACTED):
+        payload = {"source": _plain_source(path).model_dump(mode="json"), "max_document_mb": 128.0,
+                   "pieces": [vars(Piece.of(path))]}
+        items = [*islice(unit_documents(payload), RECORDS)]
+        rejected = [item.reason for item in items if isinstance(item, Rejection)]
+        yield path, Beginning("\n".join(item[0].text for item in items if not isinstance(item, Rejection)), len(items),
+                              rejected)
 
 
 def _is_json_lines(text: str) -> bool:
@@ -451,7 +481,7 @@ def _prompt(text: str) -> list[str]:
 
 
 def _text_bytes(path: Path) -> float:
-    return path.stat().st_size * PACKED.get(path.suffix.lower(), 1.0)
+    return path.stat().st_size * math.prod(PACKED.get(suffix.lower(), 1.0) for suffix in path.suffixes[-2:])
 
 
 def _ending(path: Path) -> str:

@@ -29,6 +29,10 @@ WEB = ("html", "warc", "pdf")
 MEANT = {"md": "txt", "rst": "txt", "tex": "txt", "py": "txt", "tsv": "csv", "htm": "html", "xhtml": "html",
          "wet": "warc"}
 """Endings that mean another format."""
+OFFICE = {**{ending: f"pandoc FILE.{ending} --to plain --wrap none --output FILE.txt"
+             for ending in ("docx", "odt", "rtf", "epub", "pptx", "xlsx")},
+          "doc": "libreoffice --headless --convert-to docx FILE.doc"}
+"""How files of office programs are made ones that are read."""
 PYTHONS = ("punycode", "idna", "unicode-escape", "raw-unicode-escape")
 """Codecs of Python from text to text or names, in which no file is written."""
 
@@ -151,6 +155,11 @@ def file_format(path: PurePath, configured: str = "auto") -> str | None:
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     ending = inner.suffix.lower().lstrip(".")
     return ending if ending in get_args(Format) else MEANT.get(ending)
+
+
+def converter(path: PurePath) -> str:
+    """The command that makes text of an office file; empty if it is none."""
+    return OFFICE.get(path.suffix.lower().lstrip("."), "").replace("FILE", path.stem)
 
 
 def web_packages(source: Source, names: Iterable[str]) -> list[str]:

@@ -25,8 +25,10 @@ OUT_OF_MEMORY = 3
 """Exit status of the process where a page takes too much memory."""
 MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
-HYPHEN = re.compile("(?<=[^\\W\\d_])(?:[-\xad\u2010\x02]|\ufffe)[ \t]*\n\\s*(?=[^\\W\\d_])")
-"""Between the halves of a word that is divided at the end of a line; pdfium writes U+0002 or U+FFFE there, too."""
+HYPHEN = "\ufffe"
+"""What pdfium writes in place of the hyphen and the line end in a divided word."""
+DIVIDED = re.compile(f"(?<=[^\\W\\d_])[-\xad\u2010{HYPHEN}]\f(?=[^\\W\\d_])")
+"""Where a word is divided at the end of a page."""
 
 
 class BlankError(Exception):
@@ -80,7 +82,7 @@ def of_pdf(data: bytes, charset: str, extractor: str) -> Extracted:
     if not any(pages):
         raise BlankError(f"none of its {len(pages)} pages holds text, as where they are scanned; recognize it first "
                          f"(`ocrmypdf FILE.pdf FILE.pdf`)")
-    text = HYPHEN.sub("", "\n".join(filter(None, pages)))
+    text = DIVIDED.sub("", "\f".join(filter(None, pages))).replace("\f", "\n").replace(HYPHEN, "")
     return text, {"title": title, "language": language(text), "pages_without_text": pages.count("")}
 
 

@@ -20,6 +20,7 @@ from drover.pipeline.config.data import (
     ShardConfig,
     Source,
     StdlibSource,
+    converter,
     file_format,
 )
 from drover.pipeline.config.shipped import name_of
@@ -113,7 +114,11 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
         problems.append(f"source {source.name}: `paths` has files of this machine and objects of a store, which no "
                         f"common folder holds. Make two sources of it.")
         files = [path for path in files if isinstance(path, Path)]
-    endings = [path.name for path in files if file_format(_pure(path), source.format) is None]
+    unknown = [_pure(path) for path in files if file_format(_pure(path), source.format) is None]
+    if office := sorted(path.name for path in unknown if converter(path)):
+        problems.append(f"source {source.name}: {len(office):,} files are those of office programs ({first(office)}). "
+                        f"Convert them to text, as by `{converter(PurePath(office[0]))}`, or narrow `paths`.")
+    endings = [path.name for path in unknown if not converter(path)]
     if endings:
         problems.append(f"source {source.name}: the names of {len(endings)} files ({first(sorted(endings))}) "
                         f"do not show their format. Set `format`, narrow "

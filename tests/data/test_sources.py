@@ -105,11 +105,13 @@ def test_stdlib_sources_are_read_in_the_encoding_they_declare(tmp_path, monkeypa
 
 def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.doc").write_text("x")
-    second = files_source(tmp_path / "*.doc").model_copy(update={"name": "second"})
+    for name in ("notes.dat", "old.doc", "new.docx"):
+        (tmp_path / name).write_text("x")
+    second = files_source(tmp_path / "*.d*").model_copy(update={"name": "second"})
     first = files_source(tmp_path / "*.txt", tmp_path / "gone.jsonl")
     message = refused(UserError, "no file matches", names, first, second)
-    for problem in ("*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.doc", ".parquet"):
+    for problem in ("*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.dat", ".parquet",
+                    "Convert them to text, as by `pandoc new.docx --to plain"):
         assert problem in message
     assert read(second.model_copy(update={"format": "txt"}))[0][0].text == "x"
     for link in ("b.doc", "c.doc"):

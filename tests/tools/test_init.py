@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ import pytest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import read_tokens
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.errors import AbsentInputError
+from drover.pipeline.core import errors
+from drover.pipeline.core.errors import AbsentInputError, UserError
 from drover.pipeline.data import streams
 from drover.pipeline.data.sources import input_files
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.tools import survey
 from drover.tools.init import look, main, propose
 from tests.conftest import REPOSITORY
+from tests.data.reading.test_pdf import pdf
+from tests.data.reading.test_warc import archive
 from tests.data.source_files import COMPRESS, batch, config_of, files_source, lines, write_batches
 from tests.refusal import printed, refused, table
 from tests.stages.here import run_here
@@ -71,9 +75,9 @@ def zoo(folder):
     (folder / "wrapped.json").write_text(json.dumps({"version": 1, "data": [{"page": {"text": wide(99)}}]}))
     others = {
         "package.json": b'{"name": "site", "version": "1"}', "table.csv": b"day,rain\nMonday,3\n",
-        "icon.svg": b"<svg/>", "manual.pdf": b"%PDF-1.4", "own.key": b"-----BEGIN PRIVATE KEY-----\n",
+        "icon.svg": b"<svg/>", "manual.epub": b"PK\3\4", "own.key": b"-----BEGIN PRIVATE KEY-----\n",
         "server.bin": bytes(99), "late.bin": b"text " * 999 + b"\0\xff",
-        "page.html": b"<p>", "page.md": b"<!doctype html>", "photo.md": b"\x89PNG\r\n\0", "zeros.txt": bytes(99),
+        "page.docx": b"PK\3\4", "page.md": b"<!doctype html>", "photo.md": b"\x89PNG\r\n\0", "zeros.txt": bytes(99),
         "broken.md": "größer, früher".encode() + b"\xff",
         "cut.parquet": b"PAR1",
         "some.jsonl": b'{"text": "a"}\n{}\n', "bad.jsonl": b'{"text": "a"\n',
@@ -117,6 +121,29 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     texts = {document.text for split in SPLITS for record in shard_records(run.finished("shard"), split)
              for document in read_shard(run.own_folder("shard"), record)}
     assert texts == wanted and run.finished("shard").counts["rejected"] == 0
+
+
+def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("web").mkdir()
+    for number in range(30):
+        Path(f"web/{number}.html").write_text(f"<html><title>a</title><p>{wide(number)}")
+    Path("web/a.warc.gz").write_bytes(archive(*[(f"{number}", f"<p>{wide(number)}".encode(), "text/html", {})
+                                                for number in range(50, 55)]))
+    Path("web/a.pdf").write_bytes(pdf(wide(90).splitlines()))
+    Path("web/scan.pdf").write_bytes(pdf(None))
+    Path("web/late.docx").write_bytes(b"PK")
+    output = printed(capsys, main, "web")
+    assert "scan.pdf (none of its 1 pages holds text" in output and "an office file (late.docx)" in output
+    proposed = Path("web.yaml").read_text()
+    assert "an office file; convert it to text first (`pandoc late.docx --to plain" in proposed
+    assert "prompts: [On day " in proposed.replace('"', "")
+    run_here("shard", "web.yaml", "launch.processes=1")
+    counts = Run(load_config("web.yaml")).finished("shard").counts
+    assert (counts["documents_in"], counts["rejected"], counts["files"]["in"]) == (37, 1, 33)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "resiliparse" else find_spec(name))
+    refused(UserError, "HTML: its text needs the package resiliparse, which is not installed here: `pip install",
+            look, Path("web"))
 
 
 @pytest.mark.parametrize(("files", "left_out"), [

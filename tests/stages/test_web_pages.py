@@ -1,0 +1,70 @@
+"""The stage shard on HTML and WARC files: the same bytes after a kill, every record accounted for, and old settings."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from drover.pipeline.config.data import FilesSource
+from drover.pipeline.config.section import identity
+from drover.pipeline.core import errors
+from drover.pipeline.core.files import read_lines
+from tests.cut_off import cut_off_stage
+from tests.data.reading.test_pages import ENDLESS
+from tests.data.reading.test_warc import OTHERS, archive
+from tests.data.source_files import write_jsonl
+from tests.stages.test_shard import files_source, finished, folder_of, hashes, run, write_config
+
+
+@pytest.fixture
+def crawl(tmp_path):
+    """A config of a source of WARC files, HTML files and records with HTML, in several units."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(3):
+        pages = [(f"{number}/{page}", f"<title>t</title><p>page {number} {page}</p>".encode(), "text/html", {})
+                 for page in range(70)]
+        (folder / f"{number}.warc.gz").write_bytes(archive(*pages, *OTHERS))
+        (folder / f"{number}.html").write_text(f"<p>file {number}</p>")
+    write_jsonl(folder / "a.jsonl", [{"text": f"<p>record {number}</p>"} for number in range(70)])
+    return write_config(tmp_path, [files_source("web", folder / "*", html="fields")], shard_mb=0.001,
+                        validation_share=0.2)
+
+
+def test_every_record_is_accounted_for(crawl, capsys):
+    counts = finished(crawl).counts
+    assert counts["documents_in"] == 3 * 70 + 3 + 70 and counts["rejected"] == 0
+    assert counts["sources"]["web"]["passed_over"] == {
+        "of type request": 3 * 72, "of type warcinfo": 3, "with HTTP status 404": 3,
+        "with content of type image/png": 3}
+    line = "of 435 records of WARC files 210 are pages; passed over are 216 of type request, 3 of type warcinfo"
+    assert line in capsys.readouterr().out and any(line in own for own in counts["remarks"]["web"])
+
+
+@pytest.mark.slow
+def test_a_killed_stage_continues_with_the_same_bytes(crawl):
+    counts = finished(crawl).counts
+    for number in (9, 31, 60):
+        status, _ = cut_off_stage("shard", number, "--config", str(crawl), "name=cut")
+        assert status == -9
+    assert finished(crawl, name="cut").counts == counts and hashes(folder_of(crawl, "cut")) == hashes(folder_of(crawl))
+
+
+def test_a_page_that_never_ends_is_listed(crawl, monkeypatch):
+    monkeypatch.setattr("drover.pipeline.data.extraction.SECONDS", 0.5)
+    (crawl.parent / "in/endless.html").write_text(ENDLESS)
+    assert finished(crawl, "shard.max_rejected_share=0.5").counts["rejected"] == 1
+    [rejected] = read_lines(folder_of(crawl) / "rejected.jsonl")
+    assert (rejected["file"], rejected["reason"]) == ("endless.html", "its text is not found within 0.5 s of CPU time")
+
+
+def test_a_missing_package_is_named_before_anything_is_read(crawl, monkeypatch, capsys):
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "fastwarc" else find_spec(name))
+    assert run(crawl) == 2
+    assert "the source web needs the package fastwarc, which is not installed here: `pip" in capsys.readouterr().err
+
+
+def test_what_finished_runs_are_made_of_is_the_same_as_before():
+    without, refusing, keeping = (identity(FilesSource(kind="files", name="a", paths=["a"], **old))
+                                  for old in ({}, {"html": "refuse"}, {"html": "keep"}))
+    assert without == refusing and "html" not in without and "extractor" not in without
+    assert keeping == {**without, "html": "keep"}
