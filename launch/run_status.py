@@ -84,7 +84,7 @@ class RunFiles:
     """The contents of a run folder.
 
     Attributes:
-        chain: the newest submission.
+        chain: the newest submission; None if nothing of it was queued and the run was started here since.
         stop: the reason in the stop file, if there is one.
     """
 
@@ -136,11 +136,13 @@ def read_run(folder: Path) -> RunFiles:
     """Read the files of a run. Plugins are not imported: the stages that they add are known by their records and jobs.
     """
     chain = _quietly(lambda: read_chain(folder), None)
+    starts = _quietly(lambda: RunFacts(folder).starts, list[Start]())
+    if chain and not chain.jobs and starts and starts[-1].at > chain.submitted:
+        chain = None  # Slurm accepted no job of it, and the run was started on this machine since
     own = folder / "config.yaml"  # the first start writes it
     config = own if chain is None or own.is_file() else folder / "launch" / Path(chain.config).name
     run = _quietly(lambda: Run(read_without_plugins(config).model_copy(
         update={"runs_dir": str(folder.parent), "name": folder.name})), None)
-    starts = _quietly(lambda: RunFacts(folder).starts, list[Start]())
     newest = chain.id if chain else starts[-1].chain if starts else ""
     starts = [start for start in starts if start.chain == newest]
     added = sorted(path.parent.name for name in OF_A_STAGE for path in folder.glob(f"*/{name}"))
@@ -171,7 +173,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     if continues or not (requested or refused):
         return RunStatus(run, rows, current, remarks, None)
     if current.state in FINISHED and not partial:
-        return RunStatus(run, rows, requested[-1], remarks, "done")
+        return RunStatus(run, rows, (requested or rows)[-1], remarks, "done")
     return RunStatus(run, rows, current, [*remarks, f"to continue: {continue_command(run)}"], "failed")
 
 

@@ -101,6 +101,30 @@ def test_a_submission_that_sbatch_refused_halfway_is_not_done(run):
     assert seen.outcome == "done" and not seen.remarks, "the other stages were made without Slurm"
 
 
+def test_a_submission_that_slurm_refused_whole_ends_with_a_start_here(run):
+    run.submitted(planned=7, refused="No such account.")
+    run.state("shard", "running", seconds=60)
+    run.attempt("attempt", "shard", "local", seconds=60, ranks=0, nodes=["n1"], chain="local-1")
+    seen = run.status({})
+    assert seen.files.chain is None and "No such account" not in str(seen.remarks)
+    assert seen.remarks[-1] == "to continue: drover run runs/demo/config.yaml --cluster local"
+    run.done(*STAGES, until=10)
+    assert run.status({}).outcome == "done"
+    run.submitted(planned=7, refused="No such account.", seconds=5)  # by --force
+    assert run.status({}).outcome == "done"
+
+
+def test_a_run_that_cannot_be_shown_hides_no_other(run, monkeypatch, capsys):
+    Seen(Path("runs/other"))
+
+    def fails_for_demo(files, *rest):
+        return judge(files, *rest) if files.folder.name == "other" else [][0]
+    monkeypatch.setattr(program, "judge", fails_for_demo)
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert "other" in out and "runs/demo cannot be shown: IndexError" in err
+
+
 def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):
     run.training("failed", seconds=5000)
     assert run.states({"16": "PENDING Dependency"})[3] == "waiting" and run.states({"16": "RUNNING"})[3] == "running"
