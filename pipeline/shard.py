@@ -46,7 +46,7 @@ from drover.pipeline.data.counts import (
 )
 from drover.pipeline.data.counts import remarks as file_remarks
 from drover.pipeline.data.documents import Rejection
-from drover.pipeline.data.filters.base import external_code, few_reasons, libraries, no_counts
+from drover.pipeline.data.filters.base import DROPPED, external_code, few_reasons, libraries, no_counts
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.data.sources import FILTER_FILES, reading_units
 from drover.pipeline.data.text_shards import SPLITS
@@ -163,7 +163,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
                   for name, count in total(record["fields"] for record in records).items()}
         cards[source.name] = {**source_card(records, config.dropped_examples), **({"fields": fields} if fields else {})}
         kept = decided.sums(number)
-        duplicate, near = decided.dropped[units].sum(axis=0).tolist()
+        duplicate, near, low = decided.dropped[units].sum(axis=0).tolist()
         filtered = few_reasons(total([no_counts(config.filters), *(record["filters"] for record in records)]))
         own = [file for file in inputs if file.source == source.name]
         dataset = records[0]["dataset"] if source.kind == "hf" else {}
@@ -173,6 +173,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             "documents_in": documents, "cut_in_two": int(decided.cuts(number)),
             **{split: sums["documents"] for split, sums in kept.items()},
             "dropped": {"duplicate": duplicate, **({"near_duplicate": near} if config.near_duplicates else {}),
+                        **({"low_score": low} if decided.least else {}),
                         "empty": empty, **{name: own["documents"] for name, own in filtered.items()}},
             **({"filters": filtered} if filtered else {}),
             "rejected": rejected,
@@ -185,15 +186,21 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
         }
         remarks[source.name] = [*(dataset_remarks(source, dataset, documents) if source.kind == "hf" else
                                   file_remarks(source, own)), *_warnings(config, source, counts)]
+        if number in decided.least:
+            remarks[source.name].append(f"source {source.name}: {low:,} documents are "
+                                        f"{config.best_shares[source.name].reason}, whose scores are "
+                                        f"{decided.least[number]:.6g} and more")
     return {**total(of_source.values()), "sources": of_source, "cards": cards, "remarks": remarks,
             "incomplete_files": [vars(file) for file in incomplete(inputs)[:MOST_NAMED]],
             "left_out_files": left_out[:MOST_NAMED]}
 
 
 def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> Iterator[str]:
-    dropped, filters = sum(counts["dropped"].values()), counts.get("filters", {})
+    unasked = {**counts["dropped"], "low_score": 0}
+    filters = counts.get("filters", {})
+    dropped = sum(unasked.values())
     if dropped > MANY_DROPPED * counts["documents_in"]:
-        reasons = Counter({name: count for name, count in counts["dropped"].items() if name not in filters})
+        reasons = Counter({name: count for name, count in unasked.items() if name not in filters})
         reasons.update({f"{name}: {reason}": count for name, own in filters.items()
                         for reason, count in own["reasons"].items()})
         yield (f"warning: source {source.name}: {dropped:,} of {counts['documents_in']:,} documents "
@@ -322,7 +329,6 @@ def _counted(counts: dict[str, int], separator: str = ", ") -> str:
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove files that are no outputs of this run: an interrupted run may have read another state of a Hub dataset."""
     from drover.pipeline.data.planning.passes import DUPLICATES
-    from drover.pipeline.data.reading import DROPPED
 
     for place in (*SPLITS, DROPPED, DUPLICATES):
         for path in (folder / place).rglob("*"):

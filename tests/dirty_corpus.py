@@ -102,10 +102,13 @@ def every_pass(folder):
     """Settings of the shard stage for the files in `folder`: many small units, and work for every one of its passes."""
     texts = folder / "texts"
     return {
-        "sources": [{"kind": "files", "name": "web", "paths": [f"{texts}/web/*"], "id_field": "id"},
+        "sources": [{"kind": "files", "name": "web", "paths": [f"{texts}/web/*"], "id_field": "id",
+                     "keep": {"by": "classifier_score", "share": 0.9}},
                     {"kind": "files", "name": "books", "paths": [f"{texts}/books.txt"], "separator": "\n=====\n"},
                     {"kind": "files", "name": "tables", "paths": [f"{texts}/*.parquet"], "id_field": "id"}],
         "filters": [{"kind": "length", "min_words": 20}, {"kind": "gopher_repetition"},
+                    {"kind": "classifier", "sources": ["web"], "label": "en",
+                     "path": str(Path(__file__).with_name("data") / "filters/models/two_letters.ftz")},
                     {"kind": "decontamination", "files": [{"path": f"{folder}/evaluation/questions.jsonl",
                                                            "task": "questions", "fields": ["question", "answer"]}]}],
         "shard_mb": 0.02, "validation_share": 0.1, "max_document_mb": 0.2, "max_rejected_share": 0.2,

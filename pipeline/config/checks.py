@@ -24,7 +24,7 @@ from drover.pipeline.config.phases import BatchPlan, batch_problems, in_phases, 
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS, name_of
 from drover.pipeline.config.training import FIRST, ParallelConfig, mixture_problems
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.errors import UserError, absent
+from drover.pipeline.core.errors import UserError, absent, meant
 
 SPECIAL_IDS = 256
 TRAINED = ("sentencepiece", "bpe")
@@ -201,16 +201,28 @@ def _listed(config: Config) -> Iterator[str]:
     train, sources = config.train, config.shard.source_names
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
-    filters = ["duplicate", "empty", *map(name_of, config.shard.filters)]  # names of counts
+    filters = ["duplicate", "empty", "low_score", *map(name_of, config.shard.filters)]  # names of counts
     for key, what, names, remedy in (
             ("shard.sources", "sources named", sources, ""),
             ("shard.filters", "filters named", filters, " Give one a `name` of its own."),
             ("train.log_to", "sinks of kind", [sink.kind for sink in train.log_to], "")):
         yield from (f"{key} has {count} {what} '{name}'; there can be one.{remedy}"
                     for name, count in Counter(names).items() if count > 1)
+    for name, keep in config.shard.best_shares.items():
+        yield from _no_score(config, name, keep.by)
     for item in config.shard.filters:
         yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None), sources)
     yield from _no_sources("train.max_epochs", train.max_epochs, sources)
+
+
+def _no_score(config: Config, source: str, field: str) -> Iterator[str]:
+    """A sentence if the documents of a source do not have the field with the score by which it keeps some."""
+    filters = [item for item in config.shard.filters if source in (getattr(item, "sources", None) or [source])]
+    known = [name for own in config.shard.sources if own.name == source for name in getattr(own, "meta_fields", ())]
+    known += [item.score_field for item in filters if hasattr(item, "score_field")]
+    if field not in known and not any(":" in item.kind for item in filters):
+        yield (f"shard.sources: {source} keeps documents by {field}, a field that they do not have; "
+               f"{meant(field, known, 'add it to meta_fields of the source, or a classifier to shard.filters.')}")
 
 
 def _mixture(config: Config) -> Iterator[str]:

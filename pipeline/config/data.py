@@ -57,6 +57,22 @@ Html = Annotated[Literal["pages", "fields", "keep"],
 Extractor = Literal["resiliparse", "trafilatura"]
 
 
+class BestShare(Section):
+    """The documents of a source with the best scores, after filters and deduplication. Of equal scores the smaller hash
+    of the text decides. A document without a number in the field is never among them."""
+
+    by: str
+    """Field of the documents' `meta` that holds the score: one of `meta_fields`, or a classifier's, such as
+    classifier_score."""
+    share: float = Field(gt=0, lt=1)
+    """Share of the source's documents to keep, rounded up to a whole document."""
+
+    @property
+    def reason(self) -> str:
+        """Why the other documents are dropped."""
+        return f"below the best {100 * self.share:g}% by {self.by}"
+
+
 class StdlibSource(Section):
     """The `.py` files of this Python's standard library: over 10 MB of real text without a network."""
 
@@ -112,6 +128,8 @@ class FilesSource(Section):
     """For csv: the character between two values, such as ";" or "|". null: a comma, in .tsv files a tab."""
     quote: str = added('"', max_length=1)
     """For csv: the character around a value that holds a delimiter or a line end. "" if there is none."""
+    keep: BestShare | None = added(None)
+    """Keep only the documents with the best scores, as in {by: classifier_score, share: 0.1}; null: all."""
 
 
 class HubSource(Section):
@@ -143,6 +161,8 @@ class HubSource(Section):
     """What extracts the text of HTML, as for `kind: files`."""
     limit: PositiveInt | None = None
     """Read only this many records, from the start; null: all."""
+    keep: BestShare | None = added(None)
+    """Keep only the documents with the best scores, as in {by: classifier_score, share: 0.1}; null: all."""
 
 
 Source = Annotated[StdlibSource | FilesSource | HubSource, Field(discriminator="kind")]
@@ -254,6 +274,12 @@ class ShardConfig(Section):
     def source_names(self) -> list[str]:
         """Names of the sources, in their order."""
         return [source.name for source in self.sources]
+
+    @property
+    def best_shares(self) -> dict[str, BestShare]:
+        """By name, the sources that keep only the documents with the best scores."""
+        return {source.name: source.keep for source in self.sources
+                if not isinstance(source, StdlibSource) and source.keep is not None}
 
 
 LEAST_COVERAGE = 0.98

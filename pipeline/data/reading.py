@@ -40,16 +40,14 @@ from drover.pipeline.data.documents import (
     value_in,
 )
 from drover.pipeline.data.extraction import Extraction, Item, Waiting
-from drover.pipeline.data.filters.base import Chain, Dropped
+from drover.pipeline.data.filters.base import DROPPED, Chain, Dropped
 from drover.pipeline.data.hub import files_record, hub_rows
 from drover.pipeline.data.planning.near_duplicates import Signer
-from drover.pipeline.data.planning.runs import INDEX, index_row, staged
+from drover.pipeline.data.planning.runs import INDEX, index_row, score_of, staged
 from drover.pipeline.data.readers import file_records, lists_of_records, python_records
 from drover.pipeline.data.streams import PAGE, UTF8, Input, Piece
 from drover.pipeline.storage.store import Changed, Missing
 
-DROPPED = "dropped"
-"""Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 MOST_FIELDS = 20
 """So many of a record's fields are named where one is missing."""
 
@@ -70,8 +68,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """
     name = payload["name"]
     source = payload["source"]
-    texts, index, rejections, bands = (staged(folder, name, ending)
-                                       for ending in (".documents", ".npy", ".rejected", ".bands"))
+    texts, index, rejections, bands, scores = (staged(folder, name, ending)
+                                               for ending in (".documents", ".npy", ".rejected", ".bands", ".scores"))
     aside = folder / DROPPED / f"{name}.jsonl"
     rows = bytearray()
     offset = 0
@@ -81,6 +79,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     inputs = list[dict[str, Any]]()
     fields = Counter[str]()
+    keep = source.get("keep")
+    scored: list[float] = []
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload, inputs.append, fields):
@@ -106,6 +106,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             card.add(document, changed=document.text != read.text)
             if signer is not None:
                 signer.add(document.text)
+            if keep is not None:
+                scored.append(score_of(document.meta.get(keep["by"])))
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
@@ -113,6 +115,10 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     made = [texts, index, rejections]
     if signer is not None:
         made.append(signer.write(bands))
+    if keep is not None:
+        with atomic_file(scores) as file:
+            np.save(file, np.array(scored))
+        made.append(scores)
     outputs = [output_record(folder, path) for path in made]
     if kept_aside is not None:
         gone = chain.counts.values()

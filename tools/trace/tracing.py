@@ -21,9 +21,9 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Record, read_lines
 from drover.pipeline.data.documents import Document, Rejection, place_in
 from drover.pipeline.data.exclusion import Range, format_ranges, ranges_of, sample_numbers
+from drover.pipeline.data.filters.base import DROPPED
 from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.provenance import pieces, pieces_of
-from drover.pipeline.data.reading import DROPPED
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard

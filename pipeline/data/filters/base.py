@@ -111,6 +111,10 @@ MOST_REASONS = 50
 OTHER_REASONS = "other reasons"
 
 
+DROPPED = "dropped"
+"""Folder of the documents that filters dropped, a file for each unit, where they are kept."""
+
+
 @dataclass(frozen=True)
 class Dropped:
     """A document that was dropped, as the filter that dropped it saw it."""

@@ -1,5 +1,5 @@
-"""The passes between reading and writing: sort, match, components, resolve, decide, plan. Each but the last is a phase
-of units; each writes files that the next ones read, see `runs` and `near_duplicates`.
+"""The passes between reading and writing: sort, match, components, resolve, rank, decide, plan. Each but the last is a
+phase of units; each writes files that the next ones read, see `runs` and `near_duplicates`.
 
 No pass depends on how many units, groups or partitions there are, nor on who does them in which order.
 
@@ -10,12 +10,13 @@ the split is not decided there: all that stay count as trained on until the plan
 from __future__ import annotations
 
 import struct
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,13 @@ from drover.pipeline.data.documents import (
     key_fits,
     to_json,
 )
+from drover.pipeline.data.filters.base import DROPPED, Dropped
 from drover.pipeline.data.planning.near_duplicates import banding, join_components, near_columns, resolve_partition
 from drover.pipeline.data.planning.runs import (
     DIGEST,
     DUPLICATE,
     INDEX,
+    LOW_SCORE,
     NEAR_DUPLICATE,
     OUTCOMES,
     SUMS,
@@ -42,6 +45,7 @@ from drover.pipeline.data.planning.runs import (
     VALIDATION,
     CorpusLayout,
     StagedDocuments,
+    by_key,
     index_row,
     layout,
     match_partition,
@@ -62,13 +66,15 @@ class Decided:
     """What becomes of the documents.
 
     Attributes:
-        dropped: (units, 2) numbers of exact and near-duplicates.
+        dropped: (units, 3) numbers of exact and near-duplicates, and of documents with a low score.
+        least: the lowest score that is kept, by number of the source; only for those that keep the best documents.
         pieces: what makes each split of each source.
         payloads: a shard each, for `write_shard`.
-        kept: records of the outputs that name, for each dropped document, the kept one.
+        kept: records of the outputs about dropped documents: those that name the kept one, and those with low scores.
     """
 
     dropped: np.ndarray
+    least: dict[int, float]
     pieces: list[list[list[ShardPiece]]]
     payloads: list[dict[str, Any]]
     kept: list[dict[str, Any]]
@@ -103,15 +109,59 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
         work.run_pass("components", [Task("followers", {})], join_components)
         units = _partitions(plan, near_columns(plan)[:1], verify=near.verify, words=near.words)
         work.run_pass("resolve", units, resolve_partition, "partitions")
+    best = config.best_shares
+    ranking = [Task(name, {"source": config.source_names.index(name), "share": keep.share,
+                           "drop": config.drop_duplicates}) for name, keep in best.items()]
+    lasts = work.run_pass("rank", ranking, rank_source, "sources") if ranking else []
     tail, name_kept = config.validation_rule == "tail", config.keep_dropped or near is not None
     decided = work.run_pass("decide", _groups(
-        plan, drop=config.drop_duplicates, name_kept=name_kept,
+        plan, drop=config.drop_duplicates, name_kept=name_kept, lasts=lasts,
+        low={name: keep.reason for name, keep in best.items()} if config.keep_dropped else {},
         validation=None if tail else validation_below(config.validation_share)), decide_group, "groups")
     sums, dropped = (np.array([row for record in decided for row in record[name]]) for name in ("sums", "dropped"))
     pieces = pieces_by_tail(folder, plan, sums, config.validation_share, len(config.sources)) if tail else \
         pieces_by_hash(plan, sums, len(config.sources))
     payloads = plan_shards(pieces, config.shard_mb * 1e6, config.source_names)
-    return Decided(dropped, pieces, payloads, [record["outputs"][-1] for record in decided if name_kept])
+    return Decided(dropped, {last["source"]: last["least"] for last in lasts}, pieces, payloads, [
+                   output for record in decided for output in record["outputs"] if "split" in output])
+
+
+def rank_source(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Find the last document of a source that is kept for its score. Holds 16 bytes for each document of the source.
+
+    payload: `source`, its number; `share` of its documents, without duplicates, that is kept; `drop` as in
+        `decide_group`.
+
+    Returns:
+        `source`; the document's score as `least` (above all if no document has one), and its digest as `high`, `low`.
+    """
+    plan = CorpusLayout.read(folder)
+    source = payload["source"]
+    documents = StagedDocuments(folder, plan)
+    of_units: dict[str, np.ndarray] = {}
+    for group in range(len(plan.groups) - 1):
+        units = [unit for unit in plan.units(group) if plan.sources[unit] == source]
+        outcomes = _decided(folder, plan, documents, group, payload["drop"])[0] if units else np.zeros(0)
+        for unit in units:
+            first = plan.starts[unit] - plan.bounds(group)[0]
+            scores = of_units[plan.names[unit]] = np.load(staged(folder, plan.names[unit], ".scores"))
+            scores[outcomes[first:first + len(scores)] != TRAIN] = np.nan
+    scores = np.concatenate([np.zeros(0), *of_units.values()])
+    scores = scores[~np.isnan(scores)]
+    count = min(ceil(Fraction(str(payload["share"])) * len(scores)), int((scores > -inf).sum()))
+    if not count:
+        return {"source": source, "least": sys.float_info.max, "high": 0, "low": 0}
+    least = np.partition(scores, -count)[-count]
+    equal = np.concatenate([np.load(staged(folder, name, ".npy"), mmap_mode="r")[own == least]
+                            for name, own in of_units.items()])
+    last = equal[by_key([equal["high"], equal["low"]])[count - 1 - int((scores > least).sum())]]
+    return {"source": source, "least": float(least), "high": int(last["high"]), "low": int(last["low"])}
+
+
+def _is_low(scores: np.ndarray, index: np.ndarray, last: dict[str, Any]) -> np.ndarray:
+    """Which documents come after the last one that is kept (see `rank_source`)."""
+    after = (index["high"] > last["high"]) | ((index["high"] == last["high"]) & (index["low"] > last["low"]))
+    return (scores < last["least"]) | ((scores == last["least"]) & after)
 
 
 def _groups(plan: CorpusLayout, **payload: Any) -> list[Task]:
@@ -137,35 +187,56 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write what becomes of each document of a group.
 
     payload: `group`; `drop` (whether equal documents are dropped); `validation` (see `validation_below`; None: not
-        decided here); `name_kept` (whether to write which document is kept instead of each that is dropped).
+        decided here); `name_kept` (whether to write which document is kept instead of each that is dropped); `lasts`
+        (what `rank_source` made of the sources that keep the best documents); `low` (by name of each of these sources,
+        why its documents with low scores are dropped, if they are to be written).
 
     Returns:
-        For each unit in `sums` SUMS of what is kept in each split, and in `dropped` the numbers of exact and
-        near-duplicates; the files as `outputs`, that of the documents kept instead of others last.
+        For each unit in `sums` SUMS of what is kept in each split, and in `dropped` the numbers of each outcome from
+        DUPLICATE on; the files as `outputs`, those that last with their split.
     """
     plan, group = CorpusLayout.read(folder), payload["group"]
     documents = StagedDocuments(folder, plan)
     outcomes, kept, splits_by = _decided(folder, plan, documents, group, payload["drop"])
     begin, _ = plan.bounds(group)
+    lasts = {last["source"]: last for last in payload["lasts"]}
     record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
     for unit in plan.units(group):
         index, first = np.load(staged(folder, plan.names[unit], ".npy")), plan.starts[unit] - begin
         own = outcomes[first:first + len(index)]
+        if last := lasts.get(plan.sources[unit]):
+            scores = np.load(staged(folder, plan.names[unit], ".scores"))
+            own[(own == TRAIN) & _is_low(scores, index, last)] = LOW_SCORE
         if payload["validation"] is not None:
             high = index["high"]
             for place in splits_by.keys() & range(first, first + len(index)):
                 high[place - first] = splits_by[place]
             own[(own == TRAIN) & (high < np.uint64(payload["validation"]))] = VALIDATION
         record["sums"].append([sums_of(index[own == outcome]) for outcome in (TRAIN, VALIDATION)])
-        record["dropped"].append([int((own == outcome).sum()) for outcome in (DUPLICATE, NEAR_DUPLICATE)])
+        record["dropped"].append([int((own == outcome).sum()) for outcome in range(DUPLICATE, len(OUTCOMES))])
         with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:
             np.save(file, own)
         record["outputs"].append(output_record(folder, path))
     if payload["name_kept"]:
-        dropped = np.flatnonzero(outcomes >= DUPLICATE)
+        dropped = np.flatnonzero((outcomes == DUPLICATE) | (outcomes == NEAR_DUPLICATE))
         record["outputs"].append(_write_kept(documents, plan.group_names[group], dropped + begin, kept[dropped],
                                              [OUTCOMES[outcome] for outcome in outcomes[dropped]]))
+    if payload["low"]:
+        record["outputs"].append(_write_low(documents, plan.group_names[group],
+                                            np.flatnonzero(outcomes == LOW_SCORE) + begin, payload["low"]))
     return record
+
+
+def _write_low(documents: StagedDocuments, name: str, numbers: np.ndarray, reasons: dict[str, str]) -> dict[str, Any]:
+    """Write the documents with low scores as those that filters drop; the output's record. reasons: by source."""
+    path = documents.folder / DROPPED / f"low_score-{name}.jsonl"
+    size = 0
+    with atomic_file(path) as file:
+        for number in numbers.tolist():
+            document = documents.document(number)
+            size += len(document.text.encode())
+            file.write(Dropped(document, "keep", reasons[document.source]).line())
+    return output_record(documents.folder, path, split=DROPPED, source="", docs=len(numbers), text_bytes=size)
 
 
 def _decided(folder: Path, plan: CorpusLayout, documents: StagedDocuments, group: int,

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -40,7 +40,8 @@ _ROW = struct.Struct("<QQQQQQB")
 def staged(folder: Path, name: str, ending: str) -> Path:
     """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
     (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.near_duplicates`
-    each, as .npy); later `.fates` (see `planning.runs`)."""
+    each, as .npy) and `.scores` (of a source that keeps the best documents, as .npy); later `.fates` (see
+    `planning.runs`)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 
@@ -52,6 +53,14 @@ def index_row(text: str, offset: int, length: int) -> bytes:
     return _ROW.pack(high, low, offset, length, len(data), len(text), flags)
 
 
+def score_of(value: Any) -> float:
+    """The score in a field of metadata, -inf if it holds no number."""
+    try:
+        return result if isfinite(result := float(value)) else -inf
+    except (TypeError, ValueError, OverflowError):
+        return -inf
+
+
 def read_document(folder: Path, unit: str, row: Any) -> Document:
     """The document of a row of a unit's index."""
     with open(staged(folder, unit, ".documents"), "rb") as file:
@@ -59,8 +68,8 @@ def read_document(folder: Path, unit: str, row: Any) -> Document:
         return from_json(file.read(int(row["length"])), "")
 
 
-TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
-OUTCOMES = (*SPLITS, "duplicate", "near_duplicate")
+TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE, LOW_SCORE = range(5)
+OUTCOMES = (*SPLITS, "duplicate", "near_duplicate", "low_score")
 """What becomes of a document: a byte each in the staged file `.fates` of its unit, a .npy."""
 SUMS = ("documents", "text_bytes", "characters", "nul", "u2581")
 """What is added up over documents: how many, UTF-8 bytes, characters, how many hold a NUL and a U+2581."""

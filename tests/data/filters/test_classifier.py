@@ -1,16 +1,19 @@
 """Documents scored by a fastText model: scores are the library's, are counted and kept, and decide what is dropped."""
 
+import hashlib
 import json
+from math import ceil
 
 import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
 from tests.data.filters.test_kinds import MODELS, TWO, made
+from tests.data.planning.staged_corpora import cut_into
 from tests.data.source_files import write_jsonl
 from tests.data.test_counts import report
 from tests.refusal import refused
-from tests.stages.test_shard import documents, files_source, finished, folder_of, write_config
+from tests.stages.test_shard import documents, files_source, finished, folder_of, hashes, run, write_config
 
 fasttext = pytest.importorskip("fasttext", reason="of the extra `clean`")
 LINES = [line.partition(" ")[2] for line in (MODELS / "languages.txt").read_text().splitlines()]
@@ -35,6 +38,60 @@ def test_scores_are_the_library_s_and_are_counted(path):
         assert len(counts) == 20 and sum(bin["kept"] for bin in counts.values()) == len(LINES) + 3
 
 
+SCORES = [0.5, "0.75", 1, None, 0.25, True]
+"""As the field of a record has them; a text that is a number is one, as in CSV."""
+
+
+def best(web, share):
+    """The texts of a source's best documents, of (text, place in SCORES), each text once."""
+    ranked = sorted((-float(SCORES[place] or -1), hashlib.sha256(text.encode()).hexdigest(), text)
+                    for text, place in dict(reversed(web)).items())
+    return {text for score, _, text in ranked[:ceil(share * len(ranked))] if score <= 0}
+
+
+def dropped(config, name="a"):
+    return [json.loads(line) for path in (folder_of(config, name) / "dropped").iterdir()
+            for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.9])
+def test_the_best_share_of_a_source_is_kept_after_deduplication(tmp_path, monkeypatch, capsys, share):
+    """Of equal scores the smaller digests; never one without a score. Of books all are kept."""
+    cut_into(monkeypatch, 30, 3, 20)
+    web = [(f"page {number % 150} in the web", number % 149 % len(SCORES)) for number in range(200)]
+    for source, texts in (("web", web), ("books", [(f"book {number}", 3) for number in range(20)])):
+        for part in range(5):
+            write_jsonl(tmp_path / source / f"{part}.jsonl", [
+                {"text": text, "stars": SCORES[place]} for text, place in texts[part::5]])
+    sources = [files_source(name, tmp_path / name / "*", meta_fields=["stars"]) for name in ("web", "books")]
+    sources[0]["keep"] = {"by": "stars", "share": share}
+    config = write_config(tmp_path, sources, shard_mb=0.0005, validation_share=0.2, keep_dropped=True)
+    texts = best([one for part in range(5) for one in web[part::5]], share)
+    for rule in ("hash", "tail"):
+        sources = finished(config, f"shard.validation_rule={rule}", name=rule).counts["sources"]
+        assert sum(sources["web"]["text_bytes"].values()) == sum(map(len, texts))
+        assert sources["web"]["dropped"] == {"duplicate": 50, "low_score": 150 - len(texts), "empty": 0}
+        assert sources["books"]["dropped"] == {"duplicate": 0, "low_score": 0, "empty": 0}
+        low = [(one["text"], one["reason"]) for one in dropped(config, rule)]
+        assert sorted(low) == [(text, f"below the best {100 * share:g}% by stars")
+                               for text in sorted({text for text, _ in web} - texts)]
+    kept = [document.text for split in ("train", "validation") for document in documents(config, split, "hash")]
+    assert {text for text in kept if text.startswith("page")} == texts
+    assert "are dropped, most as" not in capsys.readouterr().out
+    assert run(config, "launch.processes=3", "name=three") == 0
+    assert hashes(folder_of(config, "three")) == hashes(folder_of(config, "hash"))
+
+
+def test_a_score_that_no_document_has_is_refused(tmp_path, capsys):
+    source = files_source("web", tmp_path / "f.txt", keep={"by": "stars", "share": 0.5})
+    (tmp_path / "f.txt").write_text("a text")
+    assert run(write_config(tmp_path, [source])) == 2
+    assert "web keeps documents by stars, a field that they do not have" in capsys.readouterr().err
+    model = {"kind": "classifier", "path": str(TWO), "label": "en", "name": "stars"}
+    assert run(write_config(tmp_path, [source], filters=[model])) == 2
+    assert "did you mean 'stars_score'?" in capsys.readouterr().err
+
+
 def test_an_unknown_label_is_refused():
     refused(UserError, r"The filter classifier names __label__en, but the model .* knows 3 labels, among them de, en, "
             r"fr\. Did you mean en\? Correct `label`", scored, label="__label__en")
@@ -47,8 +104,7 @@ def test_low_scores_are_dropped_with_the_score_and_the_histogram_is_reported(tmp
                                                        "min_score": 0.5}])
     manifest = finished(config)
     kept = [document for split in ("train", "validation") for document in documents(config, split)]
-    low = [json.loads(line) for path in (folder_of(config) / "dropped").iterdir()
-           for line in path.read_text().splitlines()]
+    low = dropped(config)
     assert len(kept) == len(low) / 2 == 10 and all(document.meta["classifier_score"] >= 0.5 for document in kept)
     assert all(own["meta"]["classifier_score"] < 0.5 and own["reason"] == "with a score below 0.5" for own in low)
     histogram = manifest.counts["cards"]["web"]["scores"]["classifier"]
