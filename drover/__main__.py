@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": ("tools.chat:main", "generate text with a model: continue prompts, or chat"),
     "compare": ("tools.compare:main", "compare models on the same items"),
     "weights": ("tools.weights:main", "convert weights between Drover's and Hugging Face's form"),
+    "classifier": ("tools.classifier:main", "train a model that scores documents"),
     "trace": ("tools.trace.__main__:main", "find the documents of a training step, or the steps that saw a document"),
     "verify": ("tools.verify:main", "check every file of a run against its recorded hash"),
     "audit": ("tools.audit:main", "check that every training sample was used exactly once"),

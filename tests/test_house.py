@@ -193,6 +193,7 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
     benchmarks.data -> --vocab x -> invalid int value: 'x'
     drover.tools.audit -> nope -> {NO_RUN}
     drover.tools.chat -> nope x -> {NO_RUN}
+    drover.tools.classifier -> train --good x --bad x --out {CONFIG} -> exists already
     drover.tools.compare -> ./nope --tasks nope -> --tasks names nope
     drover.tools.copy_tokens -> nope --to file:///nope -> {NO_RUN}
     drover.tools.export_tokens -> --run nope --out x -> {NO_RUN}

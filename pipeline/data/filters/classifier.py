@@ -60,14 +60,16 @@ class FastText(Filter):
         return loaded(str(path))
 
     def probabilities(self, text: str, labels: int | None = None) -> dict[str, float]:
-        """The most probable labels of a text, all by default, and their probabilities. None for a text without
-        words.
-
-        fastText reads one line, and takes NUL for white space, as it does what splits lines.
-        """
+        """The most probable labels of a text, all by default, and their probabilities; none for a text without
+        words."""
         model, known = self._model
-        names, values = model.predict(text.replace("\n", " "), k=labels or len(known), threshold=-1.0)
+        names, values = model.predict(one_line(text), k=labels or len(known), threshold=-1.0)
         return {label.removeprefix(LABEL): float(value) for label, value in zip(names, values, strict=True)}
+
+
+def one_line(text: str) -> str:
+    """A text as fastText reads it: one line. It takes NUL for white space, as it does what else splits lines."""
+    return text.replace("\n", " ")
 
 
 @lru_cache(maxsize=2)
@@ -115,8 +117,12 @@ class Classifier(FastText):
         """How many documents it kept and dropped, by the lower end of the scores' bins."""
         return {"scores": self._histogram}
 
+    def score(self, text: str) -> float:
+        """The probability of the label."""
+        return round(self.probabilities(text).get(self.label, 0.0), DIGITS)
+
     def __call__(self, document: Document) -> Document | str:
-        score = round(self.probabilities(document.text).get(self.label, 0.0), DIGITS)
+        score = self.score(document.text)
         is_low = self.min_score is not None and score < self.min_score
         self._histogram[f"{min(int(score * BINS), BINS - 1) / BINS:.2f}"]["dropped" if is_low else "kept"] += 1
         if is_low:

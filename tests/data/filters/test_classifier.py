@@ -2,17 +2,22 @@
 
 import hashlib
 import json
+import random
+import re
 from math import ceil
 
 import pytest
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.documents import Document
+from drover.tools.classifier import documents as read_texts
+from drover.tools.classifier import main
 from tests.data.filters.test_kinds import MODELS, TWO, made
 from tests.data.planning.staged_corpora import cut_into
 from tests.data.source_files import write_jsonl
 from tests.data.test_counts import report
-from tests.refusal import refused
+from tests.refusal import printed, refused
 from tests.stages.test_shard import documents, files_source, finished, folder_of, hashes, run, write_config
 
 fasttext = pytest.importorskip("fasttext", reason="of the extra `clean`")
@@ -114,3 +119,38 @@ def test_low_scores_are_dropped_with_the_score_and_the_histogram_is_reported(tmp
     assert sum(counts["kept"] for counts in histogram.values()) == 10
     assert manifest.counts["filters"]["classifier"]["changed"] == 0
     assert "| web | classifier | 0.95 |" in report(tmp_path, manifest.counts)
+
+
+def test_a_model_of_one_s_own_is_made_and_measured(tmp_path, capsys):
+    """Equal documents give equal bytes, in any files, also where they hold a label. The scores that are printed let no
+    more bad documents pass than they are to."""
+    rng = random.Random(1)
+    for kind, words in (("good", "sun sea sky and the of it"), ("bad", "mud fog rat and the of it")):
+        texts = [f"{' '.join(rng.choices(words.split(), k=30))}\n__label__good" for _ in range(300)]
+        for name, own in (("all/f", texts), ("1", texts[:70]), ("2", texts[70:])):
+            write_jsonl(tmp_path / kind / f"{name}.jsonl", [{"body": text} for text in own])
+    options = "--text-field", "body", "--epochs", "40"
+    said = printed(capsys, main, "train", "--good", tmp_path / "good/all", "--bad", tmp_path / "bad/all", "--out",
+                   tmp_path / "new/one.bin", *options)
+    again = ["train", *(part for kind in ("good", "bad") for part in (
+        f"--{kind}", tmp_path / kind / "1.jsonl", tmp_path / kind / "2.jsonl")), "--out", tmp_path / "two.bin"]
+    printed(capsys, main, *again, *options)
+    assert sha256_file(tmp_path / "new/one.bin") == sha256_file(tmp_path / "two.bin")
+    assert "accuracy 100.0% at a score of 0.5, AUC 1.0000" in said
+    shares = [float(share) for share in re.findall(r"([0-9.]+)%", said)[1:]]
+    assert 5 < shares[2] <= 10 < 25 < shares[4] <= 30 and shares[::2] == sorted(shares[::2])
+    assert shares[0] <= 1 and shares[1::2] == [100] * 3
+    own = scored(tmp_path / "two.bin", "good")
+    assert own.score("the sun and the sea") > 0.9 > 0.1 > own.score("the mud and the fog")
+    assert "two.bin exists already" in printed(capsys, main, *again, expect=2)
+
+
+def test_training_documents_of_a_run_are_read_and_too_few_are_refused(tmp_path, capsys):
+    (tmp_path / "f.txt").write_text("\n".join(LINES))
+    config = write_config(tmp_path, [files_source("s", tmp_path / "f.txt", separator="\n")], validation_share=0.3)
+    finished(config)
+    assert [*read_texts("bad", [str(tmp_path / "runs/a")], "text")] == [one.text for one in documents(config, "train")]
+    assert "too few good and bad documents" in printed(
+        capsys, main, "train", "--good", tmp_path / "f.txt", "--bad", tmp_path / "runs/a", "--out",
+        tmp_path / "m.bin", expect=2)
+    assert not (tmp_path / "m.bin").exists()
