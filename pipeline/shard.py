@@ -69,6 +69,7 @@ MANY_PAGES = 0.01
 def shard(work: Work) -> None:
     """Read, plan, write, reconcile, commit."""
     from drover.pipeline.contract.inputs import gathered
+    from drover.pipeline.data.planning.frequent_lines import find_frequent_lines
     from drover.pipeline.data.planning.near_duplicates import signature_settings
     from drover.pipeline.data.planning.passes import decide, write_shard
     from drover.pipeline.data.planning.runs import STAGING
@@ -103,6 +104,8 @@ def shard(work: Work) -> None:
 
         for warning in short_sets(searches):
             work.say(f"warning: {warning}")
+    if made := find_frequent_lines(work, units):
+        units = [Task(unit.name, {**unit.payload, "made": made}) for unit in units]
     read = work.run_pass("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
@@ -305,6 +308,9 @@ def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, An
     for source, card in counts["cards"].items():
         for field, result in card.get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {result['in']:,} of {result['of']:,} documents")
+        for name, result in card.get("removed", {}).items():
+            if result["lines"]:
+                work.say(f"source {source}: {name} removed {result['lines']:,} lines ({result['bytes'] / 1e6:,.1f} MB)")
     if files := incomplete(inputs):
         work.say(f"warning: {counts['rejected']:,} documents could not be read ({work.folder / REJECTED} names them), "
                  f"of {len(files):,} files: {named(files)}")

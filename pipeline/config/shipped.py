@@ -23,6 +23,7 @@ FILTERS = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Fi
     "classifier": "drover.pipeline.data.filters.classifier:Classifier",
     "encoding_repair": "drover.pipeline.data.filters.rewriting:EncodingRepair",
     "normalization": "drover.pipeline.data.filters.rewriting:Normalization",
+    "duplicate_lines": "drover.pipeline.data.filters.duplicate_lines:DuplicateLines",
     "decontamination": "drover.pipeline.data.filters.decontamination:Decontamination"})
 
 SINKS = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks:SinkSettings", {

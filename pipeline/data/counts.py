@@ -244,8 +244,8 @@ def _show(shown: dict[str, dict[str, list[Any]]], name: str, reason: str, exampl
 
 
 def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> dict[str, Any]:
-    """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages and
-    scores.
+    """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages,
+    scores and duplicate lines.
 
     Args:
         records: of finished units.
@@ -253,7 +253,8 @@ def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> dict[str
 
     Returns:
         As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages; and
-        `scores`: documents `kept` and `dropped` by the lower end of the scores' bins, for each classifier.
+        `scores`: documents `kept` and `dropped` by the lower end of the scores' bins, for each classifier; `removed`:
+        lines and bytes, for each filter of duplicate lines.
     """
     cards = [DataCard().record()]
     shown = dict[str, dict[str, list[Any]]]()
@@ -265,7 +266,7 @@ def source_card(records: Sequence[Mapping[str, Any]], examples: int) -> dict[str
     card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
     card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
     seen = {what: total({name: own[what] for name, own in record["findings"].items() if what in own}
-                        for record in records) for what in ("languages", "scores")}
+                        for record in records) for what in ("languages", "scores", "removed")}
     seen["languages"] = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS)
                          for name, counts in seen["languages"].items()}
     return {**card, "examples": shown, **{what: own for what, own in seen.items() if own}}

@@ -74,7 +74,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     rows = bytearray()
     offset = 0
     counts = {"read": 0, "empty": 0, "rejected": 0, "lost": 0, "html": 0}
-    chain = Chain(payload.get("filters", ()))
+    chain = Chain(payload.get("filters", ()), folder, payload.get("made"))
     card = DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     inputs = list[dict[str, Any]]()

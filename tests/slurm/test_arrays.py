@@ -50,6 +50,7 @@ def test_elements_over_dirty_files_give_the_bytes_of_one_process(cluster, tmp_pa
         assert ours.outputs == theirs.outputs, story
         assert {**ours.counts, SPEED: 0} == {**theirs.counts, SPEED: 0}
     counts = read_manifest(one / "shard").counts
+    assert counts["filters"]["duplicate_lines"]["changed"] and counts["dropped"].pop("duplicate_lines") == 0
     assert all(counts["dropped"].values()) and counts["validation"] and counts["rejected"], "every pass had work"
 
 

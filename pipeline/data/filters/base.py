@@ -37,7 +37,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,9 @@ class Filter(Kind):
         Raises:
             UserError: a file is not there or cannot be used.
         """
+
+    def take(self, files: Sequence[Path]) -> None:
+        """Read what passes before the reading made for it; only called if there were some."""
 
     def findings(self) -> dict[str, Any]:
         """What it has counted in the documents so far: numbers, or dictionaries of them."""
@@ -134,6 +137,7 @@ class Chain:
 
     Args:
         items: filters as a configuration has them, or as their settings were dumped.
+        folder, made: of the stage, and files in it that earlier passes made, by name of the filter.
 
     Attributes:
         counts: for each filter by name: `documents` and `bytes` (of UTF-8) that it dropped, `reasons` (how many
@@ -143,11 +147,14 @@ class Chain:
         UserError: a filter cannot be opened.
     """
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[Any], folder: Path = Path(), made: Mapping[str, Sequence[str]] | None = None
+                 ) -> None:
         self.filters: list[Filter] = FILTERS.made([FILTERS.read(item) for item in items])
         self.counts = no_counts(self.filters)
         for own in self.filters:
             own.open()
+            if files := (made or {}).get(name_of(own)):
+                own.take([folder / path for path in files])
 
     def __call__(self, document: Document, member: bytes) -> tuple[Document, bytes] | Dropped:
         """What becomes of a document that has text, whose JSON is `member`.

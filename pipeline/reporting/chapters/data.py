@@ -89,6 +89,10 @@ def _sources(counts: Record) -> Iterator[Block]:
         "documents by language": "{languages}"}, flat(cards, "source"),
         "Documents that the filters kept, before deduplication. Changed: by a filter. Languages: of all documents that "
         "reached the filter, including dropped ones.")
+    removed = flat({source: card.get("removed", {}) for source, card in cards.items()}, "source", "filter")
+    yield Table("Duplicate lines", {"source": "{source}", "filter": "{filter}", "removed lines": "{lines:,}",
+                                    "removed text": "{bytes:B}"},
+                [own for own in removed if own["lines"]])
     scores = flat({source: card.get("scores", {}) for source, card in cards.items()}, "source", "filter", "score")
     yield Table("Scores", {"source": "{source}", "filter": "{filter}", "score from": "{score}", "kept": "{kept:,}",
                            "dropped": "{dropped:,}"}, [own for own in scores if own["kept"] or own["dropped"]],
