@@ -11,6 +11,7 @@ import io
 import json
 import math
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -70,6 +71,11 @@ def _read_metadata(path: Path) -> Metadata:
         for name in {part.relative_path for part in result.storage_data.values()}:
             if Path(name).name != name:
                 raise ValueError(f"it names {name!r}, which is not a file in its folder")
+        for name, tensor in result.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                count = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta").numel()
+                if sum(math.prod(part.sizes) for part in tensor.chunks) != count:
+                    raise ValueError(f"of {name}, parts are missing")
         return cast("Metadata", result)
     except Exception as error:  # noqa: BLE001 - a pickle may make any class fail
         raise UserError(f"{path} is not the list of a checkpoint of torch.distributed.checkpoint: {error}. Save it "
@@ -98,9 +104,7 @@ class DcpWeights(Weights):
             raise UserError(f"{path} does not state how many heads its network of {layers} layers has, nor its rotary "
                             f"embedding. Put the {HUGGING_FACE} of the same model into it, as on the Hub.")
         super().__init__(path, read_shape(path / HUGGING_FACE))
-        self._fit(sizes, self.stored_shapes, (), f"its {HUGGING_FACE}", [
-            f"of {name}, parts are missing" for name, size in sizes.items()
-            if sum(math.prod(part.sizes) for part in self._tensor(name).chunks) != math.prod(size)])
+        self._fit(sizes, self.stored_shapes, (), f"its {HUGGING_FACE}")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensor(name).properties.dtype
@@ -110,12 +114,16 @@ class DcpWeights(Weights):
 
     def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
         result = torch.full(shape, torch.nan, dtype=self.dtype(name))  # what no part has is refused
-        for chunk in self._tensor(name).chunks:
-            place, inside = overlap(offset, shape, chunk.offsets, chunk.sizes)
-            target = result[place]
-            if target.numel():
-                target.copy_(self._part(name, chunk.offsets, chunk.sizes)[tuple(
-                    slice(start, start + size) for start, size in zip(inside, target.shape, strict=True))])
+        try:
+            for chunk in self._tensor(name).chunks:
+                place, inside = overlap(offset, shape, chunk.offsets, chunk.sizes)
+                target = result[place]
+                if target.numel():
+                    target.copy_(self._part(name, chunk.offsets, chunk.sizes)[tuple(
+                        slice(start, start + size) for start, size in zip(inside, target.shape, strict=True))])
+        except Exception as error:  # a damaged file may make torch fail in any way
+            raise UserError(f"{name} in {self.path} cannot be read: {' '.join(str(error).split())[:200]}. Save the "
+                            f"checkpoint again.") from error
         return result
 
     def close(self) -> None:
@@ -123,19 +131,19 @@ class DcpWeights(Weights):
 
     def _load(self, name: str, offsets: torch.Size, sizes: torch.Size) -> Tensor:
         """A part of a tensor."""
-        try:
-            place = self._listed.storage_data[MetadataIndex(self._names[name], offsets)]
-            if getattr(place, "transform_descriptors", None):
-                raise ValueError("it is compressed")
-            with opened(self.path / place.relative_path) as file:
-                file.seek(place.offset)
-                part = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-            if (part.dtype, part.shape) != (self.dtype(name), sizes):
-                raise ValueError(f"a part of it is {part.dtype} of {list(part.shape)}")
-            return cast("Tensor", part)
-        except Exception as error:  # a damaged file may make torch fail in any way
-            raise UserError(f"{name} in {self.path} cannot be read: {' '.join(str(error).split())[:200]}. Save the "
-                            f"checkpoint again.") from error
+        place = self._listed.storage_data[MetadataIndex(self._names[name], offsets)]
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError("it is compressed")
+        with opened(self.path / place.relative_path) as file:
+            file.seek(place.offset)
+            data = io.BytesIO(file.read(place.length))
+        if zipfile.ZipFile(data).testzip():  # torch does not compare the checksums
+            raise ValueError("its checksum does not match its content")
+        data.seek(0)
+        part = torch.load(data, map_location="cpu", weights_only=True)
+        if (part.dtype, part.shape) != (self.dtype(name), sizes):
+            raise ValueError(f"a part of it is {part.dtype} of {list(part.shape)}")
+        return cast("Tensor", part)
 
 
 def _our_name(name: str) -> str:

@@ -152,9 +152,12 @@ def test_what_is_no_such_checkpoint_is_refused_and_not_executed(saved, tmp_path)
     (saved / ".metadata").write_bytes(whole[:-9])
     refused(UserError, "is not the list of a checkpoint", open_weights, saved)
     (saved / ".metadata").write_bytes(whole)
-    (saved / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes()[:5000])
-    with open_weights(saved) as weights:
-        refused(UserError, "cannot be read", weights.read, "output.weight")
+    values = opinionated(SHAPE).output.weight.detach().numpy().tobytes()
+    data = (saved / "__0_0.distcp").read_bytes()
+    for damaged, message in ((data[:5000], "cannot be read"), (data.replace(values, values[::-1]), "its checksum")):
+        (saved / "__0_0.distcp").write_bytes(damaged)
+        with open_weights(saved) as weights:
+            refused(UserError, message, weights.read, "output.weight")
     (saved / "config.json").unlink()
     refused(UserError, "how many heads its network of 2 layers has", open_weights, saved)
 
