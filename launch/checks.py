@@ -25,7 +25,7 @@ from drover.pipeline.contract.stages import STAGES, before, follows_training
 from drover.pipeline.core.console import counted, first, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed, meant, refusals
 from drover.pipeline.data.readers import absent_columns
-from drover.pipeline.records.checkpoints import complete_checkpoints, valid_marker
+from drover.pipeline.records.checkpoints import complete_checkpoints, refuse_shorter, valid_marker
 from drover.pipeline.storage.model_hub import hub_folder, names_the_hub
 from drover.pipeline.storage.store import Store, preflight
 
@@ -270,8 +270,8 @@ def _refuse_other_weights(run: Run, path: str) -> None:
 
 
 def _refuse_plan(run: Run, *, forced: bool) -> None:
-    """Refuse, before the job waits in a queue, phases that change what is already trained, and sources that would be
-    read too often. The latter are known once encode has counted the tokens."""
+    """Refuse, before the job waits in a queue, phases that change what is already trained, an end before the newest
+    checkpoint, and sources that would be read too often. The latter are known once encode has counted the tokens."""
     train = run.config.train
     if (consumption := planned_consumption(run)) is not None and train.packing == "concatenate":
         from drover.pipeline.data.sampling.consumption import excesses
@@ -283,4 +283,5 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
                 from drover.pipeline.training.checkpoints import changed_future  # imports torch
                 for text in changed_future(path, marker.progress, PhasePlan.of(train)):
                     say("note", f"plan changed after step {marker.progress.step}: {text}")
+            refuse_shorter(marker.progress.step, train.steps)
             break

@@ -67,6 +67,13 @@ def complete_checkpoints(train: Path) -> list[Path]:
     return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
 
 
+def refuse_shorter(step: int, steps: int) -> None:
+    """UserError if training has done more than the configured steps."""
+    if step > steps:
+        raise UserError(f"This run is at step {step} already, beyond train.steps {steps}. Set train.steps to at least "
+                        f"{step}, or use name=<another>.")
+
+
 class MarkedConfig(TypedDict, total=False):
     """Sections of the configuration that made a checkpoint."""
 

@@ -299,10 +299,6 @@ class Loop:
 
     def _finish(self) -> None:
         """Verify the last checkpoint once more, and write the manifest."""
-        if self.progress.step > self.config.train.steps:
-            raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
-                            f"{self.config.train.steps}. Set train.steps to at least {self.progress.step}, or use "
-                            f"name=<another>.")
         if self.guards.skipped_total >= self.progress.step:
             raise UserError(f"All {self.progress.step} updates were skipped, so nothing was learned. The reasons are "
                             f"in {self.work.folder / 'events.jsonl'}. Fix the cause, and start again with --force.")

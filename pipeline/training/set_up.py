@@ -34,7 +34,7 @@ from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
 from drover.pipeline.parallel.ranks import Ranks, start_ranks
 from drover.pipeline.parallel.stages import stage_layers
-from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
+from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress, refuse_shorter
 from drover.pipeline.records.hangs import write_places
 from drover.pipeline.records.metrics import OTHER_ORDER, TrainingRecords, no_longer_left_out
 from drover.pipeline.records.weight_files import keep_settings
@@ -133,6 +133,7 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
             lambda: (newest and changed_future(*newest, plan)) or records.newly_accepted(work.accepted))
         with paused():  # the rest of an epoch may have to be packed
             guards = GuardRunner(work, ranks, data, say)
+        refuse_shorter(newest[1].step if newest else 0, train.steps)
         progress = _continued(newest, work, guards, plan_changes)
         if newest is not None:
             say(f"continuing after step {progress.step} ({progress.samples:,} samples used) from {newest[0].name}")

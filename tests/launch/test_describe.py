@@ -152,3 +152,11 @@ def test_the_disk_of_checkpoints(tmp_path):
     [(name, size)] = disk(config, jobs).parts.items()
     parameters = shape_of(config).parameter_count
     assert name == "up to 7 checkpoints" and size == 7 * 12 * parameters
+
+
+def test_an_end_before_the_newest_checkpoint_is_refused_before_the_job_queues(tmp_path):
+    shorter = run_of(tmp_path, phases=[], steps=6)
+    write_json(shorter.folder / "train/checkpoints/step-00000008/COMPLETE.json", {
+        "format": 2, "progress": vars(TrainingProgress(step=8)), "files": []})
+    refused(UserError, "This run is at step 8 already, beyond train.steps 6", _refuse_plan, shorter, forced=False)
+    _refuse_plan(shorter, forced=True)
