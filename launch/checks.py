@@ -20,8 +20,8 @@ from drover.pipeline.config.checks import absent_attention, absent_packages, pro
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.section import blocked
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES, before, follows_training
+from drover.pipeline.contract.run import Run, acceptable
+from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.core.console import counted, first, readable, say
 from drover.pipeline.core.errors import UserError, all_problems, listed, meant, refusals
 from drover.pipeline.data.readers import absent_columns
@@ -149,9 +149,10 @@ def say_absent(run: Run, jobs: list[Job]) -> None:
 
 def refuse_changed(run: Run, job: Job, options: Options) -> None:
     """Refuse a stage with changed inputs or settings, unless the request says what to do about it."""
-    if job.forced or job.state.kind != "changed" or (options.accept_changes and follows_training(job.stage)):
+    changes = job.state.differences
+    if job.forced or job.state.kind != "changed" or (options.accept_changes and acceptable(job.stage, changes)):
         return
-    refusal = run.refusal(job.stage, job.state.differences)
+    refusal = run.refusal(job.stage, changes)
     later = {stage for stage in STAGES if stage == job.stage or job.stage in before([stage])}
     if len(later) > 1:
         refusal = UserError(f"{refusal}\n--force rebuilds every requested stage; {_named(later)} --force rebuilds "

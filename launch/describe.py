@@ -17,7 +17,7 @@ from drover.pipeline.config.checks import network, rank_problems
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.phases import BatchPlan, PhasePlan
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.run import Run, acceptable
 from drover.pipeline.core.console import counted, draw, duration, first, readable, table
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problems_of
@@ -49,8 +49,11 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
     draw("", table([headings, *(_row(job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        continues = train.state.kind in ("resumable", "changed") and not train.forced
-        draw("", *training_facts(run.config, train), *continued_from(run)[:continues], *consumption_lines(run))
+        state = train.state
+        continues = not train.forced and (state.kind == "resumable" or (
+            state.kind == "changed" and options.accept_changes and acceptable("train", state.differences)))
+        draw("", *training_facts(run.config, train), *(continued_from(run) if continues else ()),
+             *consumption_lines(run))
         if counts := train.node_counts[1:]:
             draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
@@ -110,8 +113,11 @@ def continued_from(run: Run) -> list[str]:
     """After which step training would continue, if all files of a checkpoint have their sizes; else []."""
     for path in reversed(complete_checkpoints(run.own_folder("train"))):
         if (marker := valid_marker(path)) and not any(problems_of(path, marker.files)):
+            batch = run.config.train.batch_tokens
+            other = marker.config.get("train", {}).get("batch_tokens", batch) != batch
             return [f"start     after step {step_of(path):,}, if its checkpoint is valid (sizes are compared here, "
-                    f"hashes by `drover verify {run.folder}`)"]
+                    f"hashes by `drover verify {run.folder}`)",
+                    *["          its steps had another batch; length and data count all steps with this one"] * other]
     return []
 
 

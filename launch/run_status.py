@@ -23,7 +23,7 @@ from drover.launch.slurm.scheduler import EXPECTED, LAST, UNKNOWN, JobInfo, is_s
 from drover.pipeline.config.loading import OF_A_STAGE, read_without_plugins
 from drover.pipeline.contract.manifest import STARTED, Manifest, read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.stages import STAGES, follows_training
 from drover.pipeline.contract.state import PROGRESS, STOP, Progress, read_state
 from drover.pipeline.core.console import duration
 from drover.pipeline.core.errors import UserError
@@ -33,7 +33,8 @@ from drover.pipeline.records.metrics import RunFacts, Start
 Value = TypeVar("Value")
 Jobs = Mapping[str, JobInfo] | None
 """Slurm's answers by job id; None: it does not answer."""
-State = Literal["running", "ending", "failed", "stopped", "waiting", "to do", "done", "reused"]
+State = Literal["running", "ending", "failed", "stopped", "waiting", "outdated", "to do", "done",
+                "reused"]
 """docs/slurm.md explains them. The current stage of a run is the one whose state comes first here."""
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states come from the run's files and may be old"
@@ -69,7 +70,6 @@ class StageFiles:
             self.damaged = str(error)
         submitted = chain.submitted if chain and self.jobs else ""
         state = read_state(own)
-        self.attempt = state.attempt if state else 0
         self.last = state if state and state.status != "done" and state.at >= submitted else None
         self.ids = [job.id for job in self.jobs] or ([self.last.job] if self.last and self.last.job else [])
         self.due = self.manifest is None or _when(self.manifest.finished) < _when(submitted)
@@ -174,7 +174,9 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
         return RunStatus(run, rows, current, remarks, None)
     if current.state in FINISHED and not partial:
         return RunStatus(run, rows, (requested or rows)[-1], remarks, "done")
-    return RunStatus(run, rows, current, [*remarks, f"to continue: {continue_command(run)}"], "failed")
+    rebuilt = current.state == "outdated" and current.stage in STAGES and follows_training(current.stage)
+    accepting = " --accept-changes" * rebuilt  # the refusal of a data stage names the ways to continue
+    return RunStatus(run, rows, current, [*remarks, f"to continue: {continue_command(run)}{accepting}"], "failed")
 
 
 def continue_command(run: RunFiles) -> str:
@@ -200,8 +202,8 @@ def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bo
         remarks.append(f"a request to stop training is pending ({run.stop or 'no reason given'}): it saves and ends")
     elapsed = progress = left = ""
     last, done, finished = stage.last, stage.progress, stage.manifest
-    if state == "done" and finished:  # over all starts of the submission that finished it
-        elapsed = _time(max(finished.wall_s, _when(finished.finished) - _when(finished.started)))
+    if state == "done" and finished:  # over all starts of training; of other stages, those of the submission
+        elapsed = _time(max(finished.run_s, _when(finished.finished) - _when(finished.started)))
     elif state == "running":
         elapsed = _time(info.elapsed_s or (now - _when(last.at) if last else 0))
     figures = [f"nodes {info.nodes}"] * bool(info.nodes)
@@ -213,7 +215,7 @@ def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bo
                            f"goodput {done.goodput or 0:.1%}")
         if done.left_s and state == "running" and last and done.at > last.at:  # written by this start
             left = _time(done.left_s)
-    if restarts := max(stage.attempt, info.restarts):
+    if restarts := info.restarts if done is None or done.restarts is None else done.restarts:
         figures.append(f"restarts {restarts}")
     return StageRow(stage.name, state, info.id, elapsed, progress, left, ", ".join(figures), remarks)
 
@@ -238,6 +240,8 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
             return "failed", f"{text}; remove it first: drover cancel {run.folder}"
         return "waiting", "" if info.reason in EXPECTED else text
     if stage.manifest is not None:
+        if changed := _changed_since(run.stages, name):
+            return "outdated", f"{name} was made from earlier outputs of {', '.join(dict.fromkeys(changed))}"
         return "reused" if stage.reused else "done", ""
     if last and last.status != "running":
         state: State = "failed" if last.status == "failed" else "stopped"
@@ -265,6 +269,18 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
     if last:
         return "failed", f"{name} failed: its process on {last.host} no longer exists; it was killed{logs}"
     return "stopped", f"{name} is not done, and no process works on it"
+
+
+def _changed_since(stages: Mapping[str, StageFiles], name: str) -> list[str]:
+    """Stages that were made again, or are being made again, since a finished one was made from their outputs. By the
+    manifests alone: settings and files are not compared."""
+    made = stages[name].manifest
+    result = list[str]()
+    for need, digest in made.fingerprint.get("inputs", {}).items() if made else ():
+        if before := stages.get(need):
+            other = before.manifest.digest != digest if before.manifest else before.started
+            result += _changed_since(stages, need) or [need] * other
+    return result
 
 
 def _alive(own: Path) -> bool | None:

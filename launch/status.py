@@ -53,7 +53,7 @@ HEADING = ("stage", "state", "job", "elapsed", "progress", "left")
 """Other figures of a stage follow in a line below the table."""
 NUMBERS = ("elapsed", "left")
 COLOURS = {"running": "cyan", "waiting": "cyan", "ending": "yellow", "failed": "red", "stopped": "yellow",
-           "done": "green", "reused": "green", "to do": ""}
+           "outdated": "yellow", "done": "green", "reused": "green", "to do": ""}
 
 
 def add_options(parser: Parser) -> None:

@@ -100,7 +100,7 @@ def audit(folder: Path) -> Audit:
     from drover.tools.sample_history import SampleHistory
 
     history = SampleHistory(run_in(folder))
-    starts = [event for event in history.events if event["event"] in ("start", "resume")]
+    starts = history.training_starts
     tolerance, why = _tolerance(starts)
     result = Audit(restarts=len(starts) - 1, replanned=len(history.logged) - len(history.lines), tolerance=tolerance,
                    why=why)

@@ -146,7 +146,8 @@ def add_options(parser: Parser) -> None:
     how_much = parser.add_mutually_exclusive_group()
     how_much.add_argument("--minutes", type=float, default=10.0, help="of training on this machine (default 10)")
     how_much.add_argument("--params", type=_count, metavar="N", help="parameters of the model, such as 10M")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write (default: the folder's name.yaml)")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write, whose name is the run's "
+                        "(default: the folder's name.yaml)")
 
 
 def _count(text: str) -> int:
@@ -165,7 +166,7 @@ def work(options: argparse.Namespace) -> None:
     corpus, machine = look(options.data), find_machine()
     rate = machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
     proposal = propose(corpus, rate, options.minutes, options.params)
-    name = _name(options.data)
+    name = _name(target.with_suffix(""))
     write_text(target, as_yaml(corpus, proposal, name))
     load_config(target)
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from drover.pipeline.config.checks import absent_packages
 from drover.pipeline.config.command_line import add_settings
-from drover.pipeline.config.loading import POSITIONS, load_config, refuse_impossible
+from drover.pipeline.config.loading import load_config, refuse_impossible
 from drover.pipeline.config.section import blocked, make_folder
 from drover.pipeline.contract.broadcast import Channel
 from drover.pipeline.contract.inputs import listed_files
@@ -24,15 +24,14 @@ from drover.pipeline.contract.manifest import (
     MANIFEST,
     OTHER_FILES,
     Manifest,
-    State,
     change_start,
     read_manifest,
     restore_start,
     start_or_empty,
 )
-from drover.pipeline.contract.run import Run, places
+from drover.pipeline.contract.run import Run, acceptable, places
 from drover.pipeline.contract.stage_work import DoneElsewhere, Work, begin, join, processes, set_aside
-from drover.pipeline.contract.stages import STAGES, Stage, before, follows_training
+from drover.pipeline.contract.stages import STAGES, Stage, before
 from drover.pipeline.contract.state import (
     PROGRESS,
     STATE,
@@ -381,10 +380,6 @@ def _is_followed(run: Run, name: str) -> bool:
     return False
 
 
-MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
-"""Settings that may change under a checkpoint: its weights and optimizer state stay valid."""
-
-
 def is_leader() -> bool:
     """Whether this process writes for all ranks."""
     return os.environ.get("RANK", "0") == "0"
@@ -404,7 +399,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     if state.kind == "done":
         report_done(run, name)
         return None
-    if state.kind == "changed" and not (options.accept_changes and follows_training(name)):
+    if state.kind == "changed" and not (options.accept_changes and acceptable(name, state.differences)):
         raise run.refusal(name, state.differences)
     if state.differences and state.kind != "resumable" and not STAGES[name].checkpoints:
         say(name, f"settings or input have changed: {first([str(difference) for difference in state.differences])}. It "
@@ -413,7 +408,6 @@ def prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     record = run.record(name)
     accepted = list(record.accepted) if record is not None else []
     if state.kind == "changed":
-        _refuse_other_network(state)
         accepted += map(str, state.differences)
         if isinstance(record, Manifest) and not STAGES[name].goes_on(run.config, record.counts):
             _accept(run, name, replace(record, accepted=accepted))
@@ -466,16 +460,6 @@ def clear_done(run: Run, name: str, *, locked: bool) -> None:
         if read_manifest(folder) is not None and (removed := clear(folder, manifest)):
             say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
         del held
-
-
-def _refuse_other_network(state: State) -> None:
-    """UserError if the changes of a stage with checkpoints make another network."""
-    shape = [str(difference) for difference in state.differences
-             if difference.key.startswith("config.model.") and not difference.key.startswith(MAY_CHANGE)]
-    if shape:
-        raise UserError(f"A checkpoint cannot continue as another network: {'; '.join(shape)}. Use --force to start "
-                        f"from scratch, or name=<another>. (To extend the context, only {', '.join(POSITIONS)} may "
-                        f"change.)")
 
 
 def _withdraw(run: Run, name: str) -> None:

@@ -147,6 +147,11 @@ class Manifest:
         """The `digest` of the stage's outputs."""
         return digest(self.outputs)
 
+    @property
+    def run_s(self) -> float:
+        """Seconds of the start that finished the stage; of all starts of training, which counts them."""
+        return float(self.counts.get("run_s", self.wall_s))
+
     def write(self, folder: Path) -> None:
         """Commit the stage: write the manifest atomically, after all outputs."""
         write_sealed(folder / MANIFEST, asdict(self))

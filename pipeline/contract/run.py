@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from drover.pipeline.config.kinds import imported_plugins, left_out, loaded_plugins, source_of, warn
-from drover.pipeline.config.loading import read_without_plugins
+from drover.pipeline.config.loading import POSITIONS, read_without_plugins
 from drover.pipeline.config.section import EXTERNAL, flatten, identity
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.inputs import PresentFiles, listed_files, listing_digest, look
@@ -29,7 +29,7 @@ from drover.pipeline.contract.manifest import (
     record_differences,
     stage_state,
 )
-from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
+from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before, follows_training
 from drover.pipeline.contract.workers import finished_tasks
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_results, listed
@@ -263,13 +263,31 @@ class Run:
         if len(changes) > 12:
             shown.append(f"... and {len(changes) - 12} more (drover why {stage})")
         was = "was started" if self.manifest(stage) is None else "was made"
-        accepting = "--accept-changes to continue training (its manifest records them), " * STAGES[stage].checkpoints
+        shape = _other_network(changes) if STAGES[stage].checkpoints else []
+        accepting = "" if not acceptable(stage, changes) else \
+            "--accept-changes to continue training (its manifest records them), " if STAGES[stage].checkpoints else \
+            "--accept-changes to rebuild it and what has changed after it, "
+        end = (f" A checkpoint cannot continue as another network, so --accept-changes refuses {', '.join(shape)}. (To "
+               f"extend the context, only {', '.join(POSITIONS)} may change.)") * bool(shape)
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
                 f"--force to rebuild it, {accepting}or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
         return UserError(f"The stage {stage} in {self.stage_folder(stage)} {was} with other inputs or settings, so it "
                          f"is neither used nor overwritten. Changes, old -> new:\n{listed(shown)}\n"
-                         f"Ways to continue: {ways}.")
+                         f"Ways to continue: {ways}.{end}")
+
+
+def acceptable(stage: str, changes: list[Difference]) -> bool:
+    """Whether a changed stage can be run with `--accept-changes`. Training continues, but not as another network; the
+    stages after it are rebuilt."""
+    return follows_training(stage) and not (STAGES[stage].checkpoints and _other_network(changes))
+
+
+def _other_network(changes: list[Difference]) -> list[str]:
+    """The changed settings that make another network, of which a checkpoint's weights are not."""
+    names = [change.key.removeprefix("config.") for change in changes]
+    return [name for name in names
+            if name.startswith("model.") and not name.startswith(tuple(f"model.{own}" for own in POSITIONS))]
 
 
 def run_in(folder: Path) -> Run:

@@ -175,6 +175,7 @@ class Progress:
         phase: the pass whose tasks are counted, for a data stage.
         left_s: seconds until all are done.
         loss: of the last step, for train. The file has NaN as a text, since JSON has no such number.
+        restarts: how often train was started before; None for other stages.
     """
 
     done: int
@@ -185,6 +186,7 @@ class Progress:
     loss: float | None = None
     tokens_per_s: float | None = None
     goodput: float | None = None
+    restarts: int | None = None
     at: str = field(default_factory=now)
 
 

@@ -28,7 +28,7 @@ class TrainingProgress:
     """The progress of training, apart from weights and optimizer state.
 
     step: optimizer steps done. samples: sequences used; this is the whole state of the data order. plan_sha256: hash of
-    that order. tokens, targets: trained on so far. restarts: how often training was continued. precision: of the
+    that order. tokens, targets: trained on so far. restarts: how often training was started before. precision: of the
     arithmetic. updates: optimizer updates applied, i.e. `step` less the skipped ones. guards: the history on which they
     decide. hooks: what `Hook.state` returned, by the hook's name. record: the metrics of the last step, in case a kill
     kept them from the log.

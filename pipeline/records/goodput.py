@@ -33,7 +33,7 @@ CAUSES = {
     RECOMPUTED: "steps that were done, and undone by a restart or rollback",
     HANG: "from the last step to the end of a start that hung",
     VALIDATION: "measuring validation text, and sample texts",
-    STOPPED: "between a stop on request and the next start",
+    STOPPED: "between a stop on request, or the end of training, and the next start",
     OTHER: "the step in which a start was killed, noticing that it was, writing logs",
 }
 """Causes of lost time, and their meaning."""
@@ -140,6 +140,11 @@ def goodput(facts: RunFacts) -> Goodput | None:
     return Goodput(run_began, last.train_s + sum(lost.values()), last.train_s, lost, starts, notes)
 
 
+def run_s(facts: RunFacts) -> float:
+    """Seconds of all starts of training, each to its last record."""
+    return sum(start.end - start.began for start in _starts(facts))
+
+
 def first_start(facts: RunFacts) -> float | None:
     """When training of this run first started, as `goodput` counts it; None if it has not. Seconds since 1970."""
     began = next((_seconds(event["time"]) - event["startup_s"] for event in facts.events if _is_start(event)), None)
@@ -229,7 +234,8 @@ def _between(lost: dict[str, float], actions: Sequence[Action], end: float, late
         lost[PREFLIGHT] += tried
         lost[HANG if action.event == "ended" and action.status == "hung" else cause] += passed - tried
         at = max(at, until)
-        cause = AFTER.get(action.next, QUEUE) if action.event in ("ended", KILLED) else STARTUP
+        ended = STOPPED if action.status == "done" else AFTER.get(action.next, QUEUE)
+        cause = ended if action.event in ("ended", KILLED) else STARTUP
     lost[cause] += max(0.0, later.ready - at)
 
 

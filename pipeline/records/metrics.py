@@ -129,6 +129,11 @@ class TrainingRecords:
             number > line.get("plan_changes", 0) and line["step"] > step for number, step in self._replanned)]
 
     @property
+    def training_starts(self) -> list[Event]:
+        """The events of the starts of training that came to their first step."""
+        return [event for event in self.events if event["event"] in ("start", "resume")]
+
+    @property
     def steps(self) -> list[Line]:
         """The last one of each step, in the order of the steps."""
         return [line for _, line in sorted({line["step"]: line for line in self.lines}.items())]

@@ -54,12 +54,6 @@ class Facts:
         """The counts of a stage's manifest."""
         return self.manifests[stage].counts
 
-    def run_s(self, stage: str) -> float:
-        """The seconds of the start that finished a stage; of all starts of training."""
-        if stage == "train" and self.goodput is not None:
-            return sum(max(0.0, start.end - start.began) for start in self.goodput.starts)
-        return self.manifests[stage].wall_s
-
     @property
     def validation(self) -> Record:
         """The results of evaluate on validation text; empty if there is none."""

@@ -367,7 +367,7 @@ def continued(path: Path, progress: TrainingProgress, plan: str, accepted: bool)
         raise UserError(f"{path} was trained on other token shards, sequence length, mixture or seed than are "
                         f"configured now (plan {progress.plan_sha256[:12]} -> {plan[:12]}). Use --accept-changes to "
                         f"continue with the new order, or --force to start again.")
-    return dataclasses.replace(progress, restarts=progress.restarts + 1, plan_sha256=plan)
+    return dataclasses.replace(progress, plan_sha256=plan)
 
 
 def changed_code(path: Path, code: dict[str, str]) -> str:

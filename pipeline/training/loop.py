@@ -21,8 +21,9 @@ from drover.pipeline.core.files import output_record
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.ranks import stop_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
+from drover.pipeline.records.goodput import run_s
 from drover.pipeline.records.hangs import PLACES
-from drover.pipeline.records.metrics import ROLLBACKS, Line, read_metrics
+from drover.pipeline.records.metrics import ROLLBACKS, Line, RunFacts, read_metrics
 from drover.pipeline.records.weight_files import FILE
 from drover.pipeline.training.checkpoints import AsyncSaver, load
 from drover.pipeline.training.data import DamagedTokensError, StepBatches, TokenCheck
@@ -331,7 +332,8 @@ class Loop:
         name = f"{CHECKPOINTS}/{checkpoint.name}"
         progress = self.progress
         # Lines beyond the last step were logged before train.steps was lowered: they are of no existing model.
-        metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= progress.step]
+        facts = RunFacts(self.work.run.folder)
+        metrics = [record for record in facts.steps if record["step"] <= progress.step]
         # All ranks together have just compared the marker's hashes with the files.
         outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint).files]
         paths = [checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
@@ -346,6 +348,7 @@ class Loop:
             **packing_facts(self.data), **self.guards.counters(), "device_name": self.ranks.device_name,
             "loss": metrics[-1]["loss"] if metrics else None,
             "validation_sample_bpb": metrics[-1].get("validation_sample_bpb") if metrics else None,
+            "run_s": round(run_s(facts), 3),
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True,
             scratch=[folder / PLACES])
 

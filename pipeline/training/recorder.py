@@ -150,7 +150,7 @@ class Recorder:
             done = max(1, now_at - self.plan.tokens_at(self._started_at))
             left_s = (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at)
             self._newest = Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=loss,
-                                    tokens_per_s=tokens_per_s, goodput=goodput)
+                                    tokens_per_s=tokens_per_s, goodput=goodput, restarts=after.restarts)
             self._progress.note(self._newest)
             time_left = "" if after.step == self.plan.steps else f"  ETA {duration(max(0.0, left_s))}"
             share_of_peak = f"  mfu {mfu:.1%}" if mfu else ""

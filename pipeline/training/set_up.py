@@ -134,7 +134,8 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         with paused():  # the rest of an epoch may have to be packed
             guards = GuardRunner(work, ranks, data, say)
         refuse_shorter(newest[1].step if newest else 0, train.steps)
-        progress = _continued(newest, work, guards, plan_changes)
+        progress = replace(_continued(newest, work, guards, plan_changes),
+                           restarts=ranks.by_leader(lambda: len(records.training_starts)))
         if newest is not None:
             say(f"continuing after step {progress.step} ({progress.samples:,} samples used) from {newest[0].name}")
             if ranks.is_rank_zero and (warning := changed_code(newest[0], code_hashes(STAGES["train"], config))):

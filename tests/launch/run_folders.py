@@ -37,8 +37,8 @@ class HandMade:
         """Stages with a manifest, finished `until` seconds ago."""
         for stage in stages:
             self.begun(stage)
-            Manifest(stage, {}, details.get("outputs", []), details.get("counts", {}), "", wall_s=seconds,
-                     started=ago(until + seconds), finished=ago(until)).write(self.folder / stage)
+            Manifest(stage, details.get("fingerprint", {}), details.get("outputs", []), details.get("counts", {}), "",
+                     wall_s=seconds, started=ago(until + seconds), finished=ago(until)).write(self.folder / stage)
 
     def begun(self, stage: str) -> None:
         """A stage with a start record."""

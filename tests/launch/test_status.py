@@ -14,6 +14,7 @@ from drover.launch import status as program
 from drover.launch.run_status import judge, read_run
 from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, show
+from drover.pipeline.contract.manifest import digest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import write_text
@@ -42,7 +43,8 @@ class Seen(HandMade):
         self.done("shard", "tokenizer", "encode", until=700)
         if status:
             self.state("train", status, job="16", **more)
-            self.progress("train", 320, 500, "steps", left_s=338.0, loss=4.8, tokens_per_s=11859.6, goodput=0.934)
+            self.progress("train", 320, 500, "steps", left_s=338.0, loss=4.8, tokens_per_s=11859.6, goodput=0.934,
+                          restarts=1)
         return self
 
 
@@ -178,6 +180,31 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
     assert other.states({"7": "FAILED"}) == ["reused", "reused", "to do", "failed", "to do", "to do", "to do", "done"]
 
 
+def test_what_was_made_from_earlier_outputs(run):
+    """Also through a stage that is itself outdated, and while the earlier stage is made again."""
+    old, new = ([{"path": "a", "bytes": 1, "sha256": text * 64}] for text in ("1", "2"))
+    run.done("train", outputs=old)
+    run.done("convert", outputs=old, fingerprint={"inputs": {"train": digest(old), "unknown": ""}})
+    run.done("evaluate", fingerprint={"inputs": {"convert": digest(old)}})
+    assert run.states({})[3:6] == ["done"] * 3 and run.status({}).outcome == "done"
+    run.done("train", outputs=new)
+    seen = run.status({})
+    assert [row.state for row in seen.rows[3:6]] == ["done", "outdated", "outdated"] and seen.outcome == "failed"
+    assert seen.remarks == [
+        "convert was made from earlier outputs of train", "evaluate was made from earlier outputs of train",
+        "to continue: drover run runs/demo/config.yaml --cluster local --accept-changes"]
+    (run.folder / "train/manifest.json").unlink()
+    assert run.states({})[3:6] == ["stopped", "outdated", "outdated"]
+
+
+def test_time_and_restarts_of_training_are_those_of_the_report(run):
+    run.done("train", seconds=90, counts={"run_s": 270.0})
+    run.progress("train", 500, 500, "steps", restarts=2)
+    run.state("train", "done", attempt=3)  # one start was refused
+    row = run.status({}).rows[3]
+    assert (row.elapsed, row.figures) == ("4 m 30 s", "restarts 2")
+
+
 @pytest.mark.parametrize("path, content, remark", table("""
     train/STATE.json -> {"status": "ru -> ''
     .locks/train -> process -> ''
@@ -216,7 +243,7 @@ train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
 
 def test_a_chain_that_runs(run, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")  # of no terminal: nothing is folded
-    run.training(attempt=1)
+    run.training()
     run.attempt("attempt", "train", "16", ranks=4, nodes=["n3"])
     run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")
     seen = run.status({"16": JobInfo("16", "RUNNING", "", "n[1-4]", 600), **DEPENDENTS})

@@ -99,7 +99,16 @@ def test_finished_resumable_and_changed_stages(launcher):
     launcher.done("train", "convert")
     learned = "--stage train,convert --dry-run train.lr=0.5"
     assert "train.lr" in launcher.refused(learned)
-    assert rows(launcher.accepted(learned, "--accept-changes"))["convert"].startswith("absent (waits for train)")
+    write_text(launcher.run / "train/checkpoints/step-00000010/COMPLETE.json",
+               '{"format": 2, "progress": {"step": 10}, "files": [], '
+               '"config": {"train": {"batch_tokens": 4096}}}')
+    accepted = launcher.accepted(learned, "--accept-changes")
+    assert rows(accepted)["convert"].startswith("absent (waits for train)") and "after step 10, if" in accepted
+    assert "its steps had another batch; length and data count all" in accepted
+    for settings in (learned, "--stage train --dry-run model.layers=3 --accept-changes"):
+        shown = launcher.submit(settings)
+        assert shown.returncode == 2 and "after step 10" not in shown.stdout, "no way leads there"
+    assert "continue as another network, so --accept-changes refuses model.layers" in shown.stderr
 
 
 @pytest.mark.parametrize("arguments, message", [("", "No stage is given"), *table("""

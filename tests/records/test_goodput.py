@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from drover.pipeline.records.goodput import CAUSES, first_start, goodput
+from drover.pipeline.records.goodput import CAUSES, first_start, goodput, run_s
 from drover.pipeline.records.metrics import RunFacts
 from tests.conftest import run_stage
 from tests.records.recorded_time import Recorded
@@ -56,6 +56,9 @@ KILLED = "start 20; steps 8 {0}; save 0; steps 4 {0}; wait 503; start 30 step=8;
     # A node that is lost takes the launcher along: the next job's first word ends the wait.
     ("launcher job job=7; start 20 job=7; steps 3; wait 200; launcher job job=7; start 20 step=2 job=7; steps 1", 30,
      {"queue": 200, "start-up": 40, "recomputed steps": 10}, ["ended without a record", ""]),
+    # Finished, and continued later with more steps: nobody was waiting.
+    ("launcher attempt; start 20; steps 3; end finish; launcher ended status=done next=leave; wait 500; launcher "
+     "attempt; start 20 step=3; steps 1; end finish", 40, {"start-up": 40, "stopped": 500}, ["finished", "finished"]),
     # A local hang is told by what its ranks wrote.
     ("start 20; steps 3; hang 60; wait 40; start 20 step=3; steps 1; end finish", 40,
      {"start-up": 40, "hang": 60, "stopped": 40}, ["hung", "finished"]),
@@ -67,6 +70,11 @@ def test_planted_times_are_found_again(run, script, effective_s, lost, ends):
     assert (parts(result), result.effective_s) == (lost, effective_s) and not result.notes
     assert result.share == pytest.approx(effective_s / (effective_s + sum(lost.values())))
     assert [start.why for start in result.starts] == ends and result.started == first_start(RunFacts(run.folder))
+
+
+def test_all_starts_count_as_run_time_and_nothing_between_them(run):
+    facts = RunFacts(run.play("start 20; steps 3; wait 503; start 30 step=2; steps 1; end finish").folder)
+    assert run_s(facts) == pytest.approx(20 + 30 + 30 + 10) and len(facts.training_starts) == 2
 
 
 def test_clocks_that_differ_are_noted(run):

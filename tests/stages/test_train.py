@@ -104,7 +104,11 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
     result = audit(train_folder(interrupted).parent)
     assert result.replanned == 2 and result.faults == [
         "after step 8 samples come in another order than before: a sequence may come again, or never"]
-    assert manifest_of(interrupted).accepted == [
+    manifest = manifest_of(interrupted)
+    starts = goodput(RunFacts(train_folder(interrupted).parent)).starts
+    assert manifest.counts["restarts"] == 2 == len(starts) - 1, "the killed one saved nothing"
+    assert manifest.run_s == pytest.approx(sum(start.end - start.began for start in starts), abs=5)
+    assert manifest.accepted == [
         "seed: 0 -> 5", "train.lr: 0.01 -> 0.02", 'train.precision: "fp64" -> "auto"']
 
 

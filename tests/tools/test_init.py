@@ -236,6 +236,7 @@ def test_of_very_many_files_the_same_share_of_each_ending_is_looked_into(notes, 
     first = [*opened]
     assert main([str(notes), "--to", "b.yaml"]) == 0 and opened == first * 2 and len(first) < 87
     assert f"looked into {len(first)} of 88 files, the same ones each time" in output
+    assert load_config("b.yaml").name == "b" and "drover chat a --interactive" in output, "each has a run of its own"
     assert load_config("a.yaml").shard.max_rejected_share == 0.01 and len(input_files(load_config("a.yaml"))) >= 86
 
 

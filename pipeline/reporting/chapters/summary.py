@@ -59,8 +59,8 @@ def tiles(facts: Facts) -> Iterator[Tile]:
     known = {**counts, "most_epochs": max(epochs, default=None),
              "total": facts.validation.get("overall"), "model": facts.results.get("model"),
              "speed": median(speeds) if speeds else None, "goodput": facts.goodput and facts.goodput.share,
-             "run_s": sum(facts.run_s(name) for name in facts.manifests if name not in facts.reused),
-             "train_s": facts.run_s("train")}
+             "run_s": sum(own.run_s for name, own in facts.manifests.items() if name not in facts.reused),
+             "train_s": facts.manifests["train"].run_s}
     for label, figure, note in TILES:
         if (text := filled(figure, known)) != NONE:
             yield Tile(label, text, filled(note, known))
@@ -88,7 +88,7 @@ def provenance(facts: Facts) -> Iterator[Block]:
     rows = []
     for name, manifest in facts.manifests.items():
         commit = str(manifest.git.get("commit") or NONE)[:10] + " + changes" * bool(manifest.git.get("changed"))
-        rows.append({**vars(manifest), "run_s": facts.run_s(name), "time": manifest.finished.replace("T", " ")[:19],
+        rows.append({**vars(manifest), "run_s": manifest.run_s, "time": manifest.finished.replace("T", " ")[:19],
                      "size": sum(record["bytes"] for record in manifest.outputs), "commit": commit,
                      "reused": facts.reused.get(name)})
     yield Table("Stages", {

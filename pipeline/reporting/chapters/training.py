@@ -55,7 +55,7 @@ def training(facts: Facts) -> Iterator[Block]:
     """The chapter: a summary, curves over the steps, figures, and events."""
     plan = PhasePlan.of(facts.config.train)
     phases = "; ".join(map(str, plan.phases)) if plan.declared else str(plan.phases[0]).partition(": ")[2]
-    yield filled("{steps:,} steps in {precision}, ranks: {ranks:,}, engine: {engine}. Planned: {plan}.",
+    yield filled("{steps:,} steps in {precision}, ranks: {ranks:,}, engine: {engine}. The last settings plan {plan}.",
                  {**facts.counts("train"), "plan": phases})
     if facts.validation and facts.config.train.validation_every is not None:
         yield filled(SAMPLE, {**facts.validation, "sample": facts.config.train.validation_tokens})
