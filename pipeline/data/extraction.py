@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,13 +47,16 @@ class Waiting:
 class Extraction:
     """The process that takes text out of pages, started for the first of them.
 
+    fields: where it is counted in how many documents each meta field is that is found in pages.
+
     Raises:
         UserError: the process was ended by something else than a page.
     """
 
-    def __init__(self, extractor: str, limit: Limit) -> None:
+    def __init__(self, extractor: str, limit: Limit, fields: Counter[str]) -> None:
         self._extractor = extractor
         self._limit = limit
+        self._fields = fields
         self._process: subprocess.Popen[bytes] | None = None
         self._sent = deque[Waiting]()
         self._is_new = True
@@ -98,7 +101,10 @@ class Extraction:
             reason = self._limit.reason
         if reason is not None:
             return replace(item.rejection, reason=reason)
-        document = replace(item.document, text=answer["text"], meta={**answer["meta"], **item.document.meta})
+        given = item.document.meta
+        self._fields.update(answer["meta"].keys() - given.keys())
+        meta = {**given, **answer["meta"], **{name: value for name, value in given.items() if value is not None}}
+        document = replace(item.document, text=answer["text"], meta=meta)
         return document, to_json(document)
 
     def _send(self) -> None:

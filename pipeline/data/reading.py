@@ -145,7 +145,7 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
     source: Source = TypeAdapter(Source).validate_python(payload["source"])
     limit = Limit(payload["max_document_mb"])
     fields = Counter() if fields is None else fields
-    with Extraction(getattr(source, "extractor", ""), limit) as extraction:
+    with Extraction(getattr(source, "extractor", ""), limit, fields) as extraction:
         yield from _documents(source, payload, seen, limit, fields, extraction)
 
 
@@ -216,6 +216,7 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
     where = place_in(name, place)
     none = Rejection(source.name, name, place, "", lost_bytes=0 if file is None else file.current()[0])
     if isinstance(record, Page):
+        fields.update(record.meta.keys())
         return Waiting(Document("", source.name, where, record.meta), record, none)
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):

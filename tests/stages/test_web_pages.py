@@ -26,7 +26,8 @@ def crawl(tmp_path):
         (folder / f"{number}.warc.gz").write_bytes(archive(*pages, *OTHERS))
         (folder / f"{number}.html").write_text(f"<p>file {number}</p>")
     write_jsonl(folder / "a.jsonl", [{"text": f"<p>record {number}</p>"} for number in range(70)])
-    return write_config(tmp_path, [files_source("web", folder / "*", html="fields")], shard_mb=0.001,
+    source = files_source("web", folder / "*", html="fields", meta_fields=["url", "title"])
+    return write_config(tmp_path, [source], shard_mb=0.001,
                         validation_share=0.2)
 
 
@@ -36,6 +37,7 @@ def test_every_record_is_accounted_for(crawl, capsys):
     assert counts["sources"]["web"]["passed_over"] == {
         "of type request": 3 * 72, "of type warcinfo": 3, "with HTTP status 404": 3,
         "with content of type image/png": 3}
+    assert counts["cards"]["web"]["fields"] == {"url": {"in": 210, "of": 283}, "title": {"in": 210, "of": 283}}
     line = "of 435 records of WARC files 210 are pages; passed over are 216 of type request, 3 of type warcinfo"
     assert line in capsys.readouterr().out and any(line in own for own in counts["remarks"]["web"])
 

@@ -4,16 +4,19 @@ themselves."""
 import os
 import signal
 import sys
+from collections import Counter
 
 import pytest
 import trafilatura
 from resiliparse.extract.html2text import extract_plain_text
 
+from drover.pipeline.config.data import HubSource
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import extraction
 from drover.pipeline.data.documents import Document, Limit, Page, Rejection
 from drover.pipeline.data.extraction import Extraction, Waiting
-from tests.data.source_files import files_source, read, texts, write_jsonl
+from drover.pipeline.data.reading import unit_documents
+from tests.data.source_files import files_source, payload_of, read, separated, texts, write_jsonl
 from tests.refusal import refused
 
 PROSE = "<p>The bridge was closed for repairs, and the ferry took everyone across the river until the spring.</p>" * 4
@@ -51,6 +54,25 @@ def test_texts_are_those_of_the_library(tmp_path, form, extractor):
                         trafilatura.extract(page, favor_precision=True, include_comments=False) or ""), name
     assert [own.meta for own in documents if "news" in own.id] == [{"title": "The bridge", "language": "en-GB"}]
     assert "The bridge was closed" in "".join(texts(documents))
+
+
+def test_what_a_page_says_fills_the_fields_that_a_record_lacks(tmp_path):
+    page = "<html lang=en><title>Own</title><p>words"
+    write_jsonl(tmp_path / "a.jsonl", [{"text": page, "title": title, "url": "u"} for title in ("Given", None)])
+    fields = Counter()
+    documents, _ = separated(unit_documents(payload_of(tmp_path / "a.jsonl", html="fields",
+                                                       meta_fields=["title", "url"]), fields=fields))
+    assert [own.meta for own in documents] == [{"title": title, "url": "u", "language": "en"}
+                                               for title in ("Given", "Own")]
+    assert fields == {"title": 2, "url": 2, "language": 2}
+
+
+def test_a_column_of_a_data_set_is_extracted(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": f"<p>{number}<b>bold"} for number in range(3)])
+    source = {"kind": "hf", "name": "h", "dataset": str(tmp_path)}
+    for html, end in (("pages", "<b>bold"), ("fields", "bold")):
+        documents, _ = read(HubSource(**source, html=html))
+        assert [own.text.removeprefix("<p>") for own in documents] == [f"{number}{end}" for number in range(3)]
 
 
 @pytest.mark.parametrize(("encoding", "meta"), [
@@ -106,7 +128,7 @@ def texts_of(monkeypatch):
 
     def texts_of(*pages):
         none = Rejection("s", "f", None, "")
-        with Extraction("", Limit(1.0)) as process:
+        with Extraction("", Limit(1.0), Counter()) as process:
             return [own.reason if isinstance(own, Rejection) else own[0].text for own in process.documents(
                 iter([Waiting(Document("", "s", "f", {}), Page(page, "text"), none) for page in pages]))]
     return texts_of
