@@ -32,18 +32,19 @@ class ConvertConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Stage 6: validation bits per byte, tasks, continuations."""
+    """Stage 6: validation bits per byte, tasks, continuations. If you change a setting, the same command measures again
+    what depends on it, and keeps the other results."""
 
     validation_tokens: PositiveInt | None = 4_194_304
     """Validation tokens to measure per source; null: all. Whole documents are taken in the order of their keys, which
     are hashes. Runs on the same text shards and vocabulary therefore measure the same documents. Results state how many
-    of how many were measured. If you change it, only this part is measured again."""
+    of how many were measured."""
     sequence_length: PositiveInt | None = None
     """Tokens per window of validation text; null: the model's context_length. Give the training length if that is
     shorter."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which the model is evaluated. bfloat16 halves the memory; bits per byte change in about the fourth
-    decimal. A change of this setting therefore makes the results stale."""
+    decimal."""
     compressed_mb: PositiveFloat = added(64.0)
     """Validation text in MB that gzip and xz compress for comparison, of all sources together. The first whole
     documents of each are taken. Before them they get as much training text, at most their windows: xz 64 MB from all

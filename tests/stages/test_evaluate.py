@@ -69,13 +69,19 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
 
 
 def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copied, tmp_path):
-    """Another amount costs the figures of validation text only, and is asked for without --force."""
+    """Another amount costs the figures of validation text only, and is asked for without --force; so are other
+    settings, each of which costs what it decides."""
     limit, folder = 200, tmp_path / "copy/evaluate"
     run("evaluate", *copied, "evaluate.validation_tokens=null")
     assert read_json(folder / "results.json") == evaluated[1], "the default takes all of so little"
     output = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001").out
     assert kept_parts(output, "validation text", "baselines", "task words", "continuations") == [
         "measured", "measured", "kept", "kept"]
+    output = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001",
+                 "evaluate.task_limit=5", "evaluate.prompt_tokens=5").out
+    assert "changed: evaluate.task_limit: absent -> 5" in output
+    assert kept_parts(output, "validation text", "baselines", "task words", "continuations") == [
+        "kept", "kept", "measured", "measured"]
     results = read_json(folder / "results.json")["validation"]
     assert "{documents} of {of_documents} validation documents ({tokens} of".format(**results["overall"]) in output
     for source, entry in results["sources"].items():
