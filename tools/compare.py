@@ -36,9 +36,9 @@ from drover.pipeline.core.console import (
     table,
     watch_of,
 )
-from drover.pipeline.core.errors import UserError, require
+from drover.pipeline.core.errors import UserError, listed, require
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
-from drover.pipeline.evaluation.open_model import open_model, run_of
+from drover.pipeline.evaluation.open_model import open_model, run_of, tokenizer_of
 from drover.pipeline.evaluation.scores import Item, scored
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.records.weight_files import weights_folder
@@ -86,6 +86,8 @@ def work(options: argparse.Namespace) -> None:
     if not options.tasks and options.validation is None:
         raise UserError("There is nothing to measure: give --tasks, --validation or both.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
+    if problems := [problem for task in tasks for problem in task.problems()]:
+        raise UserError(listed(problems))
     validation = None if options.validation is None else run_in(options.validation)
     if len(options.models) < 2 or len(set(options.models)) < len(options.models):
         raise UserError(f"A comparison takes two or more models, each once; these are "
@@ -94,8 +96,8 @@ def work(options: argparse.Namespace) -> None:
     from drover.pipeline.formats.weights import open_weights
 
     for path in paths.values():
-        with open_weights(path):
-            pass  # all are looked at before one is measured
+        with open_weights(path) as weights:
+            tokenizer_of(path, weights)  # all are looked at before one is measured
     require("a comparison", "lm_eval")
     import torch
 

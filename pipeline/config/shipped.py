@@ -51,6 +51,7 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
               "external_code": "drover.pipeline.records.weight_files:training_code"},
     "convert": {"due": "drover.pipeline.storage.mirror:due", "problems": "drover.pipeline.convert:problems"},
     "evaluate": {"files": "drover.pipeline.evaluation.tasks:input_files",
+                 "problems": "drover.pipeline.evaluation.tasks:problems",
                  "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}
 """Functions of stages that the contract calls (`drover.pipeline.contract.stages.Stage.functions`)."""
 

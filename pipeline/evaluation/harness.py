@@ -34,7 +34,7 @@ from drover.model.devices import exact
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.stream import stream
 from drover.pipeline.core.console import Watch
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import named_in_errors
 from drover.pipeline.evaluation.items import BITS, TaskResult, item_results, shown_name
 from drover.pipeline.evaluation.open_model import OpenedModel, eos_ids, hugging_face_tokenizer, readable_bytes
@@ -198,6 +198,8 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
     name = task_file.name
     truncated = model.truncated
     with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder:
+        if problems := [*task_file.problems()]:
+            raise UserError(listed(problems))
         try:
             task = _load(task_file, Path(folder))
         except Exception as error:

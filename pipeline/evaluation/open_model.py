@@ -89,7 +89,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, *, tokenize
     from drover.pipeline.formats.weights import open_weights
 
     with open_weights(path) as weights:
-        tokenizer = tokenizer or _tokenizer(path, weights)
+        tokenizer = tokenizer or tokenizer_of(path, weights)
         vocabulary = weights.config.vocab_size or 0
         if vocabulary < tokenizer.used:
             raise UserError(f"The model in {weights.path} knows {vocabulary} ids, but its tokenizer has "
@@ -110,7 +110,8 @@ def run_of(path: Path) -> Run | None:
     return None
 
 
-def _tokenizer(path: Path, weights: Weights) -> Tokenizer:
+def tokenizer_of(path: Path, weights: Weights) -> Tokenizer:
+    """The tokenizer of a model that `path` names; UserError if there is none."""
     from drover.pipeline.tokenization.conversion import open_tokenizer
     from drover.pipeline.tokenization.tokenizer import load_tokenizer
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.evaluation.items import TaskResult
 from drover.pipeline.evaluation.scores import Measurement, Score
@@ -132,8 +133,8 @@ def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
     """Warnings about task scores."""
     for name, task in tasks.items():
         if count := task["items_without_right_choice"]:
-            yield (f"{name}: {count:,} items have a target that is not among their choices; lm-evaluation-harness "
-                   f"counts them as wrong")
+            yield (f"{name}: in {counted(count, 'item')} the target is neither the number of a choice, from 0, nor the "
+                   f"text of one; lm-evaluation-harness counts that as wrong")
         for metric, reason in task["without_value"].items():
             yield f"{name}: {metric} has no value: {reason.rstrip('.')}"
         if count := task["contexts_truncated"]:

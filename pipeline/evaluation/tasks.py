@@ -10,19 +10,28 @@ from __future__ import annotations
 import glob
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from drover.pipeline.config.loading import read_task
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import REPOSITORY, UserError, meant
+from drover.pipeline.core.files import bounded_lines, opened, parsed_json, typed
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
+
+
+FIELDS = ("doc_to_text", "doc_to_choice", "doc_to_target")
+SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
 class _Loader(yaml.SafeLoader):
@@ -82,6 +91,66 @@ class TaskFile:
                                *(Path(path) for split in self.data_files.values() for path in split)])
         return [(f"{self.name}/{path.relative_to(home) if path.is_relative_to(home) else path.name}", path)
                 for path in paths]
+
+    def problems(self) -> Iterator[str]:
+        """What the harness would fail at, or would score as it is not meant: a split without data, an unknown metric,
+        lines of .jsonl files that are no items. A sentence each."""
+        splits = self.data_files
+        for key in SPLITS:
+            if (split := self.settings.get(key)) is not None and split not in splits:
+                yield f"{self.path}: {key} is {split}, but data_files has {', '.join(splits)}. Write one of these."
+        yield from self._unknown_metrics()
+        for path in dict.fromkeys(Path(path) for paths in splits.values() for path in paths):
+            if path.suffix == ".jsonl" and path.is_file():
+                yield from self._line_problems(path)
+
+    def _unknown_metrics(self) -> Iterator[str]:
+        if "process_results" in self.settings or find_spec("lm_eval") is None:
+            return  # the task's own code names them, or nothing here knows them
+        import lm_eval.api.metrics  # noqa: F401 - it registers them
+        from lm_eval.api.registry import metric_registry
+
+        for entry in self.settings.get("metric_list") or []:
+            name = entry["metric"]
+            if isinstance(name, str) and name not in metric_registry:
+                yield (f"{self.path}: metric_list names {name}, which lm-evaluation-harness does not have; "
+                       f"{meant(name, metric_registry)} It has {', '.join(sorted(metric_registry))}.")
+
+    def _line_problems(self, path: Path) -> Iterator[str]:
+        items = dict[int, Mapping[str, Any]]()
+        bad = list[str]()
+        with opened(path) as file:
+            for number, line in enumerate(bounded_lines(file), 1):
+                try:
+                    if line.strip():
+                        items[number] = typed(parsed_json(line), dict[str, Any])
+                except ValueError as error:
+                    bad.append(f"{path}:{number} is no item in JSON ({error})")
+        if bad or not items:
+            yield f"{first(bad) or f'{path} has no items'}. Write an item as one line, such as {{\"query\": \"...\"}}."
+            return
+        try:
+            wanted = self._fields(set[str]().union(*items.values()))
+        except TemplateError as error:
+            yield f"{self.path}: {error}. Correct the template."
+            return
+        if lacking := [f"{path}:{number} lacks {', '.join(sorted(wanted - item.keys()))}"
+                       for number, item in items.items() if wanted - item.keys()]:
+            yield (f"{first(lacking)}. The harness would read None there. Give every line the fields that "
+                   f"{', '.join(FIELDS)} name, empty if need be, or name others there.")
+
+    def _fields(self, known: set[str]) -> set[str]:
+        """The fields that the task reads of an item. known: those of all items."""
+        if "process_docs" in self.settings:
+            return set()  # code of the task makes them
+        texts = [text for key in FIELDS if isinstance(text := self.settings.get(key), str)]
+        return {name for text in texts for name in (
+            [text] if text in known else find_undeclared_variables(Environment().parse(text)))}
+
+
+def problems(config: Config) -> list[str]:
+    """What is wrong with the configured tasks, a sentence each."""
+    return [problem for task in chosen_tasks(config) for problem in task.problems()]
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:
@@ -157,17 +226,15 @@ def go_offline() -> None:
 
 
 def only_kept_differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two fingerprints of the stage evaluate differ only in the list of tasks, in whether contamination is
-    measured, and in how much validation text is measured and compressed.
+    """Whether two fingerprints of the stage evaluate differ only in its settings: the model, the text and the files of
+    the tasks that both have are equal.
 
-    Each part's result is cached under a hash of its own inputs, so that common parts need not be measured again.
+    Each part's result is cached under a hash of its own inputs, so that what still fits is not measured again.
     """
     tasks = [set(fingerprint["config"]["evaluate"]["tasks"]) for fingerprint in (old, new)]
     both = tuple(f"{name}/" for name in tasks[0] & tasks[1])
 
-    def rest(fingerprint: Mapping[str, Any]) -> object:
-        settings = {name: value for name, value in fingerprint["config"]["evaluate"].items()
-                    if name not in ("tasks", "contamination", "validation_tokens", "compressed_mb")}
-        return {**fingerprint, "config": {**fingerprint["config"], "evaluate": settings},
-                "files": {name: digest for name, digest in fingerprint["files"].items() if name.startswith(both)}}
-    return rest(old) == rest(new)
+    def fixed(fingerprint: Mapping[str, Any]) -> object:
+        return fingerprint["inputs"], {name: digest for name, digest in fingerprint["files"].items()
+                                       if name.startswith(both)}
+    return fixed(old) == fixed(new)

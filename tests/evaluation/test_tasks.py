@@ -1,11 +1,12 @@
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from drover.pipeline.config.tree import Config, EvaluateConfig
-from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.evaluation.harness import measure_task
@@ -61,10 +62,30 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
     refused(UserError, "not a folder", input_files, config(tmp_path / "nowhere", "x"))
 
 
-def test_data_that_is_no_json_is_a_user_error(tmp_path):
+@pytest.mark.parametrize(("change", "message"), [
+    (("planted.jsonl", '"gold"', '"gold" '), ""),
+    (("planted.jsonl", "Item 2:", '"'), r"planted\.jsonl:3 is no item in JSON \(.*\)\. Write"),
+    (("planted.jsonl", '"query": "Item 2:", ', ""), r"planted\.jsonl:3 lacks query\. .* Give every line the fields"),
+    (("planted.yaml", "{{query}}", "{{text}}"), r":1 lacks text, .* and 5 more"),
+    (("planted.yaml", "{{query}}", "{{query"), "Correct the template"),
+    (("planted.yaml", "test_split: test", "test_split: dev"), "test_split is dev, but data_files has test"),
+    (("planted.yaml", "metric: acc", "metric: accuracy"), "names accuracy, .* did you mean 'acc'")])
+def test_a_task_that_cannot_be_scored_is_refused_with_file_and_line(tmp_path, change, message):
+    """By the launcher, and where it is measured."""
     write_planted(tmp_path)
-    (tmp_path / "planted.jsonl").write_text("{not json\n")
-    refused(UserError, r"planted.*cannot be loaded", run, tmp_path, "planted")
+    name, old, new = change
+    text = (tmp_path / name).read_text()
+    assert old in text
+    (tmp_path / name).write_text(text.replace(old, new))
+    problems = STAGES["evaluate"].call("problems", config(tmp_path, "planted"))
+    if not message:
+        assert problems == []
+        return
+    problem, = problems
+    assert re.search(message, problem)
+    refused(UserError, message, run, tmp_path, "planted")
+    (tmp_path / "planted.jsonl").write_text("")
+    assert "planted.jsonl has no items" in STAGES["evaluate"].call("problems", config(tmp_path, "planted"))[-1]
 
 
 def test_shipped_tasks_are_well_made():

@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+import shutil
 
 import pytest
 from scipy import stats
@@ -43,6 +44,8 @@ def home(tmp_path_factory):
     write_trained(folder / "run", models)
     write_huggingface(folder / "hf", models[7], TOKENIZER)
     write_trained(folder / "empty", {}, [])
+    shutil.copytree(folder / "hf", folder / "bare")
+    (folder / "bare/tokenizer.json").unlink()
     write_pack(folder / "tasks")
     return folder
 
@@ -82,6 +85,7 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
     {home}/hf --tasks capitals -> two or more models, each once
     {home}/hf {home}/run -> nothing to measure
     {home}/hf {home}/tasks --tasks capitals -> {home}/tasks has no weights in a format that Drover knows
+    {home}/hf {home}/bare --tasks capitals -> {home}/bare has weights but no tokenizer.json
     {home}/hf {home}/nope --tasks capitals -> {home}/nope is no folder
     {home}/hf {home}/run --tasks capitals --limit 0 -> --limit must be above 0
     {home}/hf {home}/run --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
@@ -89,6 +93,7 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
 def test_what_cannot_be_compared_is_refused(home, arguments, message, capsys):
     output = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
     assert message.format(home=home) in output
+    assert ("measuring" in output) == ("--length" in arguments or "--validation" in arguments), "refused before"
 
 
 def ratio(items):
