@@ -23,11 +23,13 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problems_of
 from drover.pipeline.parallel.stages import largest_share
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, valid_marker
+from drover.pipeline.records.metrics import TrainingRecords, reordered
 
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "of a node", "time", "where", "after")
+OF_THE_ORDER = ("config.seed", "config.train.mixture", "config.train.sequence_length", "inputs.encode")
 WEIGHT_BYTES = 4
 """Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
 state comes on top."""
@@ -53,7 +55,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
         continues = not train.forced and (state.kind == "resumable" or (
             state.kind == "changed" and options.accept_changes and acceptable("train", state.differences)))
         draw("", *training_facts(run.config, train), *(continued_from(run) if continues else ()),
-             *consumption_lines(run))
+             *consumption_lines(run), *(order_warning(run, train) if continues else ()))
         if counts := train.node_counts[1:]:
             draw(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
                  f"{train.nodes} nodes")
@@ -136,6 +138,15 @@ def consumption_lines(run: Run) -> list[str]:
     if consumption is not None:
         lines += [f"warning: {text}" for text in starmap(repetition, many_epochs(train, consumption.epochs).items())]
     return [f"{'' if number else 'data':<9} {line}" for number, line in enumerate(lines)]
+
+
+def order_warning(run: Run, train: Job) -> list[str]:
+    """A warning if some steps so far had another order of samples than the present one."""
+    from drover.pipeline.data.sampling.consumption import AS_IF
+
+    changes = any(change.key.startswith(OF_THE_ORDER) for change in train.state.differences)
+    before = reordered(TrainingRecords(run.own_folder("train")).events)
+    return [f"{'':<9} warning: {AS_IF}"] * bool(changes or before)
 
 
 def by_hand(job: Job) -> str:

@@ -28,7 +28,7 @@ from drover.pipeline.core.console import Parser, Program, add_json, draw, echo, 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problem_of
 from drover.pipeline.data.exclusion import Excluded, Range, format_ranges, sample_numbers
-from drover.pipeline.records.metrics import OTHER_ORDER, Event, Line, RunFacts
+from drover.pipeline.records.metrics import OTHER_ORDER, Event, Line, RunFacts, reordered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,8 +108,8 @@ def audit(folder: Path) -> Audit:
     gaps = _coverage(history.final, result)
     _left_out(history, result)
     _checkpoints(history, result)
-    result.faults += [f"after step {event.get('step')} {OTHER_ORDER} than before: a sequence may come again, or never"
-                      for event in history.events if OTHER_ORDER in event.get("changes", ())]
+    result.faults += [f"after step {step} {OTHER_ORDER} than before: a sequence may come again, or never"
+                      for step in reordered(history.events)]
     if not gaps:  # else their numbers may be anything
         _sequences(history.data, history.excluded().remaining(0, result.samples), result)
     return result

@@ -177,6 +177,11 @@ def read_metrics(path: str | Path) -> list[Line]:
     return TrainingRecords(path.parent, path.name).steps
 
 
+def reordered(events: Sequence[Event]) -> list[int]:
+    """After which steps the samples came in another order than before."""
+    return [event.get("step", 0) for event in events if OTHER_ORDER in event.get("changes", ())]
+
+
 ROLLBACKS = "rollbacks.json"
 
 

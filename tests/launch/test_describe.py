@@ -7,14 +7,22 @@ import pytest
 import yaml
 
 from drover.launch.checks import _refuse_plan
-from drover.launch.describe import consumption_lines, continued_from, disk, shape_of, training_facts
+from drover.launch.describe import (
+    consumption_lines,
+    continued_from,
+    disk,
+    order_warning,
+    shape_of,
+    training_facts,
+)
 from drover.launch.plan import Machine, Options, plan
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.manifest import Difference, Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import output_record, write_json, write_sealed
+from drover.pipeline.core.files import append_line, output_record, write_json, write_sealed
 from drover.pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name
+from drover.pipeline.records.metrics import OTHER_ORDER
 from tests.conftest import REPOSITORY
 from tests.refusal import refused, table
 
@@ -71,6 +79,18 @@ def test_the_plan_names_the_newest_checkpoint_by_sizes(tmp_path):
     assert continued_from(run)[0].startswith("start     after step 4, if its checkpoint is valid (sizes are")
     (folder / "weights").write_bytes(b"w")
     assert "after step 2, " in continued_from(run)[0]
+
+
+def test_the_plan_warns_where_finished_steps_had_another_order(tmp_path):
+    run = run_of(tmp_path)
+
+    def warned(*keys):
+        changes = [Difference(key, 1, 2) for key in keys]
+        return bool(order_warning(run, SimpleNamespace(state=SimpleNamespace(differences=changes))))
+    assert warned("config.train.lr", "config.train.mixture.web") and not warned("config.train.lr")
+    append_line(run.folder / "train/events.jsonl", {
+        "event": "plan_changed", "step": 4, "number": 1, "changes": ["train.lr: 1 -> 2", OTHER_ORDER]})
+    assert warned()
 
 
 def test_the_plan_leaves_what_a_packing_takes_to_training(tmp_path):

@@ -7,8 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from drover.pipeline.core.files import read_json
+from drover.pipeline.data.sampling.consumption import AS_IF
 from drover.pipeline.records.goodput import goodput
-from drover.pipeline.records.metrics import RunFacts
+from drover.pipeline.records.metrics import OTHER_ORDER, RunFacts
+from drover.pipeline.reporting.chapters.summary import notices
 from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import Facts, collect
 from drover.pipeline.reporting.render import compose, html, markdown
@@ -88,6 +90,12 @@ def test_a_sparse_run_has_a_report_too(facts):
     document = compose(Facts(facts.config, manifests))
     for form in (html(document), markdown(document)):
         assert "It was not evaluated on validation text" in form and "run time" in form and "Configuration" in form
+
+
+def test_the_report_says_that_its_epochs_assume_the_present_order(facts):
+    event = {"event": "plan_changed", "step": 4, "changes": [OTHER_ORDER]}
+    for events in ([], [event]):
+        assert (AS_IF in str([*notices(dataclasses.replace(facts, events=events))])) == bool(events)
 
 
 def every(value, number):

@@ -16,6 +16,9 @@ from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, is_one_po
 
 MANY = 4.0
 """Epochs of a source after which repeating it helps little (Muennighoff et al. 2023): a warning, no error."""
+AS_IF = ("The order of samples changed during training. Tokens and epochs of sources are counted as if the present "
+         "settings had held from step 1.")
+"""A warning of plan, log and report after an accepted change of the mixture, the seed or the tokens."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from itertools import starmap
 from statistics import median
 
 from drover.pipeline.config.loading import dump_config
-from drover.pipeline.data.sampling.consumption import many_epochs, repetition
+from drover.pipeline.data.sampling.consumption import AS_IF, many_epochs, repetition
 from drover.pipeline.evaluation.results import ALONE
+from drover.pipeline.records.metrics import reordered
 from drover.pipeline.reporting.document import NONE, Block, Notice, Table, Text, Tile, filled
 from drover.pipeline.reporting.facts import Facts, shareable
 
@@ -22,6 +23,7 @@ TILES = (
     ("goodput", "{goodput:.1%}", "of the time since training first started"),
     ("run time", "{run_s:s}", "training {train_s:s}"))
 WARNINGS = {
+    "reordered": AS_IF,
     "accepted": "Training continued although its settings or inputs had changed (--accept-changes): {accepted}.",
     "changed_code": "The code has changed since these stages ran; --force rebuilds them: {changed_code}."}
 NOTES = {
@@ -71,7 +73,8 @@ def notices(facts: Facts) -> Iterator[Notice]:
     manifests, counts, files = facts.manifests.values(), facts.counts("train"), facts.counts("shard").get("files", {})
     spikes = sum(event["event"] == "spike" for event in facts.events)
     known = {
-        **facts.validation, **counts, "changed_code": facts.changed_code, "spikes": spikes,
+        **facts.validation, **counts, "reordered": reordered(facts.events), "changed_code": facts.changed_code,
+        "spikes": spikes,
         "accepted": list(dict.fromkeys(shareable(change) for manifest in manifests for change in manifest.accepted)),
         "changed": [manifest.stage for manifest in manifests if manifest.git.get("changed")],
         "marks_as_spaces": facts.tokenizer.get("marks_as_spaces"),
