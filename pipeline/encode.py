@@ -1,4 +1,5 @@
-"""Stage 3, encode: tokenize each text shard into a token shard of the same name. Documents are between BOS and EOS."""
+"""Stage 3, encode: tokenize each text shard into a token shard of the same name, and make token shards of files of
+tokens (`encode.sources`). Documents are between BOS and EOS."""
 
 from __future__ import annotations
 
@@ -8,18 +9,24 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drover.pipeline.contract.inputs import gathered
 from drover.pipeline.contract.workers import Task
-from drover.pipeline.core.errors import UserError, installed_version, listed
+from drover.pipeline.core.errors import UnusableInputError, UserError, installed_version, listed
 from drover.pipeline.core.files import Record, output_record, read_json
-from drover.pipeline.data.text_shards import TextRecord, read_texts, shard_name, shard_records
+from drover.pipeline.data.documents import digest, validation_below
+from drover.pipeline.data.streams import Input, Piece
+from drover.pipeline.data.text_shards import SPLITS, TextRecord, read_texts, shard_name, shard_records
+from drover.pipeline.data.token_files import opened
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.checking import admitted
 from drover.pipeline.tokenization.files import place, placed, vocabulary_record
@@ -28,6 +35,7 @@ from drover.pipeline.tokenization.tokenizer import (
     NAME,
     EncoderError,
     FastEncoder,
+    TokenBytes,
     Tokenizer,
     load_tokenizer,
     one_thread,
@@ -38,6 +46,7 @@ from drover.pipeline.tokenization.training import text_bytes
 if TYPE_CHECKING:
     from drover.pipeline.config.data import EncodeConfig
     from drover.pipeline.contract.stage_work import Work
+    from drover.pipeline.data.sources import TokenUnit
 
 PROVED_TEXTS = 16
 """How many documents per shard are verified: the first, the last and some between. The reference encoder encodes them
@@ -51,6 +60,15 @@ COMPARED = 1_000_000
 COUNTED = ("docs", "text_bytes", "tokens")
 BATCH_BYTES = 2_000_000
 """Bytes of text that are encoded at once."""
+TAKEN = ("ids", "separators", "docs", "borders", "sampled", "encoded_again")
+"""Counts of a source of tokens: ids in its files; those that separate documents; the documents; ends of documents in
+the formats of the files; ids that were decoded and encoded again; and how many of these are the same."""
+SAMPLED = 8
+"""How many documents of a part of a file of tokens are decoded and encoded again."""
+BEGINNING = 200
+"""Of each, so many ids; and so many characters of one are shown."""
+LEAST_AGAIN = 0.5
+"""If a smaller share of the sampled ids is the same again, a warning says so."""
 Proved = dict[int, tuple[str, NDArray[np.uint32]]]
 """The documents of a shard to verify, by number: text, and ids without BOS and EOS."""
 
@@ -65,8 +83,20 @@ class ShardToEncode(TypedDict):
     dtype: str
 
 
+class TokensToTake(TypedDict):
+    """A part of a file of tokens: the place of the tokenizer's folder, its hash, and the type of stored tokens."""
+
+    unit: TokenUnit
+    tokenizer: str
+    sha256: str
+    dtype: str
+
+
 def encode(work: Work) -> None:
-    """Do one task per text shard, each of which compares its counts with those of the text, and commit."""
+    """Do one task per text shard, each of which compares its counts with those of the text, and one per part of a file
+    of tokens; and commit."""
+    from drover.pipeline.data.sources import token_units
+
     shards, manifest = work.input("shard")
     tokenizer, made = work.input("tokenizer")
     work.check(work.committed("tokenizer"))
@@ -76,28 +106,57 @@ def encode(work: Work) -> None:
     records = [*shard_records(manifest, "train"), *validation]
     work.say(f"{text_bytes(records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
-    fast = admitted(work, tokenizer, made, shards, validation)
+    fast = bool(records) and admitted(work, tokenizer, made, shards, validation)
     tasks = [Task(shard_name(record).replace("/", "-"), ShardToEncode(
         shards=place(shards, work.folder), tokenizer=place(tokenizer, work.folder), record=record,
         sha256=vocabulary["sha256"], dtype=dtype)) for record in records]
+    units = token_units(work.config.encode.sources, work.listing())
+    tasks += [Task(f"tokens-{unit['name']}", TokensToTake(
+        unit=unit, tokenizer=place(tokenizer, work.folder), sha256=vocabulary["sha256"], dtype=dtype))
+              for unit in units]
     # The encoder is not part of a task's identity: all encoders make the same shards.
-    done = work.run_pass("encode", tasks, partial(encode_shard, fast=fast), "shards")
-    outputs = [record["outputs"][0] for record in done]
+    every = work.run_pass("encode", tasks, partial(make_shards, fast=fast), "shards")
+    done = every[:len(records)]
+    taken = every[len(records):]
+    outputs = [output for record in every for output in record["outputs"]]
     counts = counted(outputs)
     total = counts["total"]
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
-    strange = outliers(outputs, read_json(tokenizer / "report.json"))
+    strange = outliers([record["outputs"][0] for record in done], read_json(tokenizer / "report.json"))
     for text in warnings(strange):
         work.say(text)
     counts |= {"rare_ids": {**{name: sum(output[name] for output in outputs) for name in RARE}, "outliers": strange},
                "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
-               "encoders": _encoders(work, fast, done)}
+               "encoders": _encoders(work, fast, done), **({"taken": _taken(work, units, taken)} if units else {})}
     if (url := work.config.encode.copy_to) is not None:
         from drover.pipeline.data.remote_tokens import upload_shards
 
         work.say(f"{upload_shards(work.folder, outputs, url)} in {url}")
-    work.commit(outputs, counts, verified=True)
+    work.commit(outputs, counts, verified=True, files=gathered([own for record in taken for own in record["inputs"]]))
+
+
+def _taken(work: Work, units: Sequence[TokenUnit], taken: Sequence[Record]) -> dict[str, Record]:
+    """The manifest's record of each source of tokens: the sums of TAKEN, and the beginning of a document. Prints it,
+    with a warning if the ids seem to be of another vocabulary; UserError if a source has no document."""
+    result = dict[str, Record]()
+    for source in work.config.encode.sources:
+        own = [record for unit, record in zip(units, taken, strict=True) if unit["source"]["name"] == source.name]
+        sums = {name: sum(record[name] for record in own) for name in TAKEN}
+        if not sums["docs"]:
+            raise UnusableInputError(f"The source {source.name} of encode.sources has no document. Correct its paths, "
+                                     f"or leave it out.")
+        example = next(record["example"] for record in own if record["docs"])
+        result[source.name] = {**sums, "example": example}
+        borders = f" (the files end {sums['borders']:,} documents themselves)" if sums["borders"] else ""
+        work.say(f"source {source.name}: {sums['ids']:,} ids in = {sums['ids'] - sums['separators']:,} of "
+                 f"{sums['docs']:,} documents{borders} + {sums['separators']:,} separators; the first begins "
+                 f"{example!r}")
+        if sums["encoded_again"] < LEAST_AGAIN * sums["sampled"]:
+            work.say(f"WARNING: source {source.name}: of {sums['sampled']:,} sampled ids, decoded and encoded again, "
+                     f"{sums['encoded_again']:,} are the same. They are probably of another tokenizer than "
+                     f"tokenizer.path, or of another type than `dtype`. Read the text above")
+    return result
 
 
 def _encoders(work: Work, fast: bool, done: Sequence[Record]) -> Record:
@@ -127,6 +186,76 @@ def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
     return settings.dtype
 
 
+def make_shards(folder: Path, payload: Any, fast: bool) -> Record:
+    """Task: `take_tokens` or `encode_shard`."""
+    return take_tokens(folder, payload) if "unit" in payload else encode_shard(folder, payload, fast)
+
+
+def take_tokens(folder: Path, payload: TokensToTake) -> Record:
+    """Task: the documents of a part of a file of tokens as a token shard of each split, read back and verified.
+
+    Returns with the `outputs` TAKEN, an `example` of the text, and the `inputs` (see `Input.record`).
+
+    Raises:
+        UserError: an id is outside the vocabulary, or the file is damaged or not what it was.
+    """
+    unit = payload["unit"]
+    source = unit["source"]
+    piece = Piece(**unit["piece"])
+    tokenizer, text = _table(placed(folder, payload["tokenizer"]), payload["sha256"])
+    kind = np.min_scalar_type(max(256, tokenizer.size - 1)).name  # uint16 or uint32
+    separators = [tokenizer.bos_id, tokenizer.eos_id, *source["separators"]]
+    below = validation_below(unit["validation_share"])
+    splits: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
+    sums = Counter(dict.fromkeys(TAKEN, 0))
+    example = ""
+    try:
+        inputs = [Input(own) for own in (piece, *(Piece(**other) for other in unit["beside"]))]
+        file = opened(Path(piece.path), source["dtype"].replace("auto", kind), source["column"])
+        for block in file.blocks(piece.start, piece.stop, separators):
+            block.refuse_beyond(piece.path, tokenizer.used)
+            ids, lengths = block.documents(separators)
+            sums.update(ids=len(block.ids), separators=len(block.ids) - len(ids), docs=len(lengths),
+                        borders=len(block.borders))
+            if not len(lengths):
+                continue
+            offsets = ends_of(lengths)
+            example = example or _sampled(ids, offsets, tokenizer, sums)
+            stored = ids.astype(kind).data
+            digests = [digest(stored[start:stop]) for start, stop in pairwise(offsets.tolist())]
+            high = np.frombuffer(b"".join(digests), ">u8")[::2]
+            for split, chosen in (("validation", high < below), (unit["split"], high >= below)):
+                own = ids[np.repeat(chosen, lengths)]
+                if len(own):
+                    ends = ends_of(lengths[chosen])
+                    splits[split].append(Encoded(
+                        between(own.astype(payload["dtype"]), ends, tokenizer), lengths[chosen] + 2,
+                        text.sizes(own, ends[:-1]).tolist(), [key.hex() for key in compress(digests, chosen)]))
+        records = [own.record() for own in inputs if piece.start == 0 or own is inputs[0]]
+    except OSError as error:
+        raise UserError(f"{error.filename or piece.path} cannot be read: {error.strerror}. Put it back or make it "
+                        f"readable, and run the stage again.") from None
+    outputs = []
+    for split, parts in splits.items():
+        if parts:
+            outputs.append(_write(folder, f"{split}/{unit['name']}", Encoded.of(parts), tokenizer, split=split,
+                                  source=source["name"], input=f"{piece.name}@{piece.start}"))
+            prove(folder / outputs[-1]["path"], outputs[-1], None, tokenizer, {})
+    assert sums["ids"] == sums["separators"] + sum(own["tokens"] - 2 * own["docs"] for own in outputs), unit
+    return {"outputs": outputs, "inputs": records, "example": example, **sums}
+
+
+def _sampled(ids: NDArray[Any], offsets: NDArray[np.int64], tokenizer: Tokenizer, sums: Counter[str]) -> str:
+    """Decode the beginnings of some documents and encode them again, which `sums` counts. The first one's text."""
+    texts = []
+    for number in np.unique(np.linspace(0, len(offsets) - 2, SAMPLED).astype(int)).tolist():
+        own = ids[offsets[number]:offsets[number + 1]][:BEGINNING]
+        texts.append(tokenizer.decode(own))
+        again = np.array(tokenizer.encode(texts[-1])[:len(own)])
+        sums.update(sampled=len(own), encoded_again=int(np.logical_and.accumulate(own[:len(again)] == again).sum()))
+    return texts[0][:BEGINNING]
+
+
 def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Record:
     """Task: encode one text shard, read the result back and verify it.
 
@@ -134,7 +263,6 @@ def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Re
     reference encodes the whole shard again, and `fallback` in the record has the reason.
     """
     source = payload["record"]
-    path = folder / f"{shard_name(source)}.arrow"
     shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
     reference = _tokenizer(vocabulary, payload["sha256"])
     problem = ""
@@ -149,29 +277,51 @@ def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Re
         except EncoderError as error:
             raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {error}. Please report "
                             f"it; it does not depend on encode.encoder.") from None
-    content = write_shard(path, result.tokens, result.offsets, result.text_bytes, result.keys, metadata={
-        "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
-        "eos_id": str(reference.eos_id)})
-    record = output_record(folder, path, split=source["split"], source=source["source"], **content,
-                           **rare_counts(result.tokens, reference), input=source["path"],
-                           input_sha256=source["sha256"])
-    prove(path, record, source, reference, result.proved)
+    record = _write(folder, shard_name(source), result, reference, split=source["split"], source=source["source"],
+                    input=source["path"], input_sha256=source["sha256"])
+    prove(folder / record["path"], record, source, reference, result.proved)
     return {"outputs": [record], "encoder": "reference" if problem or not fast else "fast", "fallback": problem}
+
+
+def _write(folder: Path, name: str, result: Encoded, tokenizer: Tokenizer, **origin: str) -> Record:
+    """Write a token shard; its output record, with the fields of `origin`."""
+    path = folder / f"{name}.arrow"
+    content = write_shard(path, result.tokens, ends_of(result.lengths), result.text_bytes, result.keys, metadata={
+        "tokenizer_sha256": tokenizer.sha256, "vocab_size": str(tokenizer.size), "bos_id": str(tokenizer.bos_id),
+        "eos_id": str(tokenizer.eos_id)})
+    return output_record(folder, path, **origin, **content, **rare_counts(result.tokens, tokenizer))
 
 
 @dataclass
 class Encoded:
     """A shard's documents as ids.
 
-    tokens: with BOS and EOS. offsets: where each document begins, and where the last one ends. proved: the documents to
-    verify, by number.
+    tokens: with BOS and EOS. lengths: of each document. proved: the documents to verify, by number.
     """
 
     tokens: NDArray[Any]
-    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
     text_bytes: list[int]
     keys: list[str]
-    proved: Proved
+    proved: Proved = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, parts: Sequence[Encoded]) -> Encoded:
+        """The documents of all parts."""
+        return cls(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]),
+                   [size for part in parts for size in part.text_bytes], [key for part in parts for key in part.keys])
+
+
+def ends_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where documents of these lengths begin, one after another, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def between(ids: NDArray[Any], offsets: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[Any]:
+    """The ids of documents, each between BOS and EOS. offsets: where each begins, and where the last one ends."""
+    places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
+    edges = np.array([tokenizer.bos_id, tokenizer.eos_id], ids.dtype)
+    return np.insert(ids, places, np.tile(edges, len(offsets) - 1))
 
 
 def encoded(shards: Path, source: TextRecord, encoder: Tokenizer, reference: Tokenizer,
@@ -183,25 +333,21 @@ def encoded(shards: Path, source: TextRecord, encoder: Tokenizer, reference: Tok
     each character.
     """
     chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
-    edges = np.array([reference.bos_id, reference.eos_id], dtype)
-    tokens = list[NDArray[Any]]()
-    lengths = [np.zeros(1, np.int64)]
-    sizes = list[int]()
-    keys = list[str]()
+    parts = list[Encoded]()
+    done = 0
     proved = Proved()
     for batch in read_texts(shards, source, BATCH_BYTES):
         ids, offsets = encoder.encode_flat(batch.texts)
         for number in chosen:
-            if 0 <= (at := number - len(keys)) < len(batch.texts):
+            if 0 <= (at := number - done) < len(batch.texts):
                 proved[number] = batch.texts[at], ids[offsets[at]:offsets[at + 1]].copy()
-        ends = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
-        tokens.append(np.insert(ids.astype(dtype), ends, np.tile(edges, len(batch.texts))))
-        lengths.append(np.diff(offsets) + 2)
-        sizes += batch.lengths
-        keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
+        parts.append(Encoded(between(ids.astype(dtype), offsets, reference), np.diff(offsets) + 2, batch.lengths,
+                             [key.partition("-")[0] for key in batch.keys]))  # equal texts, if kept, have equal keys
+        done += len(batch.texts)
+    result = Encoded.of(parts)
     left = max(PROVED_BYTES, source["text_bytes"] // PROVED_SHARE)
-    for number in sorted(proved, key=sizes.__getitem__)[1:]:
-        left -= sizes[number]
+    for number in sorted(proved, key=result.text_bytes.__getitem__)[1:]:
+        left -= result.text_bytes[number]
         if left < 0:
             del proved[number]
     for number, (text, own) in proved.items():
@@ -209,16 +355,17 @@ def encoded(shards: Path, source: TextRecord, encoder: Tokenizer, reference: Tok
         if len(text) > COMPARED:
             own, _ = encoder.encode_flat([beginning])
         if not np.array_equal(own, reference.encode_flat([beginning])[0]):
-            raise EncoderError(f"other ids for the document {number} ({keys[number]})")
-    return Encoded(np.concatenate(tokens), np.cumsum(np.concatenate(lengths)), sizes, keys, proved)
+            raise EncoderError(f"other ids for the document {number} ({result.keys[number]})")
+    result.proved = proved
+    return result
 
 
-def prove(path: Path, record: Record, source: TextRecord, tokenizer: Tokenizer, proved: Proved) -> None:
+def prove(path: Path, record: Record, source: TextRecord | None, tokenizer: Tokenizer, proved: Proved) -> None:
     """Read a written shard as training will, and with Arrow; UserError if it is not the right encoding of the text.
 
     Args:
         record: its output record.
-        source: the text shard's record.
+        source: the text shard's record, if it was made of one.
         proved: documents whose tokens are decoded and compared with their text.
     """
     shard = TokenShard(path, record)
@@ -226,7 +373,7 @@ def prove(path: Path, record: Record, source: TextRecord, tokenizer: Tokenizer, 
     batch = read_batch(path)
     offsets = shard.read_offsets()
     problems = list[str]()
-    if (shard.documents, record["text_bytes"]) != (source["docs"], source["text_bytes"]):
+    if source and (shard.documents, record["text_bytes"]) != (source["docs"], source["text_bytes"]):
         problems.append(f"{shard.documents} documents of {record['text_bytes']} bytes of text, but the text shard has "
                         f"{source['docs']} of {source['text_bytes']}")
     if not np.array_equal(np.from_dlpack(batch.column("tokens").values), tokens):  # `to_numpy` would import pandas
@@ -242,7 +389,7 @@ def prove(path: Path, record: Record, source: TextRecord, tokenizer: Tokenizer, 
         for number, (text, _) in proved.items()
         if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1]))]
     if problems:
-        raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"
+        raise UserError(f"{path} is not a right encoding of {record['input']}, so it is not committed:\n"
                         f"{listed(problems)}\nRun the stage again. If it happens again, please report it, unless the "
                         f"disk or memory is failing.")
 
@@ -265,6 +412,12 @@ def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
     if tokenizer.sha256 != sha256:
         raise UserError(f"The vocabulary in {folder} was replaced while encode was running. Run encode again.")
     return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _table(folder: Path, sha256: str) -> tuple[Tokenizer, TokenBytes]:
+    tokenizer = _tokenizer(folder, sha256)
+    return tokenizer, TokenBytes(tokenizer)
 
 
 _fast = lru_cache(maxsize=1)(FastEncoder)

@@ -234,10 +234,12 @@ def measure_tasks(work: Work, ranks: Ranks, cached: Cached, opened: OpenedModel,
 def search_items(work: Work, ranks: Ranks, cached: Cached, tasks: Mapping[str, TaskResult]) -> None:
     """Put `contamination`, the scores of clean and dirty items, into each task's results."""
     from drover.pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
+    from drover.pipeline.tokenization.texts import shard_texts
 
     texts = [text for task in tasks.values() for text in task["per_item"]["texts"]]
-    shares = iter(cached.get("contamination", ("shard",), (), lambda: shares_in_training_text(
-        texts, *work.input("shard"), ranks), texts=texts))
+    made_by = ("shard", *["encode"] * bool(work.config.encode.sources))
+    shares = iter(cached.get("contamination", made_by, (), lambda: shares_in_training_text(
+        texts, shard_texts(work.run, "train"), ranks), texts=texts))
     for task in tasks.values():
         task["contamination"] = clean_and_dirty(task["per_item"], [next(shares) for _ in task["per_item"]["texts"]])
 

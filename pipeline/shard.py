@@ -77,6 +77,10 @@ def shard(work: Work) -> None:
 
     config, folder = work.config.shard, work.folder
     sources = config.source_names
+    if not sources:
+        work.say("no source has text, so there is nothing to do: encode takes the tokens of encode.sources")
+        work.commit([], {})
+        return
     files = work.listing()
     of_web = {source.name: web_packages(source, [file["name"] for file in files if
                                                  file["name"].startswith(f"{source.name}/")])

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,14 +149,13 @@ def validation_result(model: HarnessModel, run: Run, documents: int | None) -> T
 
     documents: at most so many of each source.
     """
-    from drover.pipeline.data.text_shards import read_shard, shard_records
+    from drover.pipeline.tokenization.texts import shard_texts
 
-    folder, manifest = run.stage_folder("shard"), run.finished("shard")
+    made = run.finished("encode" if run.config.encode.sources else "shard")
     texts: dict[str, str] = {}
-    for source in dict.fromkeys(record["source"] for record in shard_records(manifest, "validation")):
-        records = sorted(shard_records(manifest, "validation", source), key=lambda record: str(record["path"]))
-        read = (document for record in records for document in read_shard(folder, record))
-        texts |= {f"{source}/{document.key}": document.text for document in islice(read, documents)}
+    for source, shards in groupby(shard_texts(run, "validation"), attrgetter("source")):
+        read = (document for shard in sorted(shards, key=attrgetter("name")) for document in shard.read(None))
+        texts |= {f"{source}/{key}": text for key, text in islice(read, documents)}
     if not texts:
         raise UserError(f"The run {run.folder} has no validation text. Omit --validation, or give a run with "
                         f"shard.validation_share above 0.")
@@ -168,7 +168,7 @@ def validation_result(model: HarnessModel, run: Run, documents: int | None) -> T
     items: list[Item] = [(-value / math.log(2), float(len(text.encode())))
                          for value, text in zip(model.summed(windows), texts.values(), strict=True)]
     return {"metrics": {BITS: scored(items)}, "items": len(items), "items_in_file": len(items), "few_shot": 0,
-            "kind": "", "version": manifest.digest[:12], "contexts_truncated": 0, "without_value": {}, "chance": None,
+            "kind": "", "version": made.digest[:12], "contexts_truncated": 0, "without_value": {}, "chance": None,
             "answer_bits_per_byte": None, "items_without_right_choice": 0,
             "per_item": {"hashes": [*texts], "texts": [], "metrics": {BITS: items}}}
 

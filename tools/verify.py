@@ -68,6 +68,7 @@ FAR = "in an object store: not read"
 SIZED = "left out by --sample: only the size was compared"
 NOT_SEALED = "notes without a checksum: only checked to be readable"
 WENT = "removed while the run was verified"
+TAKEN = "token shards that were made of files of tokens; their hashes are compared, no text is encoded again"
 GONE = "input files that no longer exist; no problem, since their outputs are checked"
 PACKING = "packing"
 _CHECKPOINT = "Put the right file back, or run --stage train again, which quarantines this checkpoint if it needs it"
@@ -331,7 +332,10 @@ class Inventory:
         (texts, shard), (tokenizer, _), (tokens, encode) = map(self.manifests.__getitem__, stages)
         text_records = {record["path"]: record for record in shard.outputs}
         for record in encode.outputs:
-            if self._chosen(record) and (path := tokens / record["path"]).exists():
+            path = tokens / record["path"]
+            if record["input"] not in text_records:
+                self.report.note(TAKEN, path)
+            elif self._chosen(record) and path.exists():
                 self._check(check_documents, path, _repair("encode"), record, texts, text_records[record["input"]],
                             tokenizer, passing=False)
 

@@ -162,6 +162,10 @@ def _rules(config: Config) -> Rules:
     yield (kind in ("bpe", "byte", "char") and given,
            "tokenizer.path is set, but <tokenizer.kind> takes no file; a file of ranks like Llama 3's is of kind "
            "tiktoken.")
+    yield (config.encode.sources and not given and kind != "byte",
+           "encode.sources are ids of a tokenizer that exists, but <tokenizer.path>: a vocabulary that is trained here "
+           "would give the ids another meaning. Name their tokenizer there.")
+    yield not config.source_names, "shard.sources and encode.sources are both empty. Give the run text or tokens."
     yield (kind in TRAINED and not given and (tokenizer.vocab_size % 128 or tokenizer.vocab_size < 640),
            f"<tokenizer.vocab_size> is not a multiple of 128 that has room for 256 special ids and 256 bytes; nearest: "
            f"{max(5, round(tokenizer.vocab_size / 128)) * 128}.")
@@ -198,12 +202,12 @@ def _rules_of_phase(config: Config) -> Rules:
 
 def _listed(config: Config) -> Iterator[str]:
     """Problems of single items of lists and mappings."""
-    train, sources = config.train, config.shard.source_names
+    train, sources = config.train, config.source_names
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
     filters = ["duplicate", "empty", "low_score", *map(name_of, config.shard.filters)]  # names of counts
     for key, what, names, remedy in (
-            ("shard.sources", "sources named", sources, ""),
+            ("shard.sources" + " with encode.sources" * bool(config.encode.sources), "sources named", sources, ""),
             ("shard.filters", "filters named", filters, " Give one a `name` of its own."),
             ("train.log_to", "sinks of kind", [sink.kind for sink in train.log_to], "")):
         yield from (f"{key} has {count} {what} '{name}'; there can be one.{remedy}"
@@ -211,7 +215,8 @@ def _listed(config: Config) -> Iterator[str]:
     for name, keep in config.shard.best_shares.items():
         yield from _no_score(config, name, keep.by)
     for item in config.shard.filters:
-        yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None), sources)
+        yield from _no_sources(f"shard.filters: the filter {name_of(item)}", getattr(item, "sources", None),
+                               config.shard.source_names)
     yield from _no_sources("train.max_epochs", train.max_epochs, sources)
 
 
@@ -226,7 +231,7 @@ def _no_score(config: Config, source: str, field: str) -> Iterator[str]:
 
 
 def _mixture(config: Config) -> Iterator[str]:
-    mixture, sources = config.train.mixture, config.shard.source_names
+    mixture, sources = config.train.mixture, config.source_names
     if mixture is None:
         return
     if sum(mixture.values()) > 0:
@@ -235,13 +240,13 @@ def _mixture(config: Config) -> Iterator[str]:
         yield f"train.mixture needs shares with a sum above 0, not {mixture}."
     yield from _no_sources("train.mixture", mixture, sources)
     if missing := sorted({*sources} - {*mixture}):
-        yield f"train.mixture lacks {', '.join(missing)} of shard.sources; write 0 to leave a source out."
+        yield f"train.mixture lacks {', '.join(missing)} of the sources; write 0 to leave one out."
 
 
 def _no_sources(key: str, named: Any, sources: Iterable[str]) -> Iterator[str]:
     """named: a list or mapping of names, if anything else is not one of names."""
     if isinstance(named, list | dict) and (unknown := sorted({*map(str, named)} - {*sources})):
-        yield f"{key} names {', '.join(unknown)}, but shard.sources are {', '.join(sources)}."
+        yield f"{key} names {', '.join(unknown)}, but the sources are {', '.join(sources)}."
 
 
 def _stores(config: Config) -> Iterator[str]:

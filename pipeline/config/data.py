@@ -8,7 +8,16 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+)
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.section import (
@@ -225,8 +234,9 @@ class NearDuplicates(Section):
 class ShardConfig(Section):
     """Stage 1: filter, deduplicate and split the documents of the sources; write them as WebDataset tar shards."""
 
-    sources: list[Source] = Field([{"kind": "stdlib"}], min_length=1, validate_default=True)
-    """Where documents come from. Drover reports each source by its name, up to the validation loss."""
+    sources: list[Source] = Field([{"kind": "stdlib"}], validate_default=True)
+    """Where documents come from. Drover reports each source by its name, up to the validation loss. []: all documents
+    are tokens already (`encode.sources`)."""
     shard_mb: PositiveFloat = 64.0
     """Text per shard in MB (10^6 bytes). `encode` works shard by shard: choose a size that gives many shards per
     process."""
@@ -272,7 +282,7 @@ class ShardConfig(Section):
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the sources, in their order."""
+        """Names of the sources of text, in their order."""
         return [source.name for source in self.sources]
 
     @property
@@ -325,9 +335,37 @@ UINT16_IDS = 65536
 """So many ids a token of two bytes can be."""
 
 
+class TokenSource(Section):
+    """Files of tokens that another program made with the tokenizer that `tokenizer.path` names. The ending of a file's
+    name shows its format: Megatron's .bin with its .idx, .bin of llm.c or without a header (nanoGPT), .npy of OLMo or
+    numpy, .ds of datatrove, Parquet and Arrow."""
+
+    name: SourceName
+    """Name of the source in folders, tables and mixtures. No source of `shard.sources` may have it."""
+    paths: list[LocalPath] = execution(min_length=1)
+    """Files or globs, with the endings .bin, .npy, .ds, .parquet or .arrow. Files that belong to one, such as the .idx,
+    are found next to it."""
+    validation_paths: list[LocalPath] = execution([])
+    """Those whose documents are the validation set of this source, as other programs keep it in files of its own. Files
+    that `paths` names too are not trained on."""
+    validation_share: float = Field(0.01, ge=0, lt=1)
+    """Share of the documents in the validation set, chosen by the hash of their ids; 0: none. It counts only without
+    `validation_paths`. `shard.validation_share` is for text."""
+    dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """Type of an id in files that do not say it. `auto`: uint16 if the vocabulary has at most 65,536 ids."""
+    column: str = "input_ids"
+    """Column of Parquet and Arrow files that holds the ids, a document per row. In Drover's own token shards it is
+    `tokens`."""
+    separators: list[NonNegativeInt] = []
+    """Further ids that separate documents, next to the tokenizer's BOS and EOS."""
+
+
 class EncodeConfig(Section):
     """Stage 3: tokenize the text shards into token shards."""
 
+    sources: list[TokenSource] = added([])
+    """Documents that are tokens already. `tokenizer.path` must name their tokenizer. docs/tokens.md describes what is
+    read and checked."""
     copy_to: StoreUrl | None = execution(None)
     """URL in an object store (s3://bucket/prefix, gs://, az://, file://) for an upload of the token shards; null: no
     upload. The stage is done once they are uploaded. `train.tokens_from` downloads them. Keys and addresses come from

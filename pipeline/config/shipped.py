@@ -46,6 +46,8 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
               "external_code": "drover.pipeline.data.filters.base:external_code"},
     "tokenizer": {"files": "drover.pipeline.tokenization.files:input_files",
                   "problems": "drover.pipeline.tokenization.conversion:ready_problems"},
+    "encode": {"task_files": "drover.pipeline.data.sources:token_files",
+               "problems": "drover.pipeline.data.sources:token_problems"},
     "train": {"files": "drover.pipeline.records.weight_files:input_files",
               "renews": "drover.pipeline.config.phases:only_phases_differ",
               "external_code": "drover.pipeline.records.weight_files:training_code"},

@@ -148,6 +148,11 @@ class Config(Section):
         return getattr(self, section).get(key, {}) if section == "stages" and key else getattr(self, section)
 
     @property
+    def source_names(self) -> list[str]:
+        """Names of the sources of text and of those of tokens, in their order."""
+        return [*self.shard.source_names, *(source.name for source in self.encode.sources)]
+
+    @property
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.runs_dir) / self.name

@@ -331,9 +331,9 @@ def source_of_place(key: str, config: Config) -> str:
         return parts[-1]
     if parts[:2] == ["shard", "filters"]:
         return parts[1]
-    if parts[:2] != ["shard", "sources"]:
+    if parts[1:2] != ["sources"]:
         return parts[0]
-    sources = config.shard.sources
+    sources = config.part(parts[0]).sources
     number = int(parts[2])
     return sources[number].name if number < len(sources) else ""
 

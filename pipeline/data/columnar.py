@@ -25,7 +25,7 @@ from drover.pipeline.data.documents import (
     value_in,
     wanted_columns,
 )
-from drover.pipeline.data.streams import Input, map_file
+from drover.pipeline.data.streams import Input, arrow_reader, map_file
 from drover.pipeline.storage.object_files import ObjectFile
 
 ROWS = 256
@@ -67,7 +67,7 @@ def other_delimiter(present: list[str]) -> str:
 def stored_columns(data: Any, kind: str) -> list[str]:
     """The columns of a Parquet or Arrow file, by its schema; one of `damage()` where it has none."""
     import pyarrow.parquet as pq
-    return list(pq.ParquetFile(data).schema_arrow.names if kind == "parquet" else _arrow_reader(data)[0].schema.names)
+    return list(pq.ParquetFile(data).schema_arrow.names if kind == "parquet" else arrow_reader(data)[0].schema.names)
 
 
 def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -118,7 +118,7 @@ def arrow_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     with _random_access(file) as data:
         if not data.size():
             return
-        reader, count = _arrow_reader(data)
+        reader, count = arrow_reader(data)
         present = reader.schema.names
         first = 0
         columns = list(dict.fromkeys(_column(present, name) for name in _checked(reader.schema, source)))
@@ -144,15 +144,6 @@ def _counted(batch: Any, file: Input) -> int:
     size: int = batch.get_total_buffer_size()
     file.content += size
     return size // max(1, batch.num_rows)
-
-
-def _arrow_reader(data: Any) -> tuple[Any, int]:
-    """A reader of record batches, and how many there are; -1 for a stream, which does not say."""
-    import pyarrow as pa
-    is_file = data.read(6) == b"ARROW1"
-    data.seek(0)
-    reader = pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)
-    return reader, reader.num_record_batches if is_file else -1
 
 
 def _checked(schema: Any, source: FilesSource) -> list[str]:

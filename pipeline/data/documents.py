@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -156,9 +157,14 @@ def place_in(file: str, record: Place) -> str:
     return file if record is None else f"{file}{'@' if isinstance(record, str) else ':'}{record}"
 
 
-def digest(text: bytes) -> bytes:
-    """What identifies a document's text: the first 16 bytes of its sha256."""
+def digest(text: bytes | memoryview) -> bytes:
+    """What identifies a document's text, or its ids: the first 16 bytes of the sha256."""
     return hashlib.sha256(text).digest()[:DIGEST_BYTES]
+
+
+def validation_below(share: float) -> int:
+    """The high half of a digest is held out below this: share * 2^64, which is exact."""
+    return ceil(share * 2**64)
 
 
 def document_key(text_digest: bytes, copy: int = 0) -> str:

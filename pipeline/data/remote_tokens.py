@@ -98,7 +98,7 @@ def recorded_shards(work: Work, table: ShardTable, rows: Iterable[int]) -> list[
 def shards_of(work: Work, split: str) -> dict[str, Shards]:
     """The token shards of a split by source. They must be on this node."""
     table = ShardTable.of(work.input("encode")[1].outputs)
-    return open_shards(table, split, work.config.shard.source_names, shard_folder(work, table))
+    return open_shards(table, split, work.config.source_names, shard_folder(work, table))
 
 
 def _mirror_of(url: str, records: Sequence[Record]) -> Mirror:

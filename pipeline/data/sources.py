@@ -6,12 +6,12 @@ import glob
 import os
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from drover.pipeline.config.data import (
     COMPRESSIONS,
@@ -20,6 +20,7 @@ from drover.pipeline.config.data import (
     ShardConfig,
     Source,
     StdlibSource,
+    TokenSource,
     converter,
     file_format,
 )
@@ -109,7 +110,7 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
         return _stdlib_paths(source), []
     if isinstance(source, HubSource):
         return _dataset_paths(source)
-    files, problems = _matching(source)
+    files, problems = matching(source.name, source.paths, source.exclude)
     if any(isinstance(path, ObjectFile) for path in files) and any(isinstance(path, Path) for path in files):
         problems.append(f"source {source.name}: `paths` has files of this machine and objects of a store, which no "
                         f"common folder holds. Make two sources of it.")
@@ -148,36 +149,37 @@ def _stdlib_paths(source: StdlibSource) -> list[Path]:
     return result
 
 
-def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
+def matching(name: str, patterns: Sequence[str], exclude: Sequence[str] = ()) -> tuple[list[InputFile], list[str]]:
+    """The files and objects that paths, globs and URLs of a source name, and what is wrong with these as sentences."""
     result: dict[InputFile, None] = {}
     problems = []
-    excluded = {match for pattern in source.exclude for match in (
+    excluded = {match for pattern in exclude for match in (
         find(pattern) if is_url(pattern) else matches(_without_dots(Path(pattern).absolute())))}
-    for pattern in source.paths:
+    for pattern in patterns:
         if is_url(pattern):
             try:
                 result.update(dict.fromkeys(found for found in find(pattern) if found not in excluded))
             except UserError as error:
-                problems.append(f"source {source.name}: {error}")
+                problems.append(f"source {name}: {error}")
             continue
         full = _without_dots(Path(pattern).absolute())
         # A name with [ or ] in it that exists is meant literally.
         closed = list[OSError]()
         matched = [full] if full.is_file() else matches(full, closed.append)
         there = [path for path in matched if path not in excluded]
-        problems += [f"source {source.name}: the folder {error.filename} cannot be read: {error.strerror}. Make it "
+        problems += [f"source {name}: the folder {error.filename} cannot be read: {error.strerror}. Make it "
                      f"readable, or name it in `exclude`." for error in closed
                      if isinstance(error, PermissionError) and Path(error.filename) not in excluded]
         files = [path for path in there if path.is_file()]
         has_wildcard = glob.has_magic(pattern)
         broken = [path.name for path in there if path.is_symlink() and not path.exists()]
         if has_wildcard and broken:
-            problems.append(f"source {source.name}: {len(broken):,} links that match {pattern} lead to no file "
+            problems.append(f"source {name}: {len(broken):,} links that match {pattern} lead to no file "
                             f"({first(sorted(broken))}). Fetch what they name (`git annex get`, `dvc pull`), or remove "
                             f"them.")
         elif not files and (there or not matched):
             what = f"no file matches {pattern}" if has_wildcard else _what_it_is(pattern, full)
-            problems.append(f"source {source.name}: {what} ({_looked_in(full)}). Correct `paths`.")
+            problems.append(f"source {name}: {what} ({_looked_in(full)}). Correct `paths`.")
         result.update(dict.fromkeys(files))
     own = once(path for path in result if isinstance(path, Path))
     return [*own, *(path for path in result if not isinstance(path, Path))], problems
@@ -230,7 +232,7 @@ def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: fl
     for file in files:
         large = file.bytes > UNDIVIDED_UP_TO * part_size
         if large and isinstance(source, FilesSource) and divisible(PurePath(file.path), source):
-            groups += [[part] for part in _parts(file, part_size)]
+            groups += [[part] for part in parts(file, part_size)]
             held = size
             continue
         if held >= size:
@@ -241,7 +243,7 @@ def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: fl
     return groups
 
 
-def _parts(file: Piece, size: float) -> list[Piece]:
+def parts(file: Piece, size: float) -> list[Piece]:
     """A file in parts of about `size` bytes."""
     count = max(2, round(file.bytes / size))
     step = LEAST_PART if file.bytes // count >= LEAST_PART else 1
@@ -280,3 +282,86 @@ def filter_files(config: Config) -> list[tuple[str, InputFile]]:
     if problems:
         raise AbsentInputError(listed(problems), result, {FILTER_FILES})
     return result
+
+
+TOKEN_PART = 1 << 25
+"""Bytes of a file that a task reads, about; so many that it makes a token shard of the usual size."""
+TOKEN_ENDINGS = (".bin", ".npy", ".ds", ".parquet", ".arrow")
+BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
+"""Endings of the files that belong to one, in place of its own."""
+
+
+def token_files(config: Config) -> list[tuple[str, Path]]:
+    """All files that the sources of tokens read, as (`<source>/<split>/<path below their common folder>`, path).
+
+    Raises:
+        AbsentInputError: naming all that cannot be read.
+    """
+    result = list[tuple[str, Path]]()
+    problems = dict[str, list[str]]()
+    for source in config.encode.sources:
+        for split, patterns, exclude in (("train", source.paths, source.validation_paths),
+                                         ("validation", source.validation_paths, [])):
+            matched, wrong = matching(source.name, patterns, exclude)
+            paths = [path for path in matched if isinstance(path, Path)]
+            companions = {other for path in paths for other in beside(path)}
+            if strange := sorted(path.name for path in {*paths} - companions if path.suffix not in TOKEN_ENDINGS):
+                wrong.append(f"source {source.name}: the names of {len(strange):,} files do not show their format, "
+                             f"such as {strange[0]}. Narrow the paths, or use the endings {', '.join(TOKEN_ENDINGS)}.")
+            if wrong:
+                problems.setdefault(source.name, []).extend(wrong)
+            result += named_files(f"{source.name}/{split}", sorted({*paths, *companions}))  # type: ignore[arg-type]
+    if problems:
+        every = [problem for wrong in problems.values() for problem in wrong]
+        raise AbsentInputError(all_problems(every, "The files of tokens cannot all be read", len(every)), result,
+                               {*problems})
+    return result
+
+
+def beside(path: Path) -> list[Path]:
+    """The files that belong to one and are there."""
+    return [other for ending in BESIDE.get(path.suffix, ()) if (other := path.with_suffix(ending)).is_file()]
+
+
+def token_problems(config: Config) -> Iterator[str]:
+    """Why files of tokens cannot be used, by what they begin with, before any stage has run."""
+    sources = {source.name: source for source in config.encode.sources}
+    for name, path in token_files(config):
+        if path.suffix in TOKEN_ENDINGS:
+            from drover.pipeline.data.token_files import opened
+
+            source = sources[name.partition("/")[0]]
+            try:
+                opened(path, source.dtype.replace("auto", "uint16"), source.column)
+            except UserError as error:
+                yield str(error)
+
+
+class TokenUnit(TypedDict):
+    """A part of a file of tokens: a name of its own, the split of its documents, the share of them that is moved to the
+    validation set, settings of its source, and the fields of a `Piece` of it and of each file that belongs to it."""
+
+    name: str
+    split: str
+    validation_share: float
+    source: dict[str, Any]
+    piece: dict[str, Any]
+    beside: list[dict[str, Any]]
+
+
+def token_units(sources: Sequence[TokenSource], files: Sequence[ListedFile]) -> list[TokenUnit]:
+    """The files cut into parts, in order."""
+    units = list[TokenUnit]()
+    for source in sources:
+        pieces = {file["path"]: Piece(**file, start=0, stop=file["bytes"]) for file in files
+                  if file["name"].startswith(f"{source.name}/")}
+        settings = source.model_dump(include={"name", "dtype", "column", "separators"})
+        share = 0 if source.validation_paths else source.validation_share
+        own = [(file, part) for file in pieces.values() if Path(file.path).suffix in TOKEN_ENDINGS
+               for part in (parts(file, TOKEN_PART) if file.bytes > 2 * TOKEN_PART else [file])]
+        for number, (file, part) in enumerate(own):
+            units.append(TokenUnit(
+                name=f"{source.name}-{number:05d}", split=file.file.partition("/")[0], validation_share=share,
+                source=settings, piece=vars(part),
+                beside=[vars(pieces[str(path)]) for path in beside(Path(file.path))]))
+    return units

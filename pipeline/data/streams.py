@@ -106,7 +106,7 @@ class Piece:
         if (now.st_size, changed_ns(now)) != (self.bytes, self.mtime_ns):
             sizes = f"{self.bytes:,} -> {now.st_size:,} bytes" if now.st_size != self.bytes else \
                 "its time is another, its size is not"
-            raise UserError(f"{self.path} is not what it was when the stage shard began: {sizes}. Let "
+            raise UserError(f"{self.path} is not what it was when the stage began: {sizes}. Let "
                             f"nobody write to it, and run the same command again, which reads it again.")
 
 
@@ -357,6 +357,15 @@ def map_file(path: str | Path) -> Any:
     refuse_irregular(Path(path))
     # Given a text as name, Arrow takes it for UTF-8; bytes as they are.
     return pa.memory_map(os.fsencode(path))
+
+
+def arrow_reader(data: Any) -> tuple[Any, int]:
+    """A reader of record batches, and how many there are; -1 for a stream, which does not say."""
+    import pyarrow as pa
+    is_file = data.read(6) == b"ARROW1"
+    data.seek(0)
+    reader = pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)
+    return reader, reader.num_record_batches if is_file else -1
 
 
 def name_as_text(name: str) -> str:

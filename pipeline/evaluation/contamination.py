@@ -13,32 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.data.item_index import ItemIndex
-from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.evaluation.items import PerItem
 from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.tokenization.texts import ShardTexts
 
 N = 13
 LEAST = 5
 DIRTY = 0.5
 
 
-def shares_in_training_text(texts: Sequence[str], folder: Path, manifest: Manifest,
-                            ranks: Ranks) -> list[float | None]:
-    """Of each text the share of its n-grams in the training documents of a shard stage; each rank reads its part of the
-    shards."""
+def shares_in_training_text(texts: Sequence[str], shards: Sequence[ShardTexts], ranks: Ranks) -> list[float | None]:
+    """Of each text the share of its n-grams in the documents of training shards; each rank reads its part of these."""
     index = ItemIndex(texts, N, LEAST)
     met = np.zeros(index.places, bool)
-    for record in shard_records(manifest, "train")[ranks.rank::ranks.world]:
-        for document in read_shard(folder, record):
-            met[index.places_in(document.text)] = True
+    for shard in shards[ranks.rank::ranks.world]:
+        for _, text in shard.read(None):
+            met[index.places_in(text)] = True
     return index.shares(np.logical_or.reduce(ranks.gather(met)))
 
 

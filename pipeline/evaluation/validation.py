@@ -23,19 +23,18 @@ import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import Watch
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.remote_tokens import shards_of
-from drover.pipeline.data.text_shards import read_shard, shard_records
+from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.data.token_shards import Chosen, ChosenDocuments, Shards, choose
 from drover.pipeline.evaluation.results import AFTER, OVERALL
+from drover.pipeline.tokenization.texts import ShardTexts, shard_texts
 
 if TYPE_CHECKING:
     from drover.pipeline.evaluation.open_model import OpenedModel
@@ -77,26 +76,25 @@ def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel, length: in
         "nats": measured[source].nats, "targets": measured[source].targets, "bytes": measured[source].text_bytes,
         "documents": len(documents), "tokens": int(documents.lengths.sum()), "of_documents": documents.of_documents,
         "of_tokens": documents.of_tokens} for source, documents in chosen.items()},
-        "without_validation_text": [source.name for source in work.config.shard.sources if source.name not in chosen],
+        "without_validation_text": [source for source in work.config.source_names if source not in chosen],
         "window": length}
 
 
-def validation_texts(folder: Path, manifest: Manifest, source: str, shards: Shards, chosen: Chosen) -> Iterator[bytes]:
-    """The text of each chosen document of a source, one in memory at a time.
+def validation_texts(texts: Mapping[str, ShardTexts], shards: Shards, chosen: Chosen) -> Iterator[bytes]:
+    """The text of each chosen document of a source, one in memory at a time. texts: by the name of the shard.
 
     Raises:
         UserError: the token shards were not made of these text shards, so bits per byte would be wrong.
     """
-    records = {Path(record["path"]).stem: record for record in shard_records(manifest, "validation", source)}
     for number in np.unique(chosen.shards):
         shard = shards[number]
         places = chosen.places[chosen.shards == number].tolist()
-        record = records[shard.path.stem]
-        for place, document in zip(places, read_shard(folder, record, set(places)), strict=True):  # both in order
-            if document.key != shard.document_key(place):
-                raise UserError(f"The token shard of {record['path']} was made of another text than the text shard has "
-                                f"there ({document.key}). Run the stage encode again with --force.")
-            yield document.text.encode()
+        own = texts[shard.path.stem].read(set(places))
+        for place, (key, text) in zip(places, own, strict=True):  # both in order
+            if key != shard.document_key(place):
+                raise UserError(f"The token shard {shard.path} was made of another text than the text shard of its "
+                                f"name has there ({key}). Run the stage encode again with --force.")
+            yield text.encode()
 
 
 def byte_counts(text: bytes) -> np.ndarray:
@@ -104,21 +102,20 @@ def byte_counts(text: bytes) -> np.ndarray:
     return np.bincount(np.frombuffer(text, np.uint8), minlength=256).astype(np.int64)
 
 
-def training_text(folder: Path, manifest: Manifest, counted: int, given: int) -> tuple[np.ndarray, bytes]:
+def training_text(shards: Sequence[ShardTexts], counted: int, given: int) -> tuple[np.ndarray, bytes]:
     """The byte counts of the training text, (256,) int64, and text of it for compressors.
 
     The counts are of the first documents of each shard, up to an equal share of `counted` bytes. The text has at most
     `given` bytes: all if it is so little, else the beginning of each shard, by its size.
     """
-    records = shard_records(manifest, "train")
-    share, part = counted / max(1, len(records)), given / max(1, given, training_bytes(manifest))
+    share, part = counted / max(1, len(shards)), given / max(1, given, bytes_of(shards))
     counts = np.zeros(256, np.int64)
     text = bytearray()
-    for record in records:
+    for shard in shards:
         taken = 0
-        end = len(text) + int(part * record["text_bytes"])
-        for document in read_shard(folder, record):
-            encoded = document.text.encode()
+        end = len(text) + int(part * shard.text_bytes)
+        for _, document in shard.read(None):
+            encoded = document.encode()
             if taken < share:
                 counts += byte_counts(encoded)
                 taken += len(encoded)
@@ -128,9 +125,9 @@ def training_text(folder: Path, manifest: Manifest, counted: int, given: int) ->
     return counts, bytes(text)
 
 
-def training_bytes(manifest: Manifest) -> int:
-    """UTF-8 bytes of the training text."""
-    return sum(record["text_bytes"] for record in shard_records(manifest, "train"))
+def bytes_of(shards: Sequence[ShardTexts]) -> int:
+    """UTF-8 bytes of the text of shards."""
+    return sum(shard.text_bytes for shard in shards)
 
 
 def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> dict[str, float]:
@@ -197,11 +194,11 @@ def compare(work: Work) -> Compared:
     `evaluate.compressed_mb` of all sources together, the same amount of each, and as much training text, evenly from
     all of it.
     """
-    folder, manifest = work.input("shard")
+    train, validation = (shard_texts(work.run, split) for split in SPLITS)
     most = int(work.config.evaluate.compressed_mb * 1e6)
     shards = shards_of(work, "validation")
     chosen = chosen_documents(work)
-    training_counts, training = training_text(folder, manifest, TRAINING_BYTES, min(most, LZMA_WINDOW))
+    training_counts, training = training_text(train, TRAINING_BYTES, min(most, LZMA_WINDOW))
     size = sum(int(documents.text_bytes.sum()) for documents in chosen.values())
     of_source = most if size <= most else most / len(chosen)
     texts = dict[str, bytes]()
@@ -209,7 +206,8 @@ def compare(work: Work) -> Compared:
     for source, documents in chosen.items():
         text = bytearray()
         counts[source] = np.zeros(256, np.int64)
-        for document in validation_texts(folder, manifest, source, shards[source], documents):
+        for document in validation_texts(
+                {shard.name: shard for shard in validation if shard.source == source}, shards[source], documents):
             counts[source] += byte_counts(document)
             if len(text) < of_source:
                 text += document
@@ -218,6 +216,6 @@ def compare(work: Work) -> Compared:
     if len(chosen) > 1:
         texts[OVERALL] = b"".join(texts.values())
         counts[OVERALL] = sum(counts.values(), np.zeros(256, np.int64))
-    sizes = {"training_bytes": len(training), "of_training_bytes": training_bytes(manifest)}
+    sizes = {"training_bytes": len(training), "of_training_bytes": bytes_of(train)}
     return {source: {**baselines(text, counts[source], training_counts), **after[source], **sizes}
             for source, text in texts.items()}

@@ -83,10 +83,9 @@ def rare_counts(ids: NDArray[Any], tokenizer: Tokenizer) -> dict[str, int]:
 
     If the unknown id is also BOS or EOS, it occurs only around documents: a shard with more of it is refused.
     """
-    unknown = [] if tokenizer.unk_id in (None, tokenizer.bos_id, tokenizer.eos_id) else [tokenizer.unk_id]
-    counts = np.bincount(ids, minlength=tokenizer.size)
-    return {"unknown_tokens": int(counts[unknown].sum()),
-            "fallback_tokens": int(counts[sorted(tokenizer.byte_fallback_ids)].sum())}
+    unknown = {tokenizer.unk_id} - {None, tokenizer.bos_id, tokenizer.eos_id}
+    return {f"{kind}_tokens": int(np.isin(ids, [*rare]).sum()) if rare else 0
+            for kind, rare in (("unknown", unknown), ("fallback", tokenizer.byte_fallback_ids))}
 
 
 class Outlier(TypedDict):

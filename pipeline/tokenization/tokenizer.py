@@ -178,6 +178,36 @@ class Tokenizer:
         return (name.replace(WORD_MARK, " ") if WORD_MARK in self._decoder else name).encode()
 
 
+class TokenBytes:
+    """The text of many ids at once, by a table of the bytes of each.
+
+    It is what the ids decode to: exactly, but for a literal U+2581 of sentencepiece, which is a space here. Bytes that
+    are not UTF-8 stay as they are.
+
+    Attributes:
+        lengths: (ids of the vocabulary,) the UTF-8 bytes of each.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        pieces = list(map(tokenizer.token_bytes, range(tokenizer.size)))
+        self.lengths = np.array(list(map(len, pieces)), np.int32)
+        self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        self._bytes = np.frombuffer(b"".join(pieces), np.uint8)
+        adds_space = b"".join(pieces[token] for token in tokenizer.encode("a")) == b" a"
+        self._dropped = np.array([adds_space and piece.startswith(b" ") for piece in pieces])
+
+    def text(self, ids: NDArray[Any]) -> bytes:
+        """The bytes of a document of these ids, at least one."""
+        lengths = self.lengths[ids]
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return self._bytes[np.repeat(self._starts[ids], lengths) + within][int(self._dropped[ids[0]]):].tobytes()
+
+    def sizes(self, ids: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The bytes of documents that begin at `starts` among the ids, none of which is empty. A space that the
+        tokenizer puts in front is no part of them."""
+        return np.add.reduceat(self.lengths[ids], starts, dtype=np.int64) - self._dropped[ids[starts]]
+
+
 def _cut_runs(text: str) -> list[str]:
     cuts = [0]
     for match in _RUNS.finditer(text):

@@ -67,7 +67,7 @@ def open_training_data(work: Work, table: ShardTable, folder: Path, planner: Pla
             is made elsewhere, with a message on stderr. This is for tools, which print results on stdout.
     """
     train = work.config.train
-    sources = work.config.shard.source_names
+    sources = work.config.source_names
     counts = work.input("encode")[1].counts
     packing = None if train.packing == "concatenate" else (
         work.folder / "packing", planner or (lambda packing: read_plan(packing, partial(print, file=sys.stderr))))

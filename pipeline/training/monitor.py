@@ -100,7 +100,7 @@ class Validation(Hook):
 
 def validation_texts(loop: Loop) -> dict[str, ValidationText]:
     """The validation sample by source. Called on rank 0, which broadcasts it."""
-    sources = loop.config.shard.source_names
+    sources = loop.config.source_names
     result = {}
     for source, shards in open_shards(loop.batches.table, "validation", sources, loop.batches.folder).items():
         chosen = choose(shards, loop.config.train.validation_tokens)

@@ -88,13 +88,13 @@ train.phases[1].until 9k is not after 10.24k
 train.phases[1]: train.sequence_length 512 is longer than model.context_length 256
 train.phases[1]: train.batch_tokens 1000 is not a multiple of train.sequence_length 512
 train.phases[2]: train.sequence_length 96 is not divisible by parallel.tp 64
-train.phases[2]: train.mixture names books, but shard.sources are web, code
-train.phases[2]: train.mixture lacks code of shard.sources
+train.phases[2]: train.mixture names books, but the sources are web, code
+train.phases[2]: train.mixture lacks code of the sources
 train.phases[2] has an lr_end, but its schedule is constant
 train.phases[3].warmup_steps 500 is more than its 9 steps
 train.phases[3]: train.mixture gives the source code 1e-07
 train.max_epochs names wob
-shard.filters: the filter repetition names books, but shard.sources are web, code""".splitlines():
+shard.filters: the filter repetition names books, but the sources are web, code""".splitlines():
         assert expected in message, message
     assert message.count("model.heads") == 1, "what phases share is said once"
 

@@ -1,14 +1,12 @@
 import lzma
 import math
 import random
-from pathlib import Path
 
 import pytest
 
-from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.evaluation import validation
 from drover.pipeline.evaluation.results import AFTER, OVERALL
 from drover.pipeline.evaluation.validation import after_training, baselines, byte_counts, training_text
+from drover.pipeline.tokenization.texts import ShardTexts
 
 TRAINING = "".join(random.Random(1).choices(["def main():\n", "    return 0\n", "größer\n", "import os\n", "x = 1\n"],
                                             k=20_000)).encode()
@@ -45,12 +43,10 @@ def test_gzip_looks_back_no_further_than_its_window():
 
 
 @pytest.mark.parametrize(("given", "expected"), [(10**6, b"aaaabbc"), (7, b"aaaabbc"), (4, b"aabc"[:3]), (0, b"")])
-def test_training_text_is_all_of_little_and_the_beginning_of_each_shard_of_much(monkeypatch, given, expected):
+def test_training_text_is_all_of_little_and_the_beginning_of_each_shard_of_much(given, expected):
     """In proportion to its size: no shard, and no long document, crowds out another."""
     shards = {"one": ["aaa", "a"], "two": ["bb"], "three": ["c"]}
-    records = [{"path": name, "text_bytes": sum(map(len, texts))} for name, texts in shards.items()]
-    monkeypatch.setattr(validation, "shard_records", lambda manifest, split: records)
-    monkeypatch.setattr(validation, "read_shard", lambda folder, record: [
-        type("Document", (), {"text": text}) for text in shards[record["path"]]])
-    counts, text = training_text(Path(), Manifest, 10**9, given)
+    counts, text = training_text([
+        ShardTexts(name, "s", sum(map(len, texts)), lambda only, texts=texts: (("", text) for text in texts))
+        for name, texts in shards.items()], 10**9, given)
     assert text == expected and [counts[ord(letter)] for letter in "abc"] == [4, 2, 1]

@@ -3,11 +3,8 @@
 import random
 from types import SimpleNamespace
 
-from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.core.files import output_record
-from drover.pipeline.data.documents import Document, digest, document_key, to_json
-from drover.pipeline.data.text_shards import write_members
 from drover.pipeline.evaluation.contamination import DIRTY, LEAST, clean_and_dirty, shares_in_training_text
+from drover.pipeline.tokenization.texts import ShardTexts
 
 ALPHABET = [f"{letter}{number}" for letter in "abcdefgh" for number in range(60)]
 
@@ -17,34 +14,23 @@ def text_of(seed, count):
     return [random.Random(f"{seed}/{place}").choice(ALPHABET) for place in range(count)]
 
 
-def corpus(folder, shards, held=()):
-    """A shard stage's folder and manifest with these documents, each a list of words or a text."""
-    records = []
-    for number, documents in enumerate([*shards, *([held] if held else [])]):
-        members = []
-        texts = [text if isinstance(text, str) else " ".join(text) for text in documents]
-        for text in texts:
-            key = document_key(digest(text.encode()))
-            members.append((key, to_json(Document(text, "s", key, {}))))
-        split = "validation" if number == len(shards) else "train"
-        write_members(folder / f"{number}.tar", members)
-        records.append(output_record(folder, folder / f"{number}.tar", split=split, source="s", docs=len(texts),
-                                     text_bytes=sum(len(text.encode()) for text in texts)))
-    return folder, Manifest("shard", {}, records, {}, "")
+def shard_of(documents):
+    """A shard with these documents, each a list of words."""
+    return ShardTexts("", "s", 0, lambda only: (("", " ".join(words)) for words in documents))
 
 
-def test_shares_are_of_what_single_training_documents_hold(tmp_path):
-    """Not over the edge of a document, nor in validation text. Each of two ranks reads some of the shards."""
+def test_shares_are_of_what_single_training_documents_hold():
+    """Not over the edge of a document. Each of two ranks reads some of the shards."""
     items = [text_of(f"item {number}", 20) for number in range(4)]
     items += [text_of("least", LEAST), text_of("short", LEAST - 1)]
     shards = [[text_of("filler", 60) + items[0], items[1][:10], items[1][10:]],
               [items[2][:15], items[2][:13], items[4] + items[5]]]  # 3 of its 8 n-grams of 13 words, one twice
-    texts, place = [" ".join(item) for item in items], corpus(tmp_path, shards, held=[items[3]])
+    texts, shards = [" ".join(item) for item in items], [*map(shard_of, shards)]
     parts = []  # what each rank met, as it hands it in
     for rank in range(2):
-        shares_in_training_text(texts, *place, SimpleNamespace(
+        shares_in_training_text(texts, shards, SimpleNamespace(
             rank=rank, world=2, gather=lambda value: [parts.append(value), value][1:]))
-    together = shares_in_training_text(texts, *place, SimpleNamespace(rank=0, world=2, gather=lambda value: parts))
+    together = shares_in_training_text(texts, shards, SimpleNamespace(rank=0, world=2, gather=lambda value: parts))
     assert together == [1.0, 0.0, 3 / 8, 0.0, 1.0, None]
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.files import read_json, sha256_file
-from drover.tools import megatron
-from drover.tools.export_tokens import main
-from drover.tools.megatron import MANIFEST
+from drover.tools import export_tokens
+from drover.tools.export_tokens import MANIFEST, main
 from tests.refusal import printed
 from tests.token_shards import shards_in
 from tests.tools.traced import make_traced
@@ -75,6 +74,25 @@ def test_megatron_reads_every_document_in_order(run, split, tmp_path, exported):
         assert (path.stat().st_size, sha256_file(path)) == (record["bytes"], record["sha256"])
 
 
+def test_megatrons_own_reader_gives_the_documents(run, tmp_path, exported):
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset",
+                                  reason="to compare with it: pip install --no-deps megatron-core")
+    exported(run, tmp_path / "out")
+    rows = indexed.IndexedDataset(str(tmp_path / "out/web"))
+    assert [rows[number].tolist() for number in range(len(rows))] == [
+        tokens.tolist() for _, _, tokens in documents_of(run, "train", "web")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--without-bos"]])
+def test_datasets_reads_the_export_for_it(run, tmp_path, exported, arguments, monkeypatch):
+    monkeypatch.setattr(export_tokens, "BLOCK_TOKENS", 900)  # several row groups
+    exported(run, tmp_path / "out", "--format", "hf", *arguments)
+    rows = datasets.load_dataset("parquet", data_files=str(tmp_path / "out/web.parquet"), split="train",
+                                 cache_dir=str(tmp_path / "cache"))
+    assert rows["input_ids"][:] == [tokens[len(arguments):].tolist() for _, _, tokens in documents_of(
+        run, "train", "web")]
+
+
 @pytest.mark.slow
 def test_datasets_reads_the_token_shards_themselves(run):
     rows = datasets.load_dataset("arrow", data_files=str(run / "encode/train/*.arrow"), split="train").to_list()
@@ -84,7 +102,7 @@ def test_datasets_reads_the_token_shards_themselves(run):
 
 
 def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):
-    monkeypatch.setattr(megatron, "_write", lambda content, path, inner=megatron._write: inner(
+    monkeypatch.setattr(export_tokens, "_write", lambda content, path, inner=export_tokens._write: inner(
         content, path)[::-1])
     output = exported(run, tmp_path / "out", expect=2)
     assert "web.bin has other content than was written there" in output and not (tmp_path / "out").exists()

@@ -332,9 +332,12 @@ class Search:
     def _document(self, row: int, number: int, original: Document | None, *, text: bool) -> TracedDocument:
         shard = self._shard(row)
         begin, end = shard.document_span(number)
+        own = original.text if original else None
+        if text and shard.source not in self.steps.history.run.config.shard.source_names:  # it came as tokens
+            own = load_tokenizer(self.steps.history.work.input("tokenizer")[0]).decode(shard.document_tokens(number))
         return TracedDocument(shard.document_key(number), shard.source, shard.record["split"], shard.record["path"],
                               number, end - begin, shard.document_bytes(number), **_origin_of(original),
-                              text=original.text if text and original else None)
+                              text=own if text else None)
 
     def _shard(self, row: int) -> TokenShard:
         record = self.table.record(row)

@@ -30,6 +30,7 @@ from drover.pipeline.data.documents import (
     from_json,
     key_fits,
     to_json,
+    validation_below,
 )
 from drover.pipeline.data.filters.base import DROPPED, Dropped
 from drover.pipeline.data.planning.near_duplicates import banding, join_components, near_columns, resolve_partition
@@ -176,11 +177,6 @@ def _partitions(plan: CorpusLayout, columns: Iterable[int], **payload: Any) -> l
 DUPLICATES = "duplicates"
 """Folder of the outputs that name, for each document that was dropped, the one that was kept; and their split."""
 _ROWS_AT_ONCE = 20_000
-
-
-def validation_below(share: float) -> int:
-    """The high half of a digest is held out below this: share * 2^64, which is exact."""
-    return ceil(share * 2**64)
 
 
 def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:

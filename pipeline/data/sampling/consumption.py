@@ -51,7 +51,7 @@ class Consumption:
 def train_tokens(config: Config, counts: Mapping[str, Any]) -> dict[str, int]:
     """Training tokens by source, in the configuration's order, from the counts of encode's manifest."""
     train = counts["splits"].get("train", {})
-    return {name: int(train.get(name, {}).get("tokens", 0)) for name in config.shard.source_names}
+    return {name: int(train.get(name, {}).get("tokens", 0)) for name in config.source_names}
 
 
 def planned(config: Config, available: Mapping[str, int]) -> Consumption:

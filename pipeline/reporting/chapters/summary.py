@@ -43,7 +43,7 @@ def result(facts: Facts) -> str:
     """One sentence."""
     total, start = facts.validation.get("overall", {}), facts.config.train.init_from
     made = filled("A Llama with {parameters:k} parameters, {begun}trained on {tokens:k} tokens of {names}", {
-        **facts.counts("train"), "names": facts.config.shard.source_names,
+        **facts.counts("train"), "names": facts.config.source_names,
         "begun": f"started from the weights in {shareable(str(start))} and " if start is not None else ""})
     if (ours := total.get("bits_per_byte")) is None:
         return f"{made}. It was not evaluated on validation text."

@@ -133,7 +133,7 @@ def test_a_file_that_changes_is_refused_by_name(tmp_path, change):
         next(items)
     path.write_text('{"text": "two"}\n' * (8 if change == "size" else 9))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    refused(UserError, r"f\.jsonl is not what it was when the stage shard began", list, items)
+    refused(UserError, r"f\.jsonl is not what it was when the stage began", list, items)
 
 
 def units_of(folder, files, source=(), **settings):

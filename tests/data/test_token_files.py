@@ -1,0 +1,211 @@
+"""Files of tokens of other programs: each document comes once, whatever the parts; what is cut or strange is named."""
+
+import struct
+from itertools import pairwise
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.data import token_files
+from drover.pipeline.data.token_files import opened
+from tests.refusal import refused, table
+
+EOS = 7
+BOS = 6
+DRAW = np.random.default_rng(3)
+DOCUMENTS = [DRAW.integers(8, 40_000, size).tolist() for size in (*DRAW.integers(1, 90, 60).tolist(), 700, 1, 2)]
+STREAM = [token for document in DOCUMENTS for token in (*document, EOS)]
+
+
+def raw(folder, kind="<u2", name="a.bin", ids=STREAM):
+    path = folder / name
+    np.array(ids, kind).tofile(path)
+    return path
+
+
+def numpys(folder):
+    np.save(path := folder / "a.npy", np.array(STREAM, "<i8"))
+    return path
+
+
+def llm_c(folder, number=20240520, version=1, kind="<u2", ids=(EOS, *STREAM)):
+    """EOS before each document, and after the last."""
+    path = folder / "a.bin"
+    header = np.zeros(256, "<i4")
+    header[:3] = number, version, len(ids)
+    path.write_bytes(header.tobytes() + np.array(ids, kind).tobytes())
+    return path
+
+
+def megatron(folder, documents=tuple([*document, EOS] for document in DOCUMENTS), per_document=1, code=8, kind="<u2"):
+    """Megatron's layout, by its publication; each document in so many sequences."""
+    path = folder / "a.bin"
+    sequences = [part for document in documents for part in np.array_split(document, per_document)]
+    lengths = np.array([*map(len, sequences)], "<i4")
+    pointers = (np.cumsum(lengths) - lengths) * np.dtype(kind).itemsize
+    np.concatenate(sequences).astype(kind).tofile(path)
+    bounds = np.arange(len(documents) + 1) * per_document
+    path.with_suffix(".idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(bounds)) + lengths.tobytes()
+        + pointers.astype("<i8").tobytes() + bounds.astype("<i8").tobytes())
+    return path
+
+
+def built_by_megatron(folder):
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset",
+                                  reason="to compare with it: pip install --no-deps megatron-core")
+    import torch
+    builder = indexed.IndexedDatasetBuilder(str(path := folder / "a.bin"), dtype=np.int32)
+    for document in DOCUMENTS:
+        builder.add_document(torch.tensor([*document, EOS]), [len(document) + 1])
+    builder.finalize(str(folder / "a.idx"))
+    return path
+
+
+def datatrove(folder, size=2, **settings):
+    from datatrove.pipeline.tokens.tokenizer import TokenizedFile
+    file = TokenizedFile(str(folder), "a.ds", tokenizer_name_or_path="some/one", save_final_metadata=True,
+                         token_size=size, **settings)
+    for document in DOCUMENTS:
+        file.write([*document, EOS], None)
+    file.close()
+    return folder / "a.ds"
+
+
+def parquet(folder):
+    rows = pa.table({"text": ["x"] * len(DOCUMENTS), "input_ids": pa.array(DOCUMENTS, pa.list_(pa.int32()))})
+    pq.write_table(rows, path := folder / "a.parquet", row_group_size=5)
+    return path
+
+
+def saved(folder):
+    datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).save_to_disk(folder / "saved", num_shards=1)
+    return next((folder / "saved").glob("*.arrow"))
+
+
+def arrow_file(folder):
+    rows = pa.table({"input_ids": pa.array(DOCUMENTS, pa.large_list(pa.uint16()))})
+    with pa.ipc.new_file(path := folder / "a.arrow", rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=7)
+    return path
+
+
+FORMS = [raw, lambda folder: raw(folder, name="a.npy"), numpys, llm_c,
+         lambda folder: llm_c(folder, 20240801, 7, "<u4"), megatron,
+         lambda folder: megatron(folder, DOCUMENTS, 3, 4, "<i4"), built_by_megatron, datatrove,
+         lambda folder: datatrove(folder, 4), lambda folder: datatrove(folder, save_index=False), parquet, saved,
+         arrow_file]
+
+
+def documents_of(path, cuts):
+    """The documents of all parts of a file, which is cut there."""
+    file, result = opened(path, "uint16", "input_ids"), []
+    borders = sorted({0, *cuts, path.stat().st_size})
+    for low, high in pairwise(borders):
+        for block in file.blocks(low, high, [BOS, EOS]):
+            ids, lengths = block.documents([BOS, EOS])
+            result += [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1]) if len(part)]
+    return result
+
+
+@pytest.mark.parametrize("make", FORMS)
+def test_documents_come_once_and_in_order_whatever_the_parts(make, tmp_path, monkeypatch):
+    path = make(tmp_path)
+    assert documents_of(path, []) == DOCUMENTS
+    for block in (1, 50, 1 << 22):
+        monkeypatch.setattr(token_files, "BLOCK_IDS", block)
+        size = path.stat().st_size
+        assert documents_of(path, DRAW.integers(0, size, 9).tolist()) == DOCUMENTS
+        assert documents_of(path, range(0, size, size // 40)) == DOCUMENTS
+
+
+def test_bos_and_eos_separate_documents_inside_those_of_a_format_too(tmp_path):
+    """So that none is inside of a document, where training would meet it. What is empty is no document."""
+    packed = [[BOS, 10, 11, EOS, BOS, 12, EOS, EOS], [13, BOS], [EOS], [14, 9, 15]]
+    path = megatron(tmp_path, packed)
+    assert documents_of(path, []) == [[10, 11], [12], [13], [14, 9, 15]]
+    ids, lengths = next(opened(path, "uint16", "").blocks(0, 99, [EOS, BOS, 9])).documents([EOS, BOS, 9])
+    assert (ids.tolist(), lengths.tolist()) == ([10, 11, 12, 13, 14, 15], [2, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("form", "place"), [(raw, r"token 2 \(from 0\)"), (parquet, r"row 0 \(from 0\)")])
+def test_ids_beyond_the_vocabulary_are_named_with_their_place(form, place, tmp_path, monkeypatch):
+    ids = [5, 6, 400, 500] if form is raw else None
+    path = raw(tmp_path, ids=ids) if ids else form(tmp_path)
+    [block, *_] = opened(path, "uint16", "input_ids").blocks(0, path.stat().st_size, [EOS])
+    refused(UserError, rf"has the id \d+ at {place}, but the vocabulary of tokenizer.path has 300", block.refuse_beyond,
+            str(path), 300)
+
+
+@pytest.mark.parametrize("signed", [-1, -70_000])
+def test_negative_ids_are_refused(signed, tmp_path):
+    path = megatron(tmp_path, [[8, signed]], code=4, kind="<i4")
+    [block] = opened(path, "uint16", "input_ids").blocks(0, 99, [EOS])
+    refused(UserError, f"has the id {signed} at token 1", block.refuse_beyond, str(path), 300)
+
+
+def test_a_file_without_separators_is_not_taken_for_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "BLOCK_IDS", 10)
+    monkeypatch.setattr(token_files, "MOST_IDS", 400)
+    blocks = opened(raw(tmp_path), "uint16", "").blocks(0, 9999, [BOS, EOS])
+    refused(UserError, r"a document of more than \d+ ids from token .*, if \[6, 7\] separate documents", list, blocks)
+
+
+def shortened(path):
+    path.write_bytes(path.read_bytes()[:-1])
+    return path
+
+
+def with_index(path, change, at):
+    index = path.with_suffix(".idx")
+    data = bytearray(index.read_bytes())
+    data[at:at + len(change)] = change
+    index.write_bytes(data)
+    return path
+
+
+DAMAGES = {
+    "raw": lambda folder: shortened(raw(folder)), "llm_c": lambda folder: shortened(llm_c(folder)),
+    "numpys": lambda folder: shortened(numpys(folder)), "megatron": lambda folder: shortened(megatron(folder)),
+    "datatrove": lambda folder: raw(folder, name=datatrove(folder).name, ids=STREAM[:-1]),
+    "parquet": lambda folder: shortened(parquet(folder)), "arrow": lambda folder: shortened(arrow_file(folder)),
+    "evaluation": lambda folder: llm_c(folder, 20240522), "magic": lambda folder: with_index(megatron(folder), b"T", 0),
+    "version": lambda folder: with_index(megatron(folder), b"\2", 9),
+    "floats": lambda folder: with_index(megatron(folder), b"\6", 17),
+    "index": lambda folder: shortened(megatron(folder).with_suffix(".idx")).with_suffix(".bin"),
+    "multimodal": lambda folder: with_index(megatron(folder), bytes(len(DOCUMENTS)),
+                                            34 + 12 * len(DOCUMENTS) + 8 * len(DOCUMENTS) + 8),
+    "matrix": lambda folder: [np.save(folder / "a.npy", np.zeros((2, 3), int)), folder / "a.npy"][1],
+    "text": lambda folder: [pq.write_table(pa.table({"input_ids": ["a"]}), folder / "a.parquet"),
+                            folder / "a.parquet"][1]}
+
+
+@pytest.mark.parametrize(("damage", "message"), table("""
+    raw -> ends within a number of 2 bytes
+    llm_c -> its header has 3,313 ids
+    numpys -> mmap length is greater than filesize|but
+    megatron -> the end of its last sequence is elsewhere in a.idx
+    datatrove -> a.ds.index ends elsewhere
+    parquet -> is damaged or in another format than its name says
+    arrow -> is damaged or in another format than its name says
+    evaluation -> no training data of llm.c
+    magic -> is no index of Megatron's
+    version -> is no index of Megatron's
+    floats -> whole numbers
+    index -> its header has 63 sequences and 64 borders
+    multimodal -> of a multimodal data set
+    matrix -> is an array \\(2, 3\\) of int64, not a row of ids
+    text -> has no one column input_ids with lists of ids"""))
+def test_cut_and_strange_files_are_refused_by_name(damage, message, tmp_path):
+    refused(UserError, rf"a\.\w+ .*({message})", opened, DAMAGES[damage](tmp_path), "uint16",
+            "input_ids")
+
+
+def test_rows_without_ids_are_refused_by_their_place(tmp_path):
+    for rows in ([[1], None], [[1, None]]):
+        pq.write_table(pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))}), path := tmp_path / "a.parquet")
+        refused(UserError, "a null in the", list, opened(path, "uint16", "input_ids").blocks(0, 9999, [EOS]))
