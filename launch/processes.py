@@ -206,7 +206,7 @@ class ProcessGroup:
                 handled = len(self.stop_signals)
                 if self.stage:
                     show(sys.stderr, f"\nkilling {self.stage}" if handled > 1 else
-                         f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
+                         f"\nstopping {self.stage}: it ends its present step or task and saves (once more to kill it)")
                 self._end_within(0 if handled > 1 else SHUTDOWN_S)
             if not each():
                 self._end_within(KILL_S)

@@ -156,7 +156,8 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read, tokenizer:
     ids, texts = _text(work, tokenizer, split)
     always_return_freed_memory()
     result = compare_logits(folder, config, read, ids)
-    work.say(f"transformers computes it block by block ({config.layers} layers): {result.sentence}")
+    work.say(f"transformers agrees within rounding: argmax equal on {result.argmax_equal} of "
+             f"{result.tokens_compared} tokens")
     return {**asdict(result), "tensors_compared": compared, **_compare_tokens(work, tokenizer, folder, texts)}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from drover.model.generation.sampling import Sampling
 from drover.pipeline.config.kinds import add_plugin_option
-from drover.pipeline.core.console import Parser, Program, complain, find_model
+from drover.pipeline.core.console import Parser, Program, complain, echo, find_model
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import (
     ending_ids,
@@ -33,6 +33,7 @@ from drover.pipeline.records.weight_files import weights_folder
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that move a terminal's cursor or change its colours; a model may have learned them."""
 NEW = "/new"
+ENDS = "Ctrl-C ends a reply, Ctrl-D the session"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -123,6 +124,7 @@ class Session:
 
     def ask(self) -> None:
         """Read prompts from the terminal until it ends."""
+        echo(f"{self.opened.path} takes a prompt a line; {ENDS}", file=sys.stderr)
         while True:
             try:
                 prompt = input("> ")
@@ -130,6 +132,7 @@ class Session:
                 return
             except KeyboardInterrupt:
                 print()
+                echo(ENDS, file=sys.stderr)
                 continue
             if self.template and prompt.strip() == NEW:
                 self.messages = list(self.system)

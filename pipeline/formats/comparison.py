@@ -229,16 +229,6 @@ class Agreement:
                             f"cannot change it")
         return problems
 
-    @property
-    def sentence(self) -> str:
-        """The comparison in one line."""
-        return (f"off a float64 forward pass by at most: transformers {self.transformers_logit_error:.1e}, training "
-                f"model {self.training_logit_error:.1e}, float32 itself {self.single_precision_logit_error:.1e} "
-                f"(x {self.factor:g} allowed; logits up to {self.largest_logit:.1f}); argmax equal on "
-                f"{self.argmax_equal} of {self.tokens_compared} validation tokens (rounding decides "
-                f"{self.tokens_compared - self.argmax_decided}); token losses off by at most "
-                f"{max(self.transformers_loss_error, self.training_loss_error):.1e} nats")
-
 
 def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor) -> Agreement:
     """Compare the float32 logits of transformers and of the training model with a float64 pass of the checkpoint.

@@ -17,7 +17,7 @@ from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, LoggedSample, RunFacts
 from drover.pipeline.reporting.document import value
 
-ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
+ABSOLUTE = re.compile(r"""(?<![\w./:~…*?)\]}])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
                       r"""((?:[^\s/"',:\]]+/)?[^\s/"',:\]]+)(?=[\s"',:\]]|$)""")
 """An absolute path; the group has its last two names, below any home folder."""
 HOME = re.compile(r"""(?:…|/)/?(?:home|Users)/[^\s/"',:\]]+""")

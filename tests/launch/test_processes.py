@@ -29,7 +29,7 @@ def script(setup):
 
 
 @pytest.mark.parametrize("setup, requests, limit, status, said", [
-    (ENDS_AT_TERM, 1, "", 5, "stopping x: it saves what it can (once more to kill it)"),
+    (ENDS_AT_TERM, 1, "", 5, "stopping x: it ends its present step or task and saves (once more"),
     (STUBBORN, 2, "", 137, "killing x"), (STUBBORN, 1, "SHUTDOWN_S", 137, "stopping x"),
     (STUBBORN, "tick", "KILL_S", 137, "")])
 def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status, said):

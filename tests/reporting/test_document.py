@@ -69,6 +69,7 @@ def test_columns_without_values_are_omitted():
 
 @pytest.mark.parametrize(("text", "shared"), [("runs_dir: /home/me/runs\n", "runs_dir: …/runs\n"), *table("""
     paths: [/home/me/data/notes/**/*.txt, data/x/y.txt] -> paths: […/**/*.txt, data/x/y.txt]
+    "/srv/my/old notes/**/*.md" -> "…/my/old notes/**/*.md"
     "/Users/me/a/b/c" -> "…/b/c"
     (/data/web) -> (…/data/web)
     in /data/web. -> in …/data/web.

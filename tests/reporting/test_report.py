@@ -1,6 +1,7 @@
 import dataclasses
 import re
-from itertools import chain
+from itertools import chain, combinations
+from math import dist
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ from drover.pipeline.records.metrics import OTHER_ORDER, RunFacts
 from drover.pipeline.reporting.chapters.summary import notices
 from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import Facts, collect
-from drover.pipeline.reporting.render import compose, html, markdown
+from drover.pipeline.reporting.render import COLOURS, compose, html, markdown
 from tests.records.recorded_time import Recorded
 from tests.records.test_goodput import LAUNCHED
 from tests.reporting.made_up import EVIL, write_run
@@ -24,6 +25,14 @@ from tests.reporting.picture import RECORD, REPOSITORY, hashes
 def facts(tmp_path_factory):
     run, _ = write_run(tmp_path_factory.mktemp("complete") / "alike")
     return collect(run)
+
+
+def test_the_colours_of_two_lines_are_told_apart():
+    """In every scheme: in RGB they are far from each other."""
+    schemes = (REPOSITORY / "pipeline/reporting/templates/report.css").read_text().split(":root {")[1:]
+    for scheme in schemes:
+        colours = [bytes.fromhex(text) for text in re.findall(r"--series-\d: #(\w{6})", scheme)]
+        assert len(colours) == COLOURS and min(dist(*pair) for pair in combinations(colours, 2)) > 65
 
 
 @pytest.fixture(scope="module")

@@ -65,8 +65,8 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, run, dtype
     counts, layers = manifest_of(config, "convert").counts, changes.get("layers", 2)
     assert counts["largest_logit_difference"] < 1e-5
     assert (counts["layers_compared"], counts["tensors_compared"]) == (layers, tensors)
-    assert f"transformers computes it block by block ({layers} layers)" in output
-    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} validation tokens" in output
+    [line] = [line for line in output.splitlines() if "transformers" in line]
+    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} tokens" in line and len(line) < 81
 
 
 def test_what_cannot_be_exported_is_refused(spread, run, monkeypatch):
