@@ -21,8 +21,8 @@ from typing import Any
 import orjson
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.data import extractors
 from drover.pipeline.data.documents import Document, Limit, Page, Rejection, to_json
-from drover.pipeline.data.extractors import OUT_OF_MEMORY
 
 Item = tuple[Document, bytes] | Rejection
 """A document and its JSON, or why there is none."""
@@ -118,8 +118,9 @@ class Extraction:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen([sys.executable, "-m", "drover.pipeline.data.extractors", str(SECONDS),
-                                              str(MEGABYTES)], stdin=theirs.fileno())
+            # -P: no file of the current folder, which may be data, takes the place of a module.
+            self._process = subprocess.Popen([sys.executable, "-P", extractors.__file__, str(SECONDS), str(MEGABYTES)],
+                                             stdin=theirs.fileno())
         self._connection = Connection(ours.detach())
         self._is_new = True
 
@@ -149,7 +150,7 @@ class Extraction:
         memory = f"{MEGABYTES / 1024:g} GB of memory"
         if status == -signal.SIGPROF:
             return f"its text is not found within {SECONDS:g} s of CPU time"
-        if status == OUT_OF_MEMORY:
+        if status == extractors.OUT_OF_MEMORY:
             return f"to find its text takes more than {memory}"
         if -status in CRASHES:
             return f"the extractor crashes on it ({signal.Signals(-status).name}), or needs more than {memory}"

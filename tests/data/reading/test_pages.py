@@ -86,6 +86,14 @@ def test_the_charset_of_a_page_is_found(tmp_path, encoding, meta):
     assert texts(read(tmp_path / "a.html")[0]) == [sentence]
 
 
+def test_no_file_of_the_current_folder_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("orjson", "logging", "drover", "resiliparse"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
+    (tmp_path / "a.html").write_text("<p>words")
+    assert texts(read(tmp_path / "a.html")[0]) == ["words"]
+
+
 def test_a_broken_byte_costs_only_itself(tmp_path):
     (tmp_path / "a.html").write_bytes("<p>größer, früher, ".encode() + b"\xff" + "öfter</p>".encode())
     assert texts(read(tmp_path / "a.html")[0]) == ["größer, früher, \ufffdöfter"]
