@@ -141,6 +141,8 @@ def pass_on(source: int, other_end: int, target: IO[str], log: IO[bytes]) -> Non
             rest = rest[-CHUNK:]
     if text := _last_drawing(rest):
         log.write(text + b"\n")
+        with suppress(OSError):  # a killed process left its live line; what comes next begins a new one
+            target.buffer.write(b"\n")  # type: ignore[attr-defined]
     os.close(source)
 
 

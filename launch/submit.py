@@ -58,6 +58,7 @@ def add_options(parser: Parser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true",
                      help="only print the plan, and the commands or the parameters of submitit")
+    parser.set_defaults(commands=True)
     how.add_argument("--force", action="store_true",
                      help="rebuild every stage asked for (old checkpoints are renamed, never deleted)")
     how.add_argument("--accept-changes", action="store_true",
@@ -100,7 +101,8 @@ def _launch(options: argparse.Namespace) -> int:
         requested = for_slurm(run, requested)
     jobs = plan(config, run, stages, requested)
     nothing = not any(job.to_run for job in jobs)
-    shown = plan(config, run, stages, replace(requested, show_done=True)) if showing and nothing else jobs
+    commands = showing and options.commands
+    shown = plan(config, run, stages, replace(requested, show_done=True)) if commands and nothing else jobs
     invalid = configuration_problems(config, jobs, local=local or not showing)
     if not showing:
         problems += absence(run, jobs)
@@ -120,8 +122,10 @@ def _launch(options: argparse.Namespace) -> int:
         if options.rehearse:
             rehearse_training(run, jobs, requested)
         if nothing:
-            echo("nothing to do: all asked stages are done. Each would be started like this, if it were not:\n")
-        _show(config, shown, local=local)
+            echo("nothing to do: all asked stages are done",
+                 *["Each would be started like this, if it were not:\n"] * commands)
+        if commands:
+            _show(config, shown, local=local)
         return 0
     for stage in {job.stage: None for job in jobs if not job.to_run}:
         clear_done(run, stage, locked=False)
@@ -175,7 +179,7 @@ def _run_options(parser: Parser) -> None:
 
 def _plan_options(parser: Parser) -> None:
     _run_options(parser)
-    parser.set_defaults(dry_run=True)
+    parser.set_defaults(dry_run=True, commands=False)
 
 
 RUN = """Run the stages, on this machine or through Slurm. Stages that are done are skipped.
@@ -188,7 +192,8 @@ RUN = """Run the stages, on this machine or through Slurm. Stages that are done 
 INTERRUPTED = "stopped before anything was started"
 main = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
 run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
-show_plan = Program("drover plan", "Show what `drover run` would do with these options. Nothing is started.",
+show_plan = Program("drover plan", "Show what `drover run` would do with these options. Nothing is started. `drover "
+                    "run --dry-run` also prints the commands, or what submitit gets.",
                     _plan_options, _launch, mixed=True)
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def _short(digest: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "absent" if value is None else json.dumps(value, ensure_ascii=False)
+    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -263,12 +263,13 @@ class Run:
         if len(changes) > 12:
             shown.append(f"... and {len(changes) - 12} more (drover why {stage})")
         was = "was started" if self.manifest(stage) is None else "was made"
-        shape = _other_network(changes) if STAGES[stage].checkpoints else []
+        shape = _other_training(changes) if STAGES[stage].checkpoints else []
         accepting = "" if not acceptable(stage, changes) else \
             "--accept-changes to continue training (its manifest records them), " if STAGES[stage].checkpoints else \
             "--accept-changes to rebuild it and what has changed after it, "
-        end = (f" A checkpoint cannot continue as another network, so --accept-changes refuses {', '.join(shape)}. (To "
-               f"extend the context, only {', '.join(POSITIONS)} may change.)") * bool(shape)
+        end = (f" A checkpoint cannot continue with another optimizer or as another network, so --accept-changes "
+               f"refuses {', '.join(shape)}. (To extend the context, only {', '.join(POSITIONS)} may change.)"
+               ) * bool(shape)
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
                 f"--force to rebuild it, {accepting}or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
@@ -278,16 +279,17 @@ class Run:
 
 
 def acceptable(stage: str, changes: list[Difference]) -> bool:
-    """Whether a changed stage can be run with `--accept-changes`. Training continues, but not as another network; the
-    stages after it are rebuilt."""
-    return follows_training(stage) and not (STAGES[stage].checkpoints and _other_network(changes))
+    """Whether a changed stage can be run with `--accept-changes`. Training continues, but not as another network or
+    with another optimizer; the stages after it are rebuilt."""
+    return follows_training(stage) and not (STAGES[stage].checkpoints and _other_training(changes))
 
 
-def _other_network(changes: list[Difference]) -> list[str]:
-    """The changed settings that make another network, of which a checkpoint's weights are not."""
+def _other_training(changes: list[Difference]) -> list[str]:
+    """The changed settings that make another network or optimizer, which a checkpoint does not have."""
     names = [change.key.removeprefix("config.") for change in changes]
     return [name for name in names
-            if name.startswith("model.") and not name.startswith(tuple(f"model.{own}" for own in POSITIONS))]
+            if name == "train.optimizer" or (
+                name.startswith("model.") and not name.startswith(tuple(f"model.{own}" for own in POSITIONS)))]
 
 
 def run_in(folder: Path) -> Run:

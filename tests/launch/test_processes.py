@@ -83,7 +83,7 @@ def test_a_live_line_is_shown_unchanged_and_logged_once():
     show(target, "nobody reads this")
     with suppress(BrokenPipeError):
         target.close()
-    assert shown.buffer.getvalue() == text
+    assert shown.buffer.getvalue() == text + b"\n", "what the launcher says next begins a line"
     assert log.getvalue() == 2 * b"done 3/3\n\nnext\nrest\n"
 
 

@@ -78,9 +78,11 @@ def test_finished_resumable_and_changed_stages(launcher):
     launcher.done("shard", "tokenizer", "encode")
     requested, changed = "--stage shard,tokenizer,encode --dry-run", "encode.dtype: \"auto\" -> \"uint32\""
     other, again = f"{requested} encode.dtype=uint32", launcher.accepted(requested)
-    done = "nothing to do: all asked stages are done. Each would be started like this, if it were not"
+    done = "nothing to do: all asked stages are done"
     assert rows(again)["encode"] == "done 2 processes" and done in again and "-m drover.pipeline.encode" in again
     assert rows(launcher.accepted("--stage all --dry-run"))["encode"] == "done -"
+    seen = launcher.call("--config", "config.yaml", "--cluster", "slurm", program=submit.show_plan).stdout
+    assert rows(seen)["encode"] == "done" and "drover.pipeline" not in seen, "the table alone"
     launcher.done("train")
     laid_out = launcher.accepted("--stage train --dry-run --nodes 4")
     assert planned(laid_out)["train"]["nodes"] == 4 and done in laid_out and "train  done" in laid_out
@@ -97,6 +99,8 @@ def test_finished_resumable_and_changed_stages(launcher):
     before = launcher.refused("--stage encode --dry-run tokenizer.vocab_size=2048 --force")
     assert "tokenizer.vocab_size: 1024 -> 2048" in before, "a stage before the asked one is not served"
     launcher.done("train", "convert")
+    other = "--stage train --dry-run train.optimizer=muon"
+    assert "refuses train.optimizer" in launcher.refused(other, "--accept-changes")
     learned = "--stage train,convert --dry-run train.lr=0.5"
     assert "train.lr" in launcher.refused(learned)
     write_text(launcher.run / "train/checkpoints/step-00000010/COMPLETE.json",
@@ -108,7 +112,7 @@ def test_finished_resumable_and_changed_stages(launcher):
     for settings in (learned, "--stage train --dry-run model.layers=3 --accept-changes"):
         shown = launcher.submit(settings)
         assert shown.returncode == 2 and "after step 10" not in shown.stdout, "no way leads there"
-    assert "continue as another network, so --accept-changes refuses model.layers" in shown.stderr
+    assert "as another network, so --accept-changes refuses model.layers" in shown.stderr
 
 
 @pytest.mark.parametrize("arguments, message", [("", "No stage is given"), *table("""

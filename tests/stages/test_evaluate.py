@@ -79,7 +79,7 @@ def test_a_part_of_the_validation_text_is_measured_and_said(run, evaluated, copi
         "measured", "measured", "kept", "kept"]
     output = run("evaluate", *copied, f"evaluate.validation_tokens={limit}", "evaluate.compressed_mb=0.0001",
                  "evaluate.task_limit=5", "evaluate.prompt_tokens=5").out
-    assert "changed: evaluate.task_limit: absent -> 5" in output
+    assert "changed: evaluate.task_limit: not set -> 5" in output
     assert kept_parts(output, "validation text", "baselines", "task words", "continuations") == [
         "kept", "kept", "measured", "measured"]
     results = read_json(folder / "results.json")["validation"]
