@@ -1,5 +1,6 @@
-"""Compare models on the same items: a table of scores, each with its difference from the first model's.
+"""Score a model, or compare several on the same items: a table of scores, with differences from the first model's.
 
+    drover compare HuggingFaceTB/SmolLM2-135M --tasks python_line
     drover compare runs/demo runs/trial/convert/hf --tasks python_line
     drover compare runs/demo/train/checkpoints/step-* --tasks python_line --validation runs/demo
 
@@ -40,7 +41,7 @@ from drover.pipeline.core.console import (
 from drover.pipeline.core.errors import UserError, listed, require
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS, TaskResult
 from drover.pipeline.evaluation.open_model import open_model, run_of, tokenizer_of
-from drover.pipeline.evaluation.scores import Item, scored
+from drover.pipeline.evaluation.scores import Item, decimals, scored
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.records.weight_files import weights_folder
 from drover.pipeline.storage.model_hub import names_the_hub
@@ -51,8 +52,7 @@ if TYPE_CHECKING:
     from drover.pipeline.evaluation.harness import HarnessModel
 
 FORMAT = 2
-COLUMNS = {"model": "{}", "value": "{:.4f}", "stderr": "{:.4f}", "difference": "{:+.4f}", "low": "{:+.4f}",
-           "high": "{:+.4f}"}
+COLUMNS = {"value": ".4f", "stderr": ".4f", "difference": "+.4f", "low": "+.4f", "high": "+.4f"}
 HEADING = ("model", "score", "std. error", "difference", "from", "to (95%)")
 NORMAL_95 = 1.96
 ENOUGH = 30
@@ -62,7 +62,7 @@ ENOUGH = 30
 def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("models", nargs="+", type=find_model, metavar="MODEL",
-                        help="two or more runs, checkpoints, Hugging Face folders")
+                        help="runs, checkpoints, Hugging Face folders")
     add_plugin_option(parser)
     parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="names of tasks")
     parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
@@ -90,9 +90,8 @@ def work(options: argparse.Namespace) -> None:
     if problems := [problem for task in tasks for problem in task.problems()]:
         raise UserError(listed(problems))
     validation = None if options.validation is None else run_in(options.validation)
-    if len(options.models) < 2 or len(set(options.models)) < len(options.models):
-        raise UserError(f"A comparison takes two or more models, each once; these are "
-                        f"{', '.join(map(str, options.models))}.")
+    if len(set(options.models)) < len(options.models):
+        raise UserError(f"Give each model once; these are {', '.join(map(str, options.models))}.")
     paths = {str(path): deliverable(path) for path in options.models}
     from drover.pipeline.formats.weights import open_weights
 
@@ -125,10 +124,11 @@ def work(options: argparse.Namespace) -> None:
             if validation is not None:
                 results[name][f"validation text of {validation.config.name}"] = validation_result(
                     model, validation, options.limit)
+        scores = [rounded(row) for row in rows(results)]
         made = {"format": FORMAT, "models": {name: str(path) for name, path in paths.items()},
                 "dtype": options.dtype, "window": options.length, "limit": options.limit,
-                "rows": [rounded(row) for row in rows(results)],
-                "notes": [f"{name}: {doubt}" for name, result in results.items() for doubt in doubts(result)]}
+                "rows": scores, "notes": [*weak_intervals(scores), *(
+                    f"{name}: {doubt}" for name, result in results.items() for doubt in doubts(result))]}
         if ranks.is_rank_zero:
             print(json.dumps(made, ensure_ascii=False)) if options.json else draw(*page_of(made))
         ranks.barrier()
@@ -176,6 +176,8 @@ def validation_result(model: HarnessModel, run: Run, documents: int | None) -> T
 def rows(results: Mapping[str, Mapping[str, TaskResult]]) -> Iterator[dict[str, Any]]:
     """A row a task, metric and model: its score, and its difference from the first model on the same items. results: by
     model and task."""
+    from lm_eval.api.registry import is_higher_better
+
     firsts, *_ = results.values()
     for task, first in firsts.items():
         of_items = first["per_item"]["metrics"]
@@ -186,6 +188,7 @@ def rows(results: Mapping[str, Mapping[str, TaskResult]]) -> Iterator[dict[str, 
                 items = result["per_item"]["metrics"].get(metric, [])
                 is_compared = bool(items) and metric in of_items and result is not first
                 yield {"task": task, "version": result["version"], "few_shot": result["few_shot"], "metric": metric,
+                       "higher_is_better": is_higher_better(BITS if metric == ANSWER_BITS else metric.split(" ")[0]),
                        "n": result["items"], "model": model,
                        **(scored(items) if metric == ANSWER_BITS else result["metrics"][metric]),
                        "chance": result["chance"] if metric.startswith("acc") else None,
@@ -210,17 +213,32 @@ def difference(first: Sequence[Item], second: Sequence[Item]) -> dict[str, float
     return {"difference": apart, "low": apart - NORMAL_95 * stderr, "high": apart + NORMAL_95 * stderr}
 
 
+def weak_intervals(scores: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Remarks on intervals that do not hold what they promise."""
+    compared = [row for row in scores if row.get("high") is not None]
+    for task, items in dict.fromkeys((row["task"], row["n"]) for row in compared if row["n"] < ENOUGH):
+        yield f"{task}: {items:,} items are too few for the intervals, which need about {ENOUGH}"
+    for row in compared:
+        if row["low"] == row["high"]:
+            yield (f"{row['model']}: {row['task']}, {row['metric']}: the difference is the same on every item, so the "
+                   f"interval has no width and says nothing about other items")
+
+
 def page_of(made: Mapping[str, Any]) -> list[RenderableType]:
-    """A table for each task and metric, and the notes."""
-    page: list[RenderableType] = []
-    for (task, metric, items, chance), models in groupby(
-            made["rows"], key=lambda row: tuple(row[key] for key in ("task", "metric", "n", "chance"))):
-        cells = [["" if row.get(name) is None else form.format(row[name]) for name, form in COLUMNS.items()]
-                 for row in models]
+    """A table for each task and metric, and the notes. What the models' folders have in common stands above."""
+    paths = [Path(name) for name in made["models"]]
+    common = next((f"{folder}/" for folder in paths[0].parents if paths[1:] and folder.name
+                   and all(folder in path.parents for path in paths)), "")
+    page: list[RenderableType] = [f"models in {common}", ""] if common else []
+    for (task, metric, items, chance, is_higher_better), models in groupby(
+            made["rows"], key=lambda row: tuple(
+                row[key] for key in ("task", "metric", "n", "chance", "higher_is_better"))):
+        cells = [[str(row["model"]).removeprefix(common), *(
+            "" if row.get(name) is None else decimals(row[name], form) for name, form in COLUMNS.items())]
+            for row in models]
         by_chance = "" if chance is None else f", {chance:.4f} by chance"
-        few = (f"; too few for the intervals, which need about {ENOUGH}"
-               if items < ENOUGH and any(row[-1] for row in cells) else "")
-        page += [f"{task}, {metric} ({items:,} items{by_chance}{few})", table([HEADING, *cells], HEADING[1:]), ""]
+        better = "" if is_higher_better is None else f", {'higher' if is_higher_better else 'lower'} is better"
+        page += [f"{task}, {metric} ({items:,} items{by_chance}{better})", table([HEADING, *cells], HEADING[1:]), ""]
     return [*page, *made["notes"]]
 
 

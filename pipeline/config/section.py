@@ -222,6 +222,8 @@ def sentence(problem: Any, key: str, instead: str) -> str:
         return f"'{key}' is missing."
     if kind == "string_type" and isinstance(given, int | float):
         message = f"a text is needed; write it in quotes ('{str(given).lower()}')"
+    if kind == "list_type" and isinstance(given, str):
+        message = f"a list is needed; write [{given}]"
     if given == 0 and re.search("(?<!log_)every", key):
         message += "; null switches it off"
     message = shortened(message.removeprefix("Value error, "), 1000).rstrip(".")

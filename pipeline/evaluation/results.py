@@ -11,7 +11,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import counted
 from drover.pipeline.core.errors import installed_version
 from drover.pipeline.evaluation.items import TaskResult
-from drover.pipeline.evaluation.scores import Measurement, Score
+from drover.pipeline.evaluation.scores import Measurement, Score, decimals
 
 FORMAT = 1
 DIGITS = 6
@@ -123,10 +123,18 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     for source in results["validation"]["without_validation_text"]:
         yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
-        metrics = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
+        metrics = _metrics_text(task["metrics"])
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
         yield f"{name}: {metrics}{chance} on {task['items']} items"
+        if found := task.get("contamination"):
+            clean = found["clean"]
+            yield (f"{name}: {found['dirty']['items']:,} of {task['items']:,} items are in the training text, "
+                   f"{clean['items']:,} are not: {_metrics_text(clean['metrics']) or 'no score'} on these")
     yield from doubts(results["tasks"])
+
+
+def _metrics_text(metrics: Mapping[str, Score]) -> str:
+    return ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in metrics.items())
 
 
 def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
@@ -145,5 +153,5 @@ def doubts(tasks: Mapping[str, TaskResult]) -> Iterator[str]:
 
 def metric_text(entry: Score) -> str:
     """0.425 ± 0.079, or only the value."""
-    value = "n/a" if entry["value"] is None else f"{entry['value']:.3f}"
-    return value if entry["stderr"] is None else f"{value} ± {entry['stderr']:.3f}"
+    value = "n/a" if entry["value"] is None else decimals(entry["value"], ".3f")
+    return value if entry["stderr"] is None else f"{value} ± {decimals(entry['stderr'], '.3f')}"

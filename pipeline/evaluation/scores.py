@@ -40,6 +40,11 @@ def scored(items: Sequence[Item]) -> Score:
     return {"value": score, "stderr": math.sqrt(count / (count - 1) * squares) if count > 1 else None}
 
 
+def decimals(value: float, form: str) -> str:
+    """A score in this form; from a million on, two digits and an exponent."""
+    return format(value, form if abs(value) < 1e6 else ".2g")
+
+
 @dataclass(frozen=True)
 class Measurement:
     """A model's loss on a text. `nats` is the sum over `targets` tokens, which encode `text_bytes` bytes."""

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from jinja2 import Environment, TemplateError
-from jinja2.meta import find_undeclared_variables
 
 from drover.pipeline.config.loading import read_task
 from drover.pipeline.core.console import first
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
 
 
 FIELDS = ("doc_to_text", "doc_to_choice", "doc_to_target")
+ELSEWHERE = ("nothing is downloaded: put the YAML file and the data of another task there (docs/evaluation.md), or "
+             "measure the export with the command lm_eval. A group or tag is named by its tasks.")
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
@@ -117,6 +117,8 @@ class TaskFile:
                        f"{meant(name, metric_registry)} It has {', '.join(sorted(metric_registry))}.")
 
     def _line_problems(self, path: Path) -> Iterator[str]:
+        from jinja2 import TemplateError
+
         items = dict[int, Mapping[str, Any]]()
         bad = list[str]()
         with opened(path) as file:
@@ -141,6 +143,9 @@ class TaskFile:
 
     def _fields(self, known: set[str]) -> set[str]:
         """The fields that the task reads of an item. known: those of all items."""
+        from jinja2 import Environment
+        from jinja2.meta import find_undeclared_variables
+
         if "process_docs" in self.settings:
             return set()  # code of the task makes them
         texts = [text for key in FIELDS if isinstance(text := self.settings.get(key), str)]
@@ -172,7 +177,7 @@ def tasks_named(names: list[str], folders: list[Path], where: str) -> list[TaskF
         raise UserError(f"{where} names {', '.join(unknown)}, but the tasks in "
                         f"{' and '.join(map(str, folders)) or 'evaluate.task_folders'} are "
                         f"{', '.join(sorted(known)) or 'none'}; "
-                        f"{meant(unknown[0], known, 'a group or tag is named by its tasks.')}")
+                        f"{meant(unknown[0], known, ELSEWHERE)}")
     return [known[name] for name in dict.fromkeys(names)]
 
 

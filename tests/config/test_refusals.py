@@ -52,6 +52,7 @@ shard.sources=[{kind: files, name: x, paths: [y], encoding: rot13}] -> rot13 is 
 shard.sources=[{kind: files, name: x, paths: [y], encoding: idna}] -> idna is no encoding of text
 shard.sources=[{kind: files, name: x, paths: [y], encoding: punycode}] -> punycode is no encoding of text
 shard.sources=[{kind: files, name: x, paths: [y], encoding: unicode_escape}] -> unicode_escape is no encoding of text
+evaluate.tasks=mine -> 'evaluate.tasks' is 'mine' (str): a list is needed; write [mine].
 shard.sources.1={} -> 'shard.sources' is a mapping: input should be a valid list
 train.phases=[{until: 1M, seq_len: 5}] -> unknown key 'train.phases.0.seq_len'
 train.phases=[{lr: 1, until: many}] -> 'train.phases.0.until' is 'many'

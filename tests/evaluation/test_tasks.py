@@ -50,6 +50,7 @@ def test_included_files_are_inputs_too(tmp_path):
 
 
 @pytest.mark.parametrize(("texts", "task", "message"), [
+    ([], "hellaswag", r"nothing is downloaded: put the YAML file .* lm_eval"),
     ([], "plantd", r"plantd.* are planted; did you mean .planted.\?"),
     (["task: hub\ndataset_path: someone/dataset\n"], "hub", r"someone/dataset.*offline"),
     (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "defined twice"),

@@ -12,7 +12,7 @@ from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import read_json, write_json
 from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.tokenization.conversion import byte_tokenizer
-from drover.tools.compare import difference, main, page_of
+from drover.tools.compare import difference, main, page_of, weak_intervals
 from tests.evaluation.task_pack import write_pack
 from tests.evaluation.test_contamination import corpus, text_of
 from tests.hub_server import hub  # noqa: F401 - a fixture
@@ -75,14 +75,15 @@ def test_models_of_any_form_are_compared_with_the_first(home, capsys, hub):  # n
         assert export["value"] == pytest.approx(second["value"], rel=1e-5), "the same weights in another form"
     draw(*page_of(results))
     lines = capsys.readouterr().out.splitlines()
-    assert "acc (2 items, 0.3333 by chance; too few for the intervals, which need about 30)" in "\n".join(lines)
-    assert [len(lines), lines.count("")] == [len(results["rows"]) + 3 * 7, 7]
+    assert "capitals, acc (2 items, 0.3333 by chance, higher is better)" in lines
+    assert "capitals, answer_bits_per_byte (2 items, lower is better)" in lines
+    assert "capitals: 2 items are too few for the intervals, which need about 30" in results["notes"]
+    assert [len(lines), lines.count("")] == [len(results["rows"]) + 3 * 7 + len(results["notes"]), 7]
     assert [lines[1].split()[:2], lines[2].split()[0]] == [["model", "score"], models[0]]
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("""
-    {home}/hf {home}/hf --tasks capitals -> two or more models, each once
-    {home}/hf --tasks capitals -> two or more models, each once
+    {home}/hf {home}/hf --tasks capitals -> Give each model once
     {home}/hf {home}/run -> nothing to measure
     {home}/hf {home}/tasks --tasks capitals -> {home}/tasks has no weights in a format that Drover knows
     {home}/hf {home}/bare --tasks capitals -> {home}/bare has weights but no tokenizer.json
@@ -94,6 +95,25 @@ def test_what_cannot_be_compared_is_refused(home, arguments, message, capsys):
     output = compared(home, capsys, *shlex.split(arguments.format(home=home)), expect=2)
     assert message.format(home=home) in output
     assert ("measuring" in output) == ("--length" in arguments or "--validation" in arguments), "refused before"
+
+
+def test_one_model_has_scores_and_nothing_to_compare(home, capsys):
+    lines = compared(home, capsys, home / "hf", "--tasks", "capitals").splitlines()
+    assert next(line.split() for line in lines if line.startswith("model")) == ["model", "score", "std.", "error"]
+    assert "intervals" not in "\n".join(lines)
+
+
+def test_a_page_leaves_out_what_folders_have_in_common_and_warns_of_intervals_without_width(capsys):
+    common = {"task": "t", "metric": "perplexity", "n": 40, "chance": None, "higher_is_better": False}
+    scores = [{**common, "model": "runs/a/checkpoints/step-1", "value": 6095151562.4, "stderr": 3.0},
+              {**common, "model": "runs/a/checkpoints/step-2", "value": 2.0, "stderr": None, "difference": 0.0,
+               "low": 0.0, "high": 0.0}]
+    notes = [*weak_intervals(scores)]
+    draw(*page_of({"models": {row["model"]: "" for row in scores}, "rows": scores, "notes": notes}))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "models in runs/a/checkpoints/" and lines[4].split() == ["step-1", "6.1e+09", "3.0000"]
+    note, = notes
+    assert note.startswith("runs/a/checkpoints/step-2: t, perplexity: the difference is the same on every item")
 
 
 def ratio(items):
