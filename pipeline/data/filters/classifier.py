@@ -7,6 +7,8 @@ trains (`drover classifier train`). Its probabilities equal those of the other p
 from __future__ import annotations
 
 import difflib
+import os
+import struct
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -26,6 +28,8 @@ _ALL = 1_000_000
 """Labels to ask for where all are wanted: more than any model has."""
 BINS = 20
 """Of the histogram of scores, each 0.05 wide."""
+_HEAD = struct.Struct("<8xi60xi")
+"""Of a model's file: the size of its vectors, and the number of labels."""
 DIGITS = 6
 """Decimal places of a score: fastText computes in float32."""
 
@@ -77,12 +81,31 @@ def loaded(path: str) -> tuple[Any, set[str]]:
     """A fastText model, and all labels that it knows."""
     import fasttext
     try:
+        if not _is_complete(path):
+            raise ValueError("it does not end as one does, so a part may be missing")
         model = fasttext.load_model(path)
         labels, _ = model.predict("", k=_ALL, threshold=-1.0)
     except (ValueError, RuntimeError, MemoryError) as error:
         raise UserError(f"The file {path} is no fastText model with labels: {error}. Give one that was "
                         f"trained with labels, such as lid.176.ftz for languages.") from None
     return model, {label.removeprefix(LABEL) for label in labels}
+
+
+def _is_complete(path: str) -> bool:
+    """Whether a file ends with the matrix of the labels that its beginning announces, plain or quantized. From a part
+    of a model fastText reads without end, or makes a model of zeros."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return False
+        [dim, labels] = _HEAD.unpack(head)
+        codes = labels * ((dim + 1) // 2)
+        ends = [(struct.pack("<?qq", False, labels, dim), 4 * labels * dim)]
+        ends += [(struct.pack("<??qqi", True, norm, labels, dim, codes),
+                  codes + 16 + 1024 * dim + norm * (labels + 1040)) for norm in (False, True)]
+        size = file.seek(0, os.SEEK_END)
+        return any(size >= len(begin) + rest and file.seek(size - len(begin) - rest) >= 0
+                   and file.read(len(begin)) == begin for begin, rest in ends)
 
 
 class Classifier(FastText):

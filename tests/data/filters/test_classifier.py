@@ -97,6 +97,24 @@ def test_a_score_that_no_document_has_is_refused(tmp_path, capsys):
     assert "did you mean 'stars_score'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("quantized", [None, {"qnorm": False}, {"qnorm": True}, {"qout": True},
+                                       {"qout": True, "qnorm": True}])
+def test_a_part_of_a_model_is_refused(tmp_path, quantized):
+    """Of which fastText itself reads without end. Whole ones of every form are read."""
+    path, text = tmp_path / "m.bin", tmp_path / "lines.txt"
+    text.write_text("".join(f"__label__{number} word{number}\n" for number in range(300)))
+    model = fasttext.train_supervised(str(text), dim=5, bucket=500, minCount=1, thread=1, verbose=0)
+    if quantized is not None:
+        model.quantize(str(text), **quantized)
+    model.save_model(str(path))
+    scored(path, "7")
+    whole = path.read_bytes()
+    for size in (0, 50, 100, len(whole) // 2, len(whole) - 1):
+        path = tmp_path / f"{size}.bin"
+        path.write_bytes(whole[:size])
+        refused(UserError, "is no fastText model with labels: it does not end as one does", scored, path)
+
+
 def test_an_unknown_label_is_refused():
     refused(UserError, r"The filter classifier names __label__en, but the model .* knows 3 labels, among them de, en, "
             r"fr\. Did you mean en\? Correct `label`", scored, label="__label__en")
