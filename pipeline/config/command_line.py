@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from drover.pipeline.config.explaining import MEANINGS, settings_called
+from drover.pipeline.config.explaining import MEANINGS, settings_called, suggestion
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import Parser, first
@@ -52,4 +52,5 @@ def as_setting(words: Sequence[str]) -> str:
     forms = [f"'{key}=VALUE' ({MEANINGS[key]})"  # what was given may have another unit
              if key in MEANINGS and name.replace("-", "_") not in (key, key.rpartition(".")[2]) else f"'{key}={value}'"
              for key in settings_called(name) if key not in sections]
-    return f"settings have no dashes; did you mean {first(forms)}?" if forms else ""
+    meant = f"did you mean {first(forms)}?" if forms else suggestion(name, ()) if "." in name else ""
+    return f"settings have no dashes; {meant}" if meant else ""

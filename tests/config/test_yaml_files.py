@@ -79,7 +79,7 @@ def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, 
         assert "`base` is a file name or a list" in refusal(written(f"base: {base}\n"))
     message = refusal(written("launch: {cluster: ours}\n"))
     assert f"{tmp_path}/ours cannot be read" in message
-    assert f"{tmp_path}/c.yaml:1 names it as a cluster profile" in message
+    assert f"It is the cluster profile of {tmp_path}/c.yaml:1." in message
 
 
 def test_a_configuration_may_come_through_a_pipe(tmp_path):
