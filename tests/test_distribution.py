@@ -51,5 +51,5 @@ def test_the_citation_is_of_this_version():
 def test_make_installs_what_runs_need_and_what_tests_need_apart():
     def installs(target):
         return re.findall(r"pip install .*--editable '\.\[(\S+)\]'", typed(f"make -n -B {target}", REPOSITORY).stdout)
-    assert installs("demo") == ["eval,hub,slurm,tensorboard"]
+    assert installs("demo") == ["eval,hub,slurm,tensorboard,web"]
     assert installs("test") == installs("lint") == [*installs("demo"), "dev"]
