@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,7 +126,7 @@ class TaskFile:
             for number, line in enumerate(bounded_lines(file), 1):
                 try:
                     if line.strip():
-                        items[number] = typed(parsed_json(line), dict[str, Any])
+                        items[number] = typed(parsed_json(line.removeprefix(BOM_UTF8)), dict[str, Any])
                 except ValueError as error:
                     bad.append(f"{path}:{number} is no item in JSON ({error})")
         if bad or not items:

@@ -64,7 +64,7 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (("planted.jsonl", '"gold"', '"gold" '), ""),
+    (("planted.jsonl", '{"query": "Item 0', '\ufeff{"query": "Item 0'), ""),
     (("planted.jsonl", "Item 2:", '"'), r"planted\.jsonl:3 is no item in JSON \(.*\)\. Write"),
     (("planted.jsonl", '"query": "Item 2:", ', ""), r"planted\.jsonl:3 lacks query\. .* Give every line the fields"),
     (("planted.yaml", "{{query}}", "{{text}}"), r":1 lacks text, .* and 5 more"),

@@ -8,13 +8,16 @@ import shutil
 import pytest
 from scipy import stats
 
+from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.console import draw
-from drover.pipeline.core.files import read_json, write_json
+from drover.pipeline.core.files import output_record, read_json, write_json
+from drover.pipeline.data.documents import Document, digest, document_key, to_json
+from drover.pipeline.data.text_shards import write_members
 from drover.pipeline.evaluation.scores import scored
 from drover.pipeline.tokenization.conversion import byte_tokenizer
 from drover.tools.compare import difference, main, page_of, weak_intervals
 from tests.evaluation.task_pack import write_pack
-from tests.evaluation.test_contamination import corpus, text_of
+from tests.evaluation.test_contamination import text_of
 from tests.hub_server import hub  # noqa: F401 - a fixture
 from tests.refusal import printed, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
@@ -32,8 +35,13 @@ def write_trained(folder, models, held=TEXTS):
         content = read_json(marker)
         content["progress"]["tokens"] = 1000 * step
         write_json(marker, content)
-    stage, manifest = corpus(run / "shard", [[text_of("train", 20)]], held=held)
-    manifest.write(stage)
+    records = []
+    for number, text in enumerate(held):
+        key = document_key(digest(text.encode()))
+        write_members(run / f"shard/{number}.tar", [(key, to_json(Document(text, "s", key, {})))])
+        records.append(output_record(run / "shard", run / f"shard/{number}.tar", split="validation", source="s", docs=1,
+                                     text_bytes=len(text.encode())))
+    Manifest("shard", {}, records, {}, "").write(run / "shard")
 
 
 @pytest.fixture(scope="module")
