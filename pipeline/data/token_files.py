@@ -16,6 +16,7 @@ document once, in order, whoever reads them.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -148,15 +149,12 @@ class ColumnFile:
 
     def check(self) -> None:
         """UserError unless the file has the column, and it holds lists of whole numbers."""
-        import pyarrow as pa
         import pyarrow.parquet as pq
         with _columns(self.path) as file:
             schema = pq.read_schema(file) if self.path.suffix == ".parquet" else arrow_reader(file)[0].schema
-        kind = getattr(schema.field(self.column).type, "value_type", None) if schema.names.count(self.column) == 1 \
-            else None
-        if kind is None or not pa.types.is_integer(kind):
-            held = {field.name: str(field.type) for field in schema}
-            raise UserError(f"{self.path} has no one column {self.column} with lists of ids; its columns are {held}. "
+        columns = {field.name: str(field.type) for field in schema}
+        if not re.search(r"list<\w+: u?int\d+( not null)?>", columns.get(self.column, "")):
+            raise UserError(f"{self.path} has no column {self.column} with lists of ids; its columns are {columns}. "
                             f"Correct the source's `column`.")
 
     def blocks(self, low: int, high: int, separators: Sequence[int]) -> Iterator[TokenBlock]:
@@ -251,7 +249,10 @@ def opened(path: Path, kind: str, column: str) -> FlatFile | ColumnFile:
         start = LLM_C_HEADER
         if path.stat().st_size != start + count * np.dtype(kind).itemsize:
             raise _damaged(path, f"its header has {count:,} ids")
-    return FlatFile(path, _mapped(path, kind, start), start, borders)
+    ids = _mapped(path, kind, start)
+    if ids.itemsize == 2 and len(ids) > 16 and not ids[1:1 << 16:2].any():
+        raise UserError(f"Every second id of {path} is 0: its ids have four bytes. Set the source's `dtype` to uint32.")
+    return FlatFile(path, ids, start, borders)
 
 
 def _megatron(path: Path) -> tuple[str, Borders]:

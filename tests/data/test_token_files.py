@@ -170,6 +170,7 @@ def with_index(path, change, at):
 
 DAMAGES = {
     "raw": lambda folder: shortened(raw(folder)), "llm_c": lambda folder: shortened(llm_c(folder)),
+    "wide": lambda folder: raw(folder, "<u4"),
     "numpys": lambda folder: shortened(numpys(folder)), "megatron": lambda folder: shortened(megatron(folder)),
     "datatrove": lambda folder: raw(folder, name=datatrove(folder).name, ids=STREAM[:-1]),
     "parquet": lambda folder: shortened(parquet(folder)), "arrow": lambda folder: shortened(arrow_file(folder)),
@@ -186,6 +187,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("damage", "message"), table("""
     raw -> ends within a number of 2 bytes
+    wide -> its ids have four bytes
     llm_c -> its header has 3,313 ids
     numpys -> mmap length is greater than filesize|but
     megatron -> the end of its last sequence is elsewhere in a.idx
@@ -199,7 +201,7 @@ DAMAGES = {
     index -> its header has 63 sequences and 64 borders
     multimodal -> of a multimodal data set
     matrix -> is an array \\(2, 3\\) of int64, not a row of ids
-    text -> has no one column input_ids with lists of ids"""))
+    text -> has no column input_ids with lists of ids"""))
 def test_cut_and_strange_files_are_refused_by_name(damage, message, tmp_path):
     refused(UserError, rf"a\.\w+ .*({message})", opened, DAMAGES[damage](tmp_path), "uint16",
             "input_ids")
