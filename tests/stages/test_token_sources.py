@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import yaml
 
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.tokenization.texts import shard_texts
 from drover.pipeline.tokenization.tokenizer import load_tokenizer
 from drover.tools.export_tokens import main as export
 from drover.tools.trace.__main__ import main as trace
@@ -38,6 +40,12 @@ def stages(config, *overrides, through="encode"):
             return status
 
 
+def texts_in(config, split):
+    """What evaluation reads: the text of each document, whatever its source."""
+    return sorted(text for shard in shard_texts(run_in(config.parent / "runs/mini"), split)
+                  for _, text in shard.read(None))
+
+
 def documents_in(config, split, source="a"):
     """Key, bytes of text and text of each document."""
     run = config.parent / "runs/mini"
@@ -54,6 +62,8 @@ def test_documents_of_both_kinds_of_sources_become_token_shards(tmp_path, capsys
     assert stages(config) == 0
     train, held = (documents_in(config, split) for split in ("train", "validation"))
     assert sorted(text for _, _, text in (*train, *held)) == sorted(TEXTS) and 15 < len(held) < 50
+    every = [*texts_in(config, "train"), *texts_in(config, "validation")]
+    assert {*every} == {*TEXTS} and len(every) == 2 * len(TEXTS)
     assert all(size == len(text.encode()) for _, size, text in (*train, *held))
     assert [text for _, _, text in train] == [text for text in TEXTS if text in {text for _, _, text in train}]
     made, said = manifest_of(config, "encode"), capsys.readouterr().out
@@ -135,5 +145,6 @@ def test_exported_tokens_train_as_those_that_were_made_here(tmp_path, corpus, ca
         counts = [manifest_of(config, "encode").counts for config in (first, again)]
         assert counts[0]["splits"] == counts[1]["splits"] and counts[0]["total"] == counts[1]["total"]
         assert counts[1]["taken"]["code"]["borders"] == counts[0]["total"]["docs"]
+        assert all(texts_in(again, split) == texts_in(first, split) for split in ("train", "validation"))
         run_stage("train", again)
         assert curve(again) == curve(first)
