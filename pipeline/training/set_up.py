@@ -138,7 +138,8 @@ def set_up(work: Work, watchdog: Watchdog, ends: ExitStack) -> Loop:
         progress = replace(_continued(newest, work, guards, plan_changes),
                            restarts=ranks.by_leader(lambda: len(records.training_starts)))
         if newest is not None:
-            say(f"continuing after step {progress.step} ({progress.samples:,} samples used) from {newest[0].name}")
+            say(f"continuing after step {progress.step} ({progress.tokens:,} tokens, {progress.samples:,} samples) "
+                f"from {newest[0].name}")
             if ranks.is_rank_zero and (warning := changed_code(newest[0], code_hashes(STAGES["train"], config))):
                 say(warning)
         for text in plan_changes:

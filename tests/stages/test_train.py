@@ -117,7 +117,7 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
 def test_what_a_begun_run_cannot_become_is_refused(interrupted):
     for settings, messages in (
             (["model.layers=3", "--accept-changes"],
-             ["model.layers: 2 -> 3", "cannot continue as another network"]),
+             ["model.layers: 2 -> 3", "so --accept-changes refuses model.layers."]),
             (["train.steps=6", "--accept-changes"], ["at step 8 already, beyond train.steps 6"]),
             (["train.optimizer=muon", "--accept-changes"],
              ['train.optimizer: not set -> "muon"', "so --accept-changes refuses train.optimizer."]),
@@ -130,7 +130,7 @@ def test_what_a_begun_run_cannot_become_is_refused(interrupted):
 
 def test_a_begun_run_extends_its_context_by_name_with_its_moments(interrupted):
     longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128", "--accept-changes"]
-    assert "continuing after step 8 " in run_train(interrupted, *longer).stdout
+    assert "continuing after step 8 (8,192 tokens, 128 samples) from " in run_train(interrupted, *longer).stdout
     assert set(manifest_of(interrupted).accepted) == {
         "model.context_length: 128 -> 256", "model.rope_theta: 500000.0 -> 1000000.0",
         "train.sequence_length: 64 -> 128"}
