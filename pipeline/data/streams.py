@@ -24,7 +24,6 @@ from io import BufferedIOBase
 from pathlib import Path, PurePath
 from typing import Any
 
-from drover.pipeline.config.data import COMPRESSIONS
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns, opened, refuse_irregular
 from drover.pipeline.data.counts import FileRead
@@ -151,6 +150,8 @@ class Input:
     @property
     def compression(self) -> str:
         """What the file is packed by, as its name says; else empty."""
+        from drover.pipeline.config.data import COMPRESSIONS  # not above: workers of encode start without pydantic
+
         return COMPRESSIONS.get(self.path.suffix.lower(), "")
 
     @property
