@@ -128,8 +128,9 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: {metrics}{chance} on {task['items']} items"
         if found := task.get("contamination"):
             clean = found["clean"]
-            yield (f"{name}: {found['dirty']['items']:,} of {task['items']:,} items are in the training text, "
-                   f"{clean['items']:,} are not: {_metrics_text(clean['metrics']) or 'no score'} on these")
+            yield (f"{name}: of {counted(task['items'], 'item')}, in the training text: {found['dirty']['items']:,}, "
+                   f"too short to tell: {found['too_short']:,}, not in it: {clean['items']:,} "
+                   f"({_metrics_text(clean['metrics']) or 'no score'})")
     yield from doubts(results["tasks"])
 
 
