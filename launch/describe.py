@@ -9,6 +9,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import starmap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.launch.plan import Job, Options, code_path
@@ -47,9 +48,9 @@ class Disk:
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, one row per job, and what the settings of train amount to."""
-    draw(f"run       {run.folder}", f"cluster   {options.cluster} ({where})")
+    draw(f"run       {run.folder}", f"cluster   {options.cluster} ({where})", *reuse_lines(run))
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
-    draw("", table([headings, *(_row(job, options) for job in jobs)]))
+    draw("", table([headings, *(_row(run, job, options) for job in jobs)]))
     if train := next((job for job in jobs if job.stage == "train"), None):
         state = train.state
         continues = not train.forced and (state.kind == "resumable" or (
@@ -67,7 +68,16 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     draw("")
 
 
-def _row(job: Job, options: Options) -> list[str]:
+def reuse_lines(run: Run) -> list[str]:
+    """Which run's stages are reused, and whether it is not where `reuse` says."""
+    reuse = run.config.reuse
+    if run.reused is None or reuse is None:
+        return []
+    moved = "" if (Path(reuse) / "config.yaml").is_file() else f", because {reuse} holds no run"
+    return [f"reuse     {run.reused.folder}{moved}"]
+
+
+def _row(run: Run, job: Job, options: Options) -> list[str]:
     """A job's row of the table: its processes, and on Slurm also what it requests."""
     slurm = options.cluster == "slurm"
     state = str(job.state)
@@ -75,6 +85,8 @@ def _row(job: Job, options: Options) -> list[str]:
         state = f"rebuild (now {job.state.kind})"
     elif slurm and job.state.kind == "absent":
         state = "absent"  # the last column says what it waits for
+    elif job.state.kind == "done" and run.is_reused(job.stage):
+        state = "reused"
     if not job.to_run:
         return [job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])]
     work = (f"{counted(job.ranks, 'rank')} x {counted(job.cpus_per_task, 'thread')}" if job.ranks else

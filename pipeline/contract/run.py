@@ -270,6 +270,9 @@ class Run:
         end = (f" A checkpoint cannot continue with another optimizer or as another network, so --accept-changes "
                f"refuses {', '.join(shape)}. (To extend the context, only {', '.join(POSITIONS)} may change.)"
                ) * bool(shape)
+        end += (" For another mixture from here on add train.phases, with --accept-changes (docs/phases.md): tokens "
+                "and epochs are then counted as trained.") * any(
+            change.key.startswith("config.train.mixture") for change in changes)
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
                 f"--force to rebuild it, {accepting}or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")

@@ -207,7 +207,8 @@ def _continued(newest: tuple[Path, TrainingProgress] | None, work: Work, guards:
         return TrainingProgress(plan_sha256=order.plan_at(0))
     path, before = newest
     now = order.plan_at(before.samples)
-    if plan_changes and before.plan_sha256 != now:
+    same = {now, order.without_phases} if now == order.links[0] else {now}  # phases may have been added since
+    if plan_changes and before.plan_sha256 not in same:
         plan_changes.append(OTHER_ORDER)
     return continued(path, before, now, bool(work.accepted))
 

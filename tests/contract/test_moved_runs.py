@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from drover.launch.describe import reuse_lines
 from drover.launch.run_status import read_run
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
@@ -56,6 +57,8 @@ def test_a_reused_run_that_moved_along_is_found_next_to_it(place, capsys):
     elsewhere = (place / "runs").rename(place / "elsewhere")
     assert run_in(elsewhere / "b").stage_folder("shard") == elsewhere / "a/shard"
     assert read_run(elsewhere / "b").stages["shard"].reused
+    assert reuse_lines(run_in(elsewhere / "b")) == [
+        f"reuse     {elsewhere}/a, because {place}/runs/a holds no run"]
     assert stage_main("shard", never, ["--config", str(elsewhere / "b/config.yaml")]) == 0
     assert f"up to date, reused from {elsewhere / 'a/shard'}" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -64,6 +65,13 @@ def test_plan_of_a_fresh_run(launcher):
         assert words in shown
 
 
+def test_the_plan_names_the_run_that_is_reused(launcher):
+    launcher.done("shard", "tokenizer")
+    shutil.copy(launcher.work / "config.yaml", launcher.run)
+    shown = launcher.accepted("--stage all --dry-run name=other reuse=runs/trial")
+    assert rows(shown)["shard"] == "reused -" and "\nreuse     runs/trial\n" in shown
+
+
 def test_what_cannot_be_exported_can_be_trained(launcher):
     """Before it is trained: refused if the export is requested too, and said if not."""
     trained = "--dry-run --cluster local --stage shard,tokenizer,encode,train"
@@ -99,6 +107,7 @@ def test_finished_resumable_and_changed_stages(launcher):
     before = launcher.refused("--stage encode --dry-run tokenizer.vocab_size=2048 --force")
     assert "tokenizer.vocab_size: 1024 -> 2048" in before, "a stage before the asked one is not served"
     launcher.done("train", "convert")
+    assert "add train.phases, with" in launcher.refused("--stage train --dry-run 'train.mixture={stdlib: 1}'")
     other = "--stage train --dry-run train.optimizer=muon"
     assert "refuses train.optimizer" in launcher.refused(other, "--accept-changes")
     learned = "--stage train,convert --dry-run train.lr=0.5"

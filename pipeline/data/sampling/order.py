@@ -285,6 +285,7 @@ class Order:
 
     Attributes:
         links: SHA-256 of each phase and all that goes before it. plan_sha256: the first of them.
+        without_phases: what the first of them is where no phases are declared: the order in it is the same.
         excluded: samples that are left out.
 
     Raises:
@@ -298,6 +299,7 @@ class Order:
         self.pools, self.plan, self.seed = list(pools), plan, seed
         self.space: SequenceSpace = space or RunningText(self.pools, plan)
         self.links, self._mixes = list[str](), list[Mix]()
+        self.without_phases = ""
         link = sha256_json({"version": VERSION, "seed": seed, "content": content,
                             "pools": [list(pool) for pool in pools]}, streamed="content")
         for phase in plan.phases:
@@ -312,8 +314,10 @@ class Order:
                                 f"or {_shorter(plan, length, least)}.")
             self._mixes.append(Mix([pool.name for pool in self.pools], shares, seed))
             steps = [phase.first_step, phase.sequences] if plan.declared else []
-            link = sha256_json({"before": link, "steps": steps, "length": length, "shares": shares,
-                                "segments": [segment[1:4] for segment in segments]})
+            links = [sha256_json({"before": link, "steps": own, "length": length, "shares": shares,
+                                  "segments": [segment[1:4] for segment in segments]}) for own in (steps, [])]
+            self.without_phases = self.without_phases or links[1]
+            link = links[0]
             self.links.append(link)
         self.plan_sha256 = self.links[0]
         self._laid: tuple[list[Part], np.ndarray, int] | None = None

@@ -50,6 +50,7 @@ def test_one_phase_is_the_order_without_phases(tmp_path_factory, packed, documen
         [{"until": 80 * length}], sequence_length=length, batch_tokens=4 * length, mixture=mixture))
     assert logged == [] and len(one.packings) == packed, "the packing is that of a training without phases"
     assert mixture is None or spans_of(one, np.arange(80)) == spans_of(plain, np.arange(80))
+    assert (one.order.without_phases == plain.order.plan_sha256) == (mixture is not None)
     assert_readings(plain, 170)
 
 
