@@ -129,7 +129,7 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
         if found := task.get("contamination"):
             clean = found["clean"]
             yield (f"{name}: of {counted(task['items'], 'item')}, in the training text: {found['dirty']['items']:,}, "
-                   f"too short to tell: {found['too_short']:,}, not in it: {clean['items']:,} "
+                   f"too short to judge: {found['too_short']:,}, not in it: {clean['items']:,} "
                    f"({_metrics_text(clean['metrics']) or 'no score'})")
     yield from doubts(results["tasks"])
 

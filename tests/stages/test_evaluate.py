@@ -139,7 +139,7 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     output = tasks("one", more=["evaluate.contamination=true"]).out
     assert kept_parts(output, "task one", "validation text", "contamination") == [
         "kept", "kept", "measured"]
-    assert "one: of 6 items, in the training text: 3, too short to tell: 0, not in it: 3 (acc " in output
+    assert "one: of 6 items, in the training text: 3, too short to judge: 0, not in it: 3 (acc " in output
     after = results()
     parts = after["tasks"]["one"].pop("contamination")
     assert after == before, "nothing else changed"
