@@ -13,6 +13,7 @@ from drover.pipeline.config.data import FilesSource, HubSource, StdlibSource
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.shipped import FILTERS, OPTIMIZERS, SINKS
 from drover.pipeline.config.tree import Config
+from drover.pipeline.records.metrics import Line
 from tests.conftest import REPOSITORY, run_python
 from tests.pages import typed
 
@@ -127,3 +128,9 @@ def test_links_work_where_the_site_is_not_built(page):
             target = (page.parent / path).resolve() if path else page
             name = target.relative_to(REPOSITORY).as_posix()
             assert name in kept or any(file.startswith(f"{name}/") for file in kept), link
+
+
+def test_the_reference_has_the_fields_of_metrics():
+    page = (REPOSITORY / "docs/reference.md").read_text()
+    absent = [field for field in Line.__annotations__ if f"`{field}`" not in page]
+    assert absent == ["stall_s"], "that is a field of events"

@@ -25,8 +25,8 @@ from drover.pipeline.reporting.document import (
 from drover.pipeline.reporting.facts import Facts, shareable
 
 SAMPLE = ("Training measures the validation sample: the first documents of each source, {sample:,} tokens or a little "
-          "more. The finished model was measured on {overall[documents]:,} documents with {overall[targets]:,} tokens: "
-          "those are the figures under Validation and at the top.")
+          "more. The finished model was measured on {overall[documents]:,} documents with {overall[targets]:,} "
+          "predicted tokens: those are the figures under Validation and at the top.")
 MOST_ROWS = 6
 """Steps in the table of the loss, and as many with a validation."""
 CURVES = {"Learning rate": "lr", "Gradient norm before clipping": "grad_norm", "Tokens per second": "tokens_per_s"}
