@@ -127,6 +127,11 @@ class TaskSettings(TypedDict, total=False):
 
     include: str | list[str] | None
     dataset_kwargs: dict[str, Any] | None
+    metric_list: list[dict[str, Any]] | None
+    training_split: str | None
+    validation_split: str | None
+    test_split: str | None
+    fewshot_split: str | None
 
 
 def place_of(tree: Any, path: Sequence[str | int]) -> str:

@@ -112,7 +112,7 @@ class TaskFile:
         from lm_eval.api.registry import metric_registry
 
         for entry in self.settings.get("metric_list") or []:
-            name = entry["metric"]
+            name = entry.get("metric")
             if isinstance(name, str) and name not in metric_registry:
                 yield (f"{self.path}: metric_list names {name}, which lm-evaluation-harness does not have; "
                        f"{meant(name, metric_registry)} It has {', '.join(sorted(metric_registry))}.")
@@ -143,15 +143,15 @@ class TaskFile:
                    f"{', '.join(FIELDS)} name, empty if need be, or name others there.")
 
     def _fields(self, known: set[str]) -> set[str]:
-        """The fields that the task reads of an item. known: those of all items."""
+        """The fields that the task reads of an item, of those that some item has (`known`)."""
         from jinja2 import Environment
-        from jinja2.meta import find_undeclared_variables
+        from jinja2.nodes import Name
 
         if "process_docs" in self.settings:
             return set()  # code of the task makes them
         texts = [text for key in FIELDS if isinstance(text := self.settings.get(key), str)]
-        return {name for text in texts for name in (
-            [text] if text in known else find_undeclared_variables(Environment().parse(text)))}
+        names = {node.name for text in texts for node in Environment().parse(text).find_all(Name)}
+        return known & {*texts, *names}
 
 
 def problems(config: Config) -> list[str]:

@@ -53,7 +53,9 @@ def test_included_files_are_inputs_too(tmp_path):
     ([], "hellaswag", r"nothing is downloaded: put the YAML file .* lm_eval"),
     ([], "plantd", r"plantd.* are planted; did you mean .planted.\?"),
     (["task: hub\ndataset_path: someone/dataset\n"], "hub", r"someone/dataset.*offline"),
-    (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "defined twice"),
+    (["task: ["], "planted", r"0\.yaml cannot be read"),
+    (["metric_list: [acc]"], "planted", r"0\.yaml cannot be read: metric_list is \['acc'\]"),
+    (["task: x\n", "task: x\n"], "x", "defined twice"),
     (["task: glob\ndataset_kwargs: {data_files: {test: 'no*.jsonl'}}\n"], "glob", "no file matches")])
 def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
     write_planted(tmp_path)
@@ -67,7 +69,7 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
     (("planted.jsonl", '{"query": "Item 0', '\ufeff{"query": "Item 0'), ""),
     (("planted.jsonl", "Item 2:", '"'), r"planted\.jsonl:3 is no item in JSON \(.*\)\. Write"),
     (("planted.jsonl", '"query": "Item 2:", ', ""), r"planted\.jsonl:3 lacks query\. .* Give every line the fields"),
-    (("planted.yaml", "{{query}}", "{{text}}"), r":1 lacks text, .* and 5 more"),
+    (("planted.yaml", "{{query}}", "{% for n in range(2) %}{{query | regex_replace('a', 'b')}}{% endfor %}"), ""),
     (("planted.yaml", "{{query}}", "{{query"), "Correct the template"),
     (("planted.yaml", "test_split: test", "test_split: dev"), "test_split is dev, but data_files has test"),
     (("planted.yaml", "metric: acc", "metric: accuracy"), "names accuracy, .* did you mean 'acc'")])
