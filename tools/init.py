@@ -26,7 +26,7 @@ from drover.model.config import ModelConfig
 from drover.model.presets import LADDER
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.config.training import read_tokens, tokens_text
+from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
 from drover.pipeline.core.console import Parser, Program, counted, duration, echo, printable, refuse_low
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
@@ -50,6 +50,11 @@ VALIDATION = 0.05
 """Share of the time of steps that validation may take in addition."""
 EPOCHS = 4
 """Up to so many epochs, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
+ROOM = 0.8
+"""Share of these epochs that is proposed: the tokens are estimated, and some are validation text."""
+MOST_RANKS = 8
+"""Ranks on CPUs at most. Each has a core or several: ranks of one thread are faster than threads of one rank, and far
+faster where other programs use the cores (benchmarks/RESULTS.md)."""
 BYTES = 512
 """Ids of the vocabulary of bytes, with the special ones. Smaller corpora than 0.5 MB take it: one of 1,024 learned ids
 may need more text than there is."""
@@ -84,13 +89,14 @@ LETTERS = str.maketrans({
 class Proposal:
     """A proposed model and training.
 
-    corpus_tokens: tokens in the text, about. tokens: to train on. token_bytes: bytes of text in one.
+    corpus_tokens: tokens in the text, about. tokens: to train on. token_bytes: bytes of text in one. ranks: on CPUs.
     """
 
     shape: ModelConfig
     corpus_tokens: int
     tokens: int
     token_bytes: float
+    ranks: int
 
     @property
     def epochs(self) -> str:
@@ -119,6 +125,11 @@ class Proposal:
         """Whether Muon is proposed."""
         return self.shape.dim <= MUON_WIDTH
 
+    @property
+    def micro_batch(self) -> int:
+        """Sequences that a rank computes at once."""
+        return min(TrainConfig().micro_batch, self.batch_tokens // self.shape.context_length // self.ranks)
+
     def seconds(self, flops: float) -> float:
         """Seconds that training takes at `flops` FLOP/s: its start, steps and validation. Muon's iterations multiply 30
         times the width's cube, and 12 times with the feed-forward width, for each of 5 and each layer."""
@@ -127,13 +138,12 @@ class Proposal:
         step = self.batch_tokens * shape.flops_per_token(shape.context_length, causal=False) + update
         return START_S + (1 + VALIDATION) * self.steps * step / flops
 
-
     def expected(self, gzip_bits: float) -> str:
         """The bits per byte that it will need of validation text for which gzip needs so many, in words."""
         bits = self.expected_bits(gzip_bits)
-        far = "" if self.trained_bytes in BITS_MEASURED else ". So much text was not measured; it may be far off"
+        far = "" if self.trained_bytes in BITS_MEASURED else ". So much or so little training was not measured"
         return (f"about {bits:.2f} bits per byte of validation text, between {bits * (1 - BITS_RANGE):.2f} and "
-                f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models ({BITS_RULE}){far}")
+                f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models of any size ({BITS_RULE}){far}")
 
     def expected_bits(self, gzip_bits: float) -> float:
         """The same as a number."""
@@ -165,13 +175,18 @@ def work(options: argparse.Namespace) -> None:
         raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
     corpus, machine = look(options.data), find_machine()
     rate = machine.gpus * GPU_FLOPS or CPU_SHARE * machine.cores * matrix_rate()
-    proposal = propose(corpus, rate, options.minutes, options.params)
+    ranks = 1 if machine.gpus else min(MOST_RANKS, 2 ** int(math.log2(machine.cores)))
+    proposal = propose(corpus, rate, options.minutes, options.params, ranks)
     name = _name(target.with_suffix(""))
     write_text(target, as_yaml(corpus, proposal, name))
-    load_config(target)
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
     for remark in [*corpus.summary, *corpus.remarks]:
         echo(remark)
+    if (taken := load_config(target).folder).exists():
+        echo(f"{taken} is there already: give another `name` in {target}, or remove that run")
+    if options.params is not None:
+        echo(f"of the shapes that are proposed, {tokens_text(proposal.shape.parameter_count)} is next to "
+             f"{tokens_text(options.params)}; --params leaves the time free, see below")
     echo(f"{counted(corpus.files, 'file')}, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
@@ -201,7 +216,7 @@ def matrix_rate() -> float:
     return best
 
 
-def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
+def propose(corpus: Corpus, flops: float, minutes: float, params: int | None, ranks: int = 1) -> Proposal:
     """A model and its training, from the text and the FLOP/s. `params`, if given, replaces the minutes."""
     def trained(step: ModelConfig, tokens: float | None) -> Proposal:
         """On so many tokens; None: as many as the minutes allow. Never on too many of the text."""
@@ -211,12 +226,13 @@ def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) ->
         token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
         text = 1 + int(corpus.text_bytes / token_bytes)
         shape = step.with_vocabulary(vocabulary)
-        made = Proposal(shape, text, EPOCHS * text, token_bytes)
+        most_tokens = int(ROOM * EPOCHS * text)
+        made = Proposal(shape, text, most_tokens, token_bytes, ranks)
         for _ in range(5 if tokens is None else 1):  # the length and the batch depend on the tokens
             allowed = made.tokens * (60 * minutes - START_S) / (made.seconds(flops) - START_S)
-            used = int(max(1, min(allowed if tokens is None else tokens, EPOCHS * text)))
+            used = int(max(1, min(allowed if tokens is None else tokens, most_tokens)))
             length = 1024 if used >= 20e6 else 512 if used >= 4e6 else 256
-            made = Proposal(shape.model_copy(update={"context_length": length}), text, used, token_bytes)
+            made = Proposal(shape.model_copy(update={"context_length": length}), text, used, token_bytes, ranks)
         return made
 
     if params is not None:
@@ -233,7 +249,8 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     few = corpus.files < FEW_DOCUMENTS
     validation_tokens = min(65536, max(1024, int(VALIDATION * 0.75 * proposal.tokens / len(corpus.sources))))
     validation = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
-    rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
+    rule = ("tail   # few files: the end of each source, its last files by name; scores are of these alone" if few else
+            "hash")
     prompts = corpus.prompts or ["The "]
     bits = proposal.expected_bits(corpus.gzip_bits)
     allowed = min(1.0, max(0.01 * corpus.sampled, math.ceil(2000 * corpus.rejected_share) / 1000))
@@ -241,9 +258,12 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
            if corpus.rejected_share else "not all files were looked into")
     rejected = f"  max_rejected_share: {allowed:g}   # {why}\n" * (allowed > ShardConfig().max_rejected_share)
     remarks = [f"# {' '.join(printable(own).split())}\n" for own in [*corpus.left_out, *corpus.remarks]]
-    short_of_text = proposal.tokens >= EPOCHS * proposal.corpus_tokens
+    short_of_text = proposal.tokens >= int(ROOM * EPOCHS * proposal.corpus_tokens)
     vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
                   f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer in small models")
+    launch = ("\nlaunch:\n  processes: "
+              f"{proposal.ranks}   # ranks on this machine's cores; faster than one rank with as many threads\n"
+              if proposal.ranks > 1 else "")
     return f"""\
 # Proposed for {counted(corpus.files, "file")} with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know \
 better.
@@ -277,11 +297,12 @@ model:   # {tokens_text(shape.parameter_count)} parameters
 # Expected: {proposal.expected(corpus.gzip_bits)}.
 # That is {bits * math.log(2) * proposal.token_bytes:.1f} nats per token. The rule: {BITS} of the \
 {corpus.gzip_bits:.2f} bits that gzip -9 needs, after {BITS_AT / 1e6:g} MB of training text;
-# it falls with the power -{BITS_POWER} of this text, of which there are {proposal.trained_bytes / 1e6:,.1f} MB.
+# it falls with the power -{BITS_POWER} of this text, here {proposal.trained_bytes / 1e6:,.1f} MB with repetitions.
 train:   # {tokens_text(proposal.tokens)} tokens, {proposal.epochs}; above {EPOCHS} epochs repeated text teaches little
   steps: {steps}
   sequence_length: {shape.context_length}
   batch_tokens: {proposal.batch_tokens}   # about a 400th of all, as a power of two; from 8 sequences to {MOST_BATCH}
+  micro_batch: {proposal.micro_batch}   # sequences of a rank at once
   optimizer: {'muon' if proposal.muon else 'adamw'}
   lr: {lr:.2g}   # {"measured on a model of 3M parameters (benchmarks/RESULTS.md)" if proposal.muon else LR_LAW}
   warmup_steps: {max(1, steps // 20)}
@@ -293,7 +314,7 @@ train:   # {tokens_text(proposal.tokens)} tokens, {proposal.epochs}; above {EPOC
 
 evaluate:
   prompts: {_flow(prompts)}
-"""
+{launch}"""
 
 
 def _sources(corpus: Corpus) -> str:

@@ -276,9 +276,11 @@ class Run:
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
                 f"--force to rebuild it, {accepting}or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
+        undo = ", or put the files back as they were (docs/continue.md adds text to a trained model)" * any(
+            change.key.startswith("files.") for change in changes)
         return UserError(f"The stage {stage} in {self.stage_folder(stage)} {was} with other inputs or settings, so it "
                          f"is neither used nor overwritten. Changes, old -> new:\n{listed(shown)}\n"
-                         f"Ways to continue: {ways}.{end}")
+                         f"Ways to continue: {ways}{undo}.{end}")
 
 
 def acceptable(stage: str, changes: list[Difference]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from drover.launch.local import find_machine
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import read_tokens
 from drover.pipeline.contract.run import Run
@@ -267,9 +268,13 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     output = printed(capsys, main, str(notes), "--minutes", "1")
     bits, low, high, page, anchor = re.search(
         r"expected: about (.*) bits per byte of validation text, between (.*) and (.*), by a rule from small models "
-        r"\((.*)#(.*)\)\. ", output).groups()
+        r"of any size \((.*)#(.*)\)\. ", output).groups()
     assert f"## {anchor.replace('-', ' ')}\n" in (REPOSITORY / page).read_text().replace("`", "").replace(
         "What", "what"), "the rule is there"
+    config = load_config("my-notes.yaml")
+    ranks = config.launch.processes or 1
+    assert ranks == min(8, 2 ** int(math.log2(find_machine().cores)))
+    assert config.train.batch_tokens % (ranks * config.train.micro_batch * config.train.sequence_length) == 0
     assert "left out 1 file: a PNG file (photo.png)\n" in output
     assert output.endswith("drover chat my-notes --interactive\n")
     text = Path("my-notes.yaml").read_text()
@@ -281,7 +286,9 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     made = propose(look(notes), 1e11, 1, None)
     assert (f"# {made.tokens / made.shape.parameter_count:.2g} tokens for each parameter; 20 use compute best "
             f"(Hoffmann et al. 2022), but would be more than 4 epochs of the text.\n") in text
-    assert main([str(notes), "--params", "110M", "--to", "large.yaml"]) == 0
+    Path("runs/large").mkdir(parents=True)
+    output = printed(capsys, main, str(notes), "--params", "110M", "--to", "large.yaml")
+    assert "runs/large is there already: give another `name` in large.yaml" in output and "is next to 110M; " in output
     assert "ln(parameters of the blocks): Kaplan et al. 2020" in Path("large.yaml").read_text()
 
 
