@@ -57,8 +57,8 @@ def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list[str]:
-    """The last lines of a rank, each with the rank; [] without a log. Slurm's own last line, that it ends the step, is
-    left out."""
+    """The last lines of a rank, each with the rank, or of all ranks that share its log; [] without a log. Slurm's own
+    last line, that it ends the step, is left out."""
     try:
         with opened(rank_log(folder, rank, ranks_per_node)) as file:
             skip(file)
@@ -66,7 +66,8 @@ def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list
     except OSError:
         return []
     lines = [line for line in text.splitlines() if line.strip() and " error: *** STEP " not in line]
-    return [f"rank {rank}: {line}" for line in lines[-count:]]
+    who = "output" if (folder / ONE_PROCESS).exists() else f"rank {rank}"  # a process's ranks share it
+    return [f"{who}: {line}" for line in lines[-count:]]
 
 
 def last_word(lines: Sequence[str]) -> str:
