@@ -1,12 +1,12 @@
 """Train a model for the filter `classifier` on good and bad documents.
 
-    drover classifier train --good books/ articles.jsonl --bad runs/web --out quality.bin
+    drover classifier train --good books/ articles.jsonl --bad web/ --out quality.bin
 
-Paths are files, folders of files that a source of `kind: files` reads, or folders of runs, whose training documents are
-read. One document in ten, chosen by the hash of its text, is not trained on. The model is measured on these: accuracy,
-AUC, and the scores that let 1%, 10% and 30% of the bad documents pass. The filter needs `label: good`.
+Paths are files that a source of `kind: files` reads, or folders of them. One document in ten, chosen by the hash of its
+text, is not trained on. The model is measured on these: accuracy, AUC, and the scores that let 1%, 10% and 30% of the
+bad documents pass. The filter needs `label: good`.
 
-The model is fastText's, of words and pairs of words, trained by one thread. The same texts and seed give the same file.
+The model is fastText's, of words and pairs of words, trained by one thread. The same texts give the same file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from drover.pipeline.core.console import Parser, Program, draw, is_run, refuse_low, say, table
+from drover.pipeline.core.console import Parser, Program, draw, say, table
 from drover.pipeline.core.errors import UserError, require
 
 GOOD, BAD = "good", "bad"
@@ -25,12 +25,11 @@ HELD_OUT = 0.1
 """Share of the documents that the model is measured on."""
 FEWEST = 50
 """Documents of each kind that are needed."""
-EPOCHS = 5
-LEAST_SEEN = 50_000
-"""Documents, repeated ones counted again, from which a model learns well: it makes small steps."""
+LEAST_EPOCHS, LEAST_SEEN = 5, 50_000
+"""Training ends after so many epochs and documents, repeated ones counted again: a model makes small steps."""
 PASSING = (0.01, 0.1, 0.3)
 """Shares of the bad documents for which scores are printed."""
-SHAPE = {"dim": 32, "wordNgrams": 2, "bucket": 1 << 20, "lr": 0.1, "thread": 1}
+SHAPE = {"dim": 32, "wordNgrams": 2, "bucket": 1 << 20, "lr": 0.1, "thread": 1, "seed": 1}
 """fastText's settings: a file of about 130 MB, with 128 bytes more for each word that occurs."""
 
 
@@ -39,21 +38,16 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("action", choices=["train"], help="what to do")
     for kind in (GOOD, BAD):
         parser.add_argument(f"--{kind}", nargs="+", required=True, metavar="PATH", help=f"{kind} documents: files, "
-                            "folders, runs")
+                            "folders")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE.bin", help="the model to write")
     parser.add_argument("--text-field", default="text", metavar="FIELD", help="field with the text (default text)")
-    parser.add_argument("--epochs", type=int, metavar="N", help=f"passes over the documents; default: {EPOCHS}, or as "
-                        f"many as make {LEAST_SEEN:,} documents")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of training (default 1)")
 
 
 def work(options: argparse.Namespace) -> None:
     """Train and measure."""
     require("drover classifier", "fasttext")
-    refuse_low(options, "epochs")
     if options.out.exists():
         raise UserError(f"{options.out} exists already. Remove it, or give another --out.")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     import fasttext
 
     from drover.pipeline.data.documents import digest
@@ -61,31 +55,32 @@ def work(options: argparse.Namespace) -> None:
 
     held_out: dict[str, list[str]] = {GOOD: [], BAD: []}
     trained = dict.fromkeys(held_out, 0)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=options.out.parent) as lines:
-        for kind, held in held_out.items():
-            for text in documents(kind, getattr(options, kind), options.text_field):
-                if int.from_bytes(digest(text.encode())[:8], "big") < HELD_OUT * 2**64:
-                    held.append(text)
-                else:
-                    trained[kind] += 1
-                    lines.write(f"{LABEL}{kind} {one_line(text).replace(LABEL, '')}\n")
-        lines.flush()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
+        made = Path(folder) / "model"
+        lines = made.with_name("lines")
+        with open(lines, "w", encoding="utf-8") as file:
+            for kind, held in held_out.items():
+                for text in documents(kind, getattr(options, kind), options.text_field):
+                    if int.from_bytes(digest(text.encode())[:8], "big") < HELD_OUT * 2**64:
+                        held.append(text)
+                    else:
+                        trained[kind] += 1
+                        file.write(f"{LABEL}{kind} {one_line(text).replace(LABEL, '')}\n")
         if few := [kind for kind, held in held_out.items() if trained[kind] + len(held) < FEWEST or not held]:
             raise UserError(f"There are too few {' and '.join(few)} documents: {FEWEST} of each kind are needed. Give "
                             f"more files.")
-        epochs = options.epochs or max(EPOCHS, LEAST_SEEN // sum(trained.values()))
+        epochs = max(LEAST_EPOCHS, LEAST_SEEN // sum(trained.values()))
         say("classifier", f"train on {trained[GOOD]:,} good and {trained[BAD]:,} bad documents, {epochs} times")
-        model = fasttext.train_supervised(lines.name, epoch=epochs, seed=options.seed,
-                                          verbose=2 * sys.stderr.isatty(), **SHAPE)
-    partial = options.out.with_name(f"{options.out.name}.partial")
-    model.save_model(str(partial))
-    measure(partial, held_out)
-    partial.replace(options.out)
+        fasttext.train_supervised(str(lines), epoch=epochs, verbose=2 * sys.stderr.isatty(), **SHAPE
+                                  ).save_model(str(made))
+        measure(made, held_out)
+        made.replace(options.out)
     say("classifier", f"{options.out}: {{kind: classifier, path: {options.out}, label: {GOOD}}}")
 
 
 def documents(kind: str, paths: list[str], text_field: str) -> Iterator[str]:
-    """The texts of files, folders and runs.
+    """The texts of files and folders.
 
     Raises:
         UserError: a path does not exist, or a file's name shows no format.
@@ -93,30 +88,22 @@ def documents(kind: str, paths: list[str], text_field: str) -> Iterator[str]:
     from drover.pipeline.config.data import FilesSource, ShardConfig
     from drover.pipeline.config.tree import Config
     from drover.pipeline.contract.inputs import listed_files
-    from drover.pipeline.contract.run import run_in
     from drover.pipeline.data.documents import Rejection
     from drover.pipeline.data.reading import unit_documents
     from drover.pipeline.data.sources import input_files, reading_units
-    from drover.pipeline.data.text_shards import read_shard, shard_records
 
-    runs = [path for path in paths if is_run(Path(path))]
-    for path in runs:
-        run = run_in(Path(path))
-        for record in shard_records(run.finished("shard"), "train"):
-            yield from (document.text for document in read_shard(run.stage_folder("shard"), record))
-    if files := [f"{path}/**" if Path(path).is_dir() else path for path in paths if path not in runs]:
-        config = Config(shard=ShardConfig(sources=[FilesSource(kind="files", name=kind, paths=files,
-                                                               text_field=text_field)]))
-        rejected: list[Rejection] = []
-        for payload in reading_units(config.shard, listed_files(input_files(config))):
-            for item in unit_documents(payload):
-                if isinstance(item, Rejection):
-                    rejected.append(item)
-                elif item[0].text.strip():
-                    yield item[0].text
-        if rejected:
-            say("classifier", f"warning: {len(rejected):,} {kind} documents could not be read; the first is "
-                              f"{rejected[0]}")
+    files = [f"{path}/**" if Path(path).is_dir() else path for path in paths]
+    source = FilesSource(kind="files", name=kind, paths=files, text_field=text_field)
+    config = Config(shard=ShardConfig(sources=[source]))
+    rejected: list[Rejection] = []
+    for payload in reading_units(config.shard, listed_files(input_files(config))):
+        for item in unit_documents(payload):
+            if isinstance(item, Rejection):
+                rejected.append(item)
+            elif item[0].text.strip():
+                yield item[0].text
+    if rejected:
+        say("classifier", f"warning: {len(rejected):,} {kind} documents could not be read; the first is {rejected[0]}")
 
 
 def measure(path: Path, held_out: dict[str, list[str]]) -> None:

@@ -28,7 +28,7 @@ _ALL = 1_000_000
 """Labels to ask for where all are wanted: more than any model has."""
 BINS = 20
 """Of the histogram of scores, each 0.05 wide."""
-_HEAD = struct.Struct("<8xi60xi")
+_HEAD = struct.Struct("<8xI60xI")
 """Of a model's file: the size of its vectors, and the number of labels."""
 DIGITS = 6
 """Decimal places of a score: fastText computes in float32."""
@@ -95,17 +95,12 @@ def _is_complete(path: str) -> bool:
     """Whether a file ends with the matrix of the labels that its beginning announces, plain or quantized. From a part
     of a model fastText reads without end, or makes a model of zeros."""
     with open(path, "rb") as file:
-        head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            return False
-        [dim, labels] = _HEAD.unpack(head)
-        codes = labels * ((dim + 1) // 2)
-        ends = [(struct.pack("<?qq", False, labels, dim), 4 * labels * dim)]
-        ends += [(struct.pack("<??qqi", True, norm, labels, dim, codes),
-                  codes + 16 + 1024 * dim + norm * (labels + 1040)) for norm in (False, True)]
-        size = file.seek(0, os.SEEK_END)
-        return any(size >= len(begin) + rest and file.seek(size - len(begin) - rest) >= 0
-                   and file.read(len(begin)) == begin for begin, rest in ends)
+        dim, labels = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size))
+        quantized = 20 + labels * ((dim + 1) // 2) + 1024 * dim
+        shape = struct.pack("<qq", labels, dim)
+        end = file.seek(0, os.SEEK_END) - len(shape)
+        return any(os.pread(file.fileno(), len(shape), max(0, end - size)) == shape
+                   for size in (4 * labels * dim, quantized, quantized + labels + 1040))
 
 
 class Classifier(FastText):

@@ -11,7 +11,6 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.documents import Document
-from drover.tools.classifier import documents as read_texts
 from drover.tools.classifier import main
 from tests.data.filters.test_kinds import MODELS, TWO, made
 from tests.data.planning.staged_corpora import cut_into
@@ -59,7 +58,7 @@ def dropped(config, name="a"):
             for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("share", [0.1, 0.35, 0.9])
+@pytest.mark.parametrize("share", [0.35, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_the_best_share_of_a_source_is_kept_after_deduplication(tmp_path, monkeypatch, capsys, share):
     """Of equal scores the smaller digests; never one without a score. Of books all are kept."""
     cut_into(monkeypatch, 30, 3, 20)
@@ -147,7 +146,7 @@ def test_a_model_of_one_s_own_is_made_and_measured(tmp_path, capsys):
         texts = [f"{' '.join(rng.choices(words.split(), k=30))}\n__label__good" for _ in range(300)]
         for name, own in (("all/f", texts), ("1", texts[:70]), ("2", texts[70:])):
             write_jsonl(tmp_path / kind / f"{name}.jsonl", [{"body": text} for text in own])
-    options = "--text-field", "body", "--epochs", "40"
+    options = "--text-field", "body"
     said = printed(capsys, main, "train", "--good", tmp_path / "good/all", "--bad", tmp_path / "bad/all", "--out",
                    tmp_path / "new/one.bin", *options)
     again = ["train", *(part for kind in ("good", "bad") for part in (
@@ -163,12 +162,9 @@ def test_a_model_of_one_s_own_is_made_and_measured(tmp_path, capsys):
     assert "two.bin exists already" in printed(capsys, main, *again, expect=2)
 
 
-def test_training_documents_of_a_run_are_read_and_too_few_are_refused(tmp_path, capsys):
-    (tmp_path / "f.txt").write_text("\n".join(LINES))
-    config = write_config(tmp_path, [files_source("s", tmp_path / "f.txt", separator="\n")], validation_share=0.3)
-    finished(config)
-    assert [*read_texts("bad", [str(tmp_path / "runs/a")], "text")] == [one.text for one in documents(config, "train")]
+def test_too_few_documents_are_refused(tmp_path, capsys):
+    write_jsonl(tmp_path / "f.jsonl", [{"text": line} for line in LINES])
     assert "too few good and bad documents" in printed(
-        capsys, main, "train", "--good", tmp_path / "f.txt", "--bad", tmp_path / "runs/a", "--out",
+        capsys, main, "train", "--good", tmp_path / "f.jsonl", "--bad", tmp_path / "f.jsonl", "--out",
         tmp_path / "m.bin", expect=2)
-    assert not (tmp_path / "m.bin").exists()
+    assert [*tmp_path.iterdir()] == [tmp_path / "f.jsonl"]
