@@ -174,8 +174,9 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
         return RunStatus(run, rows, current, remarks, None)
     if current.state in FINISHED and not partial:
         return RunStatus(run, rows, (requested or rows)[-1], remarks, "done")
-    rebuilt = current.state == "outdated" and current.stage in STAGES and follows_training(current.stage)
-    accepting = " --accept-changes" * rebuilt  # the refusal of a data stage names the ways to continue
+    # The refusal of an outdated data stage names the ways to continue.
+    accepting = " --accept-changes" * any(
+        row.state == "outdated" and row.stage in STAGES and follows_training(row.stage) for row in rows)
     return RunStatus(run, rows, current, [*remarks, f"to continue: {continue_command(run)}{accepting}"], "failed")
 
 

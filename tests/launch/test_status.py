@@ -195,6 +195,7 @@ def test_what_was_made_from_earlier_outputs(run):
         "to continue: drover run runs/demo/config.yaml --cluster local --accept-changes"]
     (run.folder / "train/manifest.json").unlink()
     assert run.states({})[3:6] == ["stopped", "outdated", "outdated"]
+    assert run.status({}).remarks[-1].endswith("--accept-changes"), "else convert would be refused after training"
 
 
 def test_time_and_restarts_of_training_are_those_of_the_report(run):
