@@ -3,6 +3,7 @@ computed again (activation checkpointing), and whether torch.compile makes a gra
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sysconfig
@@ -60,6 +61,8 @@ def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequen
     if chosen or always_kept:
         policy = _Policy(frozenset([*chosen, *always_kept]), model.backend.operators | PLAIN.operators,
                          SUMMED if tensor > 1 else set())
+        # With torch.compile it warns that nothing may work in place in there; nothing of a block does.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     blocks: list[Any] = list(model.layers)  # Any: forward is replaced on the instances
     for layer, block in zip(model.part.layers, blocks, strict=True):

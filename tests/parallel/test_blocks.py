@@ -3,6 +3,7 @@ checkpointing knows products by their names, compiled or not; what `train.attent
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
@@ -92,7 +93,7 @@ def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, bia
 
 
 @pytest.mark.parametrize(("kept", "bias"), [(["wo", "w3"], True), (list(KEPT_ACTIVATIONS), False)])
-def test_compiled_blocks_keep_by_name_too(kept, bias):
+def test_compiled_blocks_keep_by_name_too(kept, bias, monkeypatch):
     """In the graph of the backward pass each product has two for its gradients, one more if it is computed again."""
     products = []
 
@@ -101,11 +102,15 @@ def test_compiled_blocks_keep_by_name_too(kept, bias):
         return graph
 
     torch._dynamo.reset()
+    torch._logging.warning_once.cache_clear()
+    warned = []
+    monkeypatch.setattr(logging.Logger, "handle", lambda self, record: warned.append(record.getMessage()))
     model = built(Sdpa(), kept, qkv_bias=bias)
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=backward)
     model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
     loss(model).backward()
     assert products == [2 * len(PRODUCTS) + len({*PRODUCTS} - {*kept, "w2"})]
+    assert "context_fn" not in str(warned)
 
 
 LAYERS = 6
