@@ -43,7 +43,7 @@ from drover.pipeline.data.extraction import Extraction, Item, Waiting
 from drover.pipeline.data.filters.base import DROPPED, Chain, Dropped
 from drover.pipeline.data.hub import files_record, hub_rows
 from drover.pipeline.data.planning.near_duplicates import Signer
-from drover.pipeline.data.planning.runs import INDEX, index_row, score_of, staged
+from drover.pipeline.data.planning.runs import INDEX, index_row, score_of, staged, write_array
 from drover.pipeline.data.readers import file_records, lists_of_records, python_records
 from drover.pipeline.data.streams import PAGE, UTF8, Input, Piece
 from drover.pipeline.storage.store import Changed, Missing
@@ -110,15 +110,11 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                 scored.append(score_of(document.meta.get(keep["by"])))
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
-    with atomic_file(index) as file:
-        np.save(file, np.frombuffer(rows, INDEX))
-    made = [texts, index, rejections]
+    made = [texts, write_array(index, np.frombuffer(rows, INDEX)), rejections]
     if signer is not None:
         made.append(signer.write(bands))
     if keep is not None:
-        with atomic_file(scores) as file:
-            np.save(file, np.array(scored))
-        made.append(scores)
+        made.append(write_array(scores, np.array(scored)))
     outputs = [output_record(folder, path) for path in made]
     if kept_aside is not None:
         gone = chain.counts.values()

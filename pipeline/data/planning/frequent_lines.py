@@ -14,11 +14,11 @@ import numpy as np
 
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.contract.workers import Task
-from drover.pipeline.core.files import Record, atomic_file, output_record
+from drover.pipeline.core.files import Record
 from drover.pipeline.data.documents import DIGEST_BYTES, digest
 from drover.pipeline.data.filters.base import Chain, Dropped
 from drover.pipeline.data.filters.duplicate_lines import LINE, DuplicateLines
-from drover.pipeline.data.planning.runs import STAGING
+from drover.pipeline.data.planning.runs import STAGING, with_records, write_array
 from drover.pipeline.data.reading import unit_documents
 
 if TYPE_CHECKING:
@@ -58,24 +58,22 @@ def count_lines(folder: Path, payload: dict[str, Any]) -> Record:
     payload: of `stage_unit`, with the filters before that `for` which lines are counted.
     """
     chain = Chain(payload["filters"], folder, payload["made"])
-    outputs: list[Record] = []
+    paths = list[Path]()
     held = bytearray()
 
     def write() -> None:
-        lines, counts = np.unique(np.frombuffer(bytes(held), LINE), return_counts=True)
-        rows = np.empty(len(lines), RUN)
-        rows["line"] = lines
-        rows["documents"] = counts
-        outputs.append(_written(folder, f"lines/{payload['for']}/{payload['name']}-{len(outputs):03d}", rows))
-        held.clear()
+        rows = np.rec.fromarrays(np.unique(np.frombuffer(bytes(held), LINE), return_counts=True), RUN)
+        name = f"lines/{payload['for']}/{payload['name']}-{len(paths):03d}.npy"
+        paths.append(write_array(folder / STAGING / name, rows))
     for item in unit_documents(payload):
         if not isinstance(item, tuple) or not item[0].text.strip() or isinstance(left := chain(*item), Dropped):
             continue
         held += b"".join({digest(line.encode()) for line in map(str.strip, left[0].text.split("\n")) if line})
         if len(held) > ROWS * DIGEST_BYTES:
             write()
+            held.clear()
     write()
-    return {"outputs": outputs}
+    return dict(with_records(folder, paths))
 
 
 def frequent_lines(folder: Path, payload: dict[str, Any]) -> Record:
@@ -93,12 +91,5 @@ def frequent_lines(folder: Path, payload: dict[str, Any]) -> Record:
     together = np.concatenate(rows)
     lines, which = np.unique(together["line"], return_inverse=True)
     counts = np.bincount(which, together["documents"], len(lines))
-    name = f"frequent/{payload['for']}/{payload['part']:06d}"
-    return {"outputs": [_written(folder, name, lines[counts > payload["most"]])]}
-
-
-def _written(folder: Path, name: str, rows: np.ndarray) -> Record:
-    path = folder / STAGING / f"{name}.npy"
-    with atomic_file(path) as file:
-        np.save(file, rows)
-    return output_record(folder, path)
+    path = folder / STAGING / f"frequent/{payload['for']}/{payload['part']:06d}.npy"
+    return dict(with_records(folder, [write_array(path, lines[counts > payload["most"]])]))

@@ -22,7 +22,7 @@ from typing import TypedDict
 import numpy as np
 
 from drover.pipeline.config.data import NearDuplicates
-from drover.pipeline.core.files import Outputs, atomic_file
+from drover.pipeline.core.files import Outputs
 from drover.pipeline.data.item_index import WITHOUT_SPACES
 from drover.pipeline.data.mixing import GOLDEN, mixed
 from drover.pipeline.data.planning.runs import (
@@ -36,6 +36,7 @@ from drover.pipeline.data.planning.runs import (
     links_path,
     read_rows,
     with_records,
+    write_array,
     write_links,
     write_rows,
 )
@@ -233,9 +234,7 @@ class Signer:
         """Write the signatures of all texts, (texts, bands) uint64, as .npy."""
         if self.texts:
             self._sign()
-        with atomic_file(path) as file:
-            np.save(file, np.concatenate(self.signed))
-        return path
+        return write_array(path, np.concatenate(self.signed))
 
 
 def signatures(texts: Sequence[str], settings: SignatureSettings) -> np.ndarray:

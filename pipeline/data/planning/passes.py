@@ -55,6 +55,8 @@ from drover.pipeline.data.planning.runs import (
     sort_group,
     staged,
     sums_of,
+    with_records,
+    write_array,
 )
 from drover.pipeline.data.text_shards import SPLITS, write_members
 
@@ -113,56 +115,50 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     best = config.best_shares
     ranking = [Task(name, {"source": config.source_names.index(name), "share": keep.share,
                            "drop": config.drop_duplicates}) for name, keep in best.items()]
-    lasts = work.run_pass("rank", ranking, rank_source, "sources") if ranking else []
+    ranked = work.run_pass("rank", ranking, rank_source, "sources") if ranking else []
     tail, name_kept = config.validation_rule == "tail", config.keep_dropped or near is not None
     decided = work.run_pass("decide", _groups(
-        plan, drop=config.drop_duplicates, name_kept=name_kept, lasts=lasts,
+        plan, drop=config.drop_duplicates, name_kept=name_kept, ranked=[record["source"] for record in ranked],
         low={name: keep.reason for name, keep in best.items()} if config.keep_dropped else {},
         validation=None if tail else validation_below(config.validation_share)), decide_group, "groups")
     sums, dropped = (np.array([row for record in decided for row in record[name]]) for name in ("sums", "dropped"))
     pieces = pieces_by_tail(folder, plan, sums, config.validation_share, len(config.sources)) if tail else \
         pieces_by_hash(plan, sums, len(config.sources))
     payloads = plan_shards(pieces, config.shard_mb * 1e6, config.source_names)
-    return Decided(dropped, {last["source"]: last["least"] for last in lasts}, pieces, payloads, [
+    return Decided(dropped, {record["source"]: record["least"] for record in ranked}, pieces, payloads, [
                    output for record in decided for output in record["outputs"] if "split" in output])
 
 
 def rank_source(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Find the last document of a source that is kept for its score. Holds 16 bytes for each document of the source.
+    """Write which documents of a source are not among the best, a bool each. Holds 33 bytes for each document.
 
     payload: `source`, its number; `share` of its documents, without duplicates, that is kept; `drop` as in
         `decide_group`.
 
     Returns:
-        `source`; the document's score as `least` (above all if no document has one), and its digest as `high`, `low`.
+        `source`; `least`, the lowest score that is kept (above all if no document has one); the files as `outputs`.
     """
     plan = CorpusLayout.read(folder)
-    source = payload["source"]
     documents = StagedDocuments(folder, plan)
     of_units: dict[str, np.ndarray] = {}
     for group in range(len(plan.groups) - 1):
-        units = [unit for unit in plan.units(group) if plan.sources[unit] == source]
+        units = [unit for unit in plan.units(group) if plan.sources[unit] == payload["source"]]
         outcomes = _decided(folder, plan, documents, group, payload["drop"])[0] if units else np.zeros(0)
         for unit in units:
             first = plan.starts[unit] - plan.bounds(group)[0]
             scores = of_units[plan.names[unit]] = np.load(staged(folder, plan.names[unit], ".scores"))
             scores[outcomes[first:first + len(scores)] != TRAIN] = np.nan
     scores = np.concatenate([np.zeros(0), *of_units.values()])
-    scores = scores[~np.isnan(scores)]
-    count = min(ceil(Fraction(str(payload["share"])) * len(scores)), int((scores > -inf).sum()))
-    if not count:
-        return {"source": source, "least": sys.float_info.max, "high": 0, "low": 0}
-    least = np.partition(scores, -count)[-count]
-    equal = np.concatenate([np.load(staged(folder, name, ".npy"), mmap_mode="r")[own == least]
-                            for name, own in of_units.items()])
-    last = equal[by_key([equal["high"], equal["low"]])[count - 1 - int((scores > least).sum())]]
-    return {"source": source, "least": float(least), "high": int(last["high"]), "low": int(last["low"])}
-
-
-def _is_low(scores: np.ndarray, index: np.ndarray, last: dict[str, Any]) -> np.ndarray:
-    """Which documents come after the last one that is kept (see `rank_source`)."""
-    after = (index["high"] > last["high"]) | ((index["high"] == last["high"]) & (index["low"] > last["low"]))
-    return (scores < last["least"]) | ((scores == last["least"]) & after)
+    staying = scores[~np.isnan(scores)]
+    count = min(ceil(Fraction(str(payload["share"])) * len(staying)), int((staying > -inf).sum()))
+    least = float(np.partition(staying, -count)[-count]) if count else sys.float_info.max
+    best = scores > least
+    equal = np.concatenate([np.zeros(0, INDEX), *(np.load(staged(folder, name, ".npy"), mmap_mode="r")[own == least]
+                                                  for name, own in of_units.items())])
+    best[np.flatnonzero(scores == least)[by_key([equal["high"], equal["low"]])[:count - int(best.sum())]]] = True
+    low = np.split(~best, np.cumsum([len(own) for own in of_units.values()], dtype=int))
+    return {"source": payload["source"], "least": least, **with_records(folder, [
+            write_array(staged(folder, name, ".low"), own) for name, own in zip(of_units, low, strict=False)])}
 
 
 def _groups(plan: CorpusLayout, **payload: Any) -> list[Task]:
@@ -183,9 +179,9 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write what becomes of each document of a group.
 
     payload: `group`; `drop` (whether equal documents are dropped); `validation` (see `validation_below`; None: not
-        decided here); `name_kept` (whether to write which document is kept instead of each that is dropped); `lasts`
-        (what `rank_source` made of the sources that keep the best documents); `low` (by name of each of these sources,
-        why its documents with low scores are dropped, if they are to be written).
+        decided here); `name_kept` (whether to write which document is kept instead of each that is dropped);
+        `ranked` (numbers of the sources that keep the best documents); `low` (by name of each of these sources, why its
+        documents with low scores are dropped, if they are to be written).
 
     Returns:
         For each unit in `sums` SUMS of what is kept in each split, and in `dropped` the numbers of each outcome from
@@ -195,14 +191,12 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     documents = StagedDocuments(folder, plan)
     outcomes, kept, splits_by = _decided(folder, plan, documents, group, payload["drop"])
     begin, _ = plan.bounds(group)
-    lasts = {last["source"]: last for last in payload["lasts"]}
     record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
     for unit in plan.units(group):
         index, first = np.load(staged(folder, plan.names[unit], ".npy")), plan.starts[unit] - begin
         own = outcomes[first:first + len(index)]
-        if last := lasts.get(plan.sources[unit]):
-            scores = np.load(staged(folder, plan.names[unit], ".scores"))
-            own[(own == TRAIN) & _is_low(scores, index, last)] = LOW_SCORE
+        if plan.sources[unit] in payload["ranked"]:
+            own[(own == TRAIN) & np.load(staged(folder, plan.names[unit], ".low"))] = LOW_SCORE
         if payload["validation"] is not None:
             high = index["high"]
             for place in splits_by.keys() & range(first, first + len(index)):
@@ -210,9 +204,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             own[(own == TRAIN) & (high < np.uint64(payload["validation"]))] = VALIDATION
         record["sums"].append([sums_of(index[own == outcome]) for outcome in (TRAIN, VALIDATION)])
         record["dropped"].append([int((own == outcome).sum()) for outcome in range(DUPLICATE, len(OUTCOMES))])
-        with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:
-            np.save(file, own)
-        record["outputs"].append(output_record(folder, path))
+        record["outputs"].append(output_record(folder, write_array(staged(folder, plan.names[unit], ".fates"), own)))
     if payload["name_kept"]:
         dropped = np.flatnonzero((outcomes == DUPLICATE) | (outcomes == NEAR_DUPLICATE))
         record["outputs"].append(_write_kept(documents, plan.group_names[group], dropped + begin, kept[dropped],
@@ -443,7 +435,6 @@ def _stage_halves(folder: Path, unit: str, row: Any, characters: int) -> list[li
         with atomic_file(staged(folder, name, ".documents")) as file:
             file.write(member)
         for ending, table in ((".npy", index), (".fates", np.full(1, TRAIN, np.uint8))):
-            with atomic_file(staged(folder, name, ending)) as file:
-                np.save(file, table)
+            write_array(staged(folder, name, ending), table)
         result.append([ShardPiece(name, 0, 1, TRAIN, sums_of(index), is_half=True)])
     return result

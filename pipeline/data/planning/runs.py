@@ -40,9 +40,16 @@ _ROW = struct.Struct("<QQQQQQB")
 def staged(folder: Path, name: str, ending: str) -> Path:
     """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
     (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.near_duplicates`
-    each, as .npy) and `.scores` (of a source that keeps the best documents, as .npy); later `.fates` (see
-    `planning.runs`)."""
+    each, as .npy) and `.scores` (of a source that keeps the best documents, as .npy); later `.low` and
+    `.fates` (see `planning.passes`)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
+
+
+def write_array(path: Path, rows: np.ndarray) -> Path:
+    """Write an array as .npy. Returns the file."""
+    with atomic_file(path) as file:
+        np.save(file, rows)
+    return path
 
 
 def index_row(text: str, offset: int, length: int) -> bytes:
