@@ -163,6 +163,9 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
 def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
     """What the partition of a job does not allow, or its nodes do not have. nodes: of the cluster; () if unknown."""
     for job in jobs:
+        if 60 * job.minutes <= job.signal_s:
+            yield (f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
+                   f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other.")
         names = (job.resources.partition or "").split(",")
         kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)]
         if not kinds:

@@ -56,8 +56,8 @@ def _cancel(options: argparse.Namespace) -> int:
         echo("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
     for job in queued:
         if problem := scheduler.cancel(job.id):
-            echo(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. Try "
-                 f"again: drover cancel {options.run}", file=sys.stderr)
+            echo(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. To "
+                 f"cancel them, if they are yours: drover cancel {options.run}", file=sys.stderr)
             return 1
         echo(f"cancelled {job.id} ({job.name})")
     echo(f"finished stages are kept; to continue: {continue_command(files)}" if queued else
@@ -72,7 +72,11 @@ def _stop(options: argparse.Namespace) -> int:
     if state not in ("running", "waiting"):
         echo(f"training of {options.run} does not run (it is: {state}), so there is nothing to stop")
         return 0
-    write_text(options.run / STOP, "drover stop\n")
+    try:
+        write_text(options.run / STOP, "drover stop\n")
+    except PermissionError as error:
+        raise UserError(f"You may not write into {options.run / STOP.parent}, so training is not asked to stop. Its "
+                        f"owner can do that.") from error
     if SILENT in status.remarks:
         echo("Slurm does not answer, so training may not be running", file=sys.stderr)
     echo(f"training saves a checkpoint after its current step and ends; a job that still waits ends when it starts "
@@ -170,24 +174,30 @@ def _why_stopped(run: Path, stages: Sequence[str] = ()) -> int:
     status, = query([run], Scheduler())
     draw(*show(status))
     files = status.files
+    # An element that failed for good ends the jobs after it, though the others have finished its stage.
+    blamed = {id for row in status.rows if row.state == "failed" and not files.stages[row.stage].starts
+              for job in files.stages[row.stage].jobs for id in job.dependencies}
     for row in status.rows:
         stage = files.stages[row.stage]
         if row.state in (*FINISHED, "outdated") and row.stage in stages:
             echo(run_in(run).why(row.stage))
-        if row.state in FINISHED or (stages and row.stage not in stages):
+        if blamed.isdisjoint(stage.ids) and (row.state in FINISHED or (stages and row.stage not in stages)):
             continue
         for start in [start for start in stage.starts if start.status != "done"][-SHOWN:]:  # elements may be done
-            how = ": ".join(filter(None, (start.status, start.reason))) or "it runs, or nothing is known of its end"
+            how = ": ".join(filter(None, (start.status, start.reason))) or "its end is not recorded"
             rank = re.search(r"\branks? (\d+)", start.reason)
             folder = start.logs(run)
+            number = int(rank[1]) if rank else 0
+            lines = last_lines(folder, number, start.ranks_per_node, LINES)
             _print_end(f"{start.stage}, job {start.job}, start {start.number}, at {start.at[:16]} UTC on "
-                       f"{', '.join(start.nodes)}: {how}",
-                       last_lines(folder, int(rank[1]) if rank else 0, start.ranks_per_node, LINES)
-                       or [f"no log is in {folder}"])
+                       f"{', '.join(start.nodes)}: {how}", lines or [f"no output of rank {number} is in {folder}"])
+            if not lines:
+                _print_file("what srun said", folder / "srun.err")
+        ended = {start.job: start.status or row.state == "running" for start in stage.starts}
         for job in stage.jobs:
-            if not any(start.job.partition("_")[0] == job.id for start in stage.starts):
-                for log in sorted((run / FOLDER).glob(f"{job.id}_*log.out")):
-                    _print_file(f"{row.stage}, job {job.id}, without a start", log)
+            for log in sorted((run / FOLDER).glob(f"{job.id}_*log.out")):
+                if not ended.get(id := log.name.partition("_0_log")[0]):
+                    _print_file(f"{row.stage}, job {id}, without a recorded end", log)
     if not files.chain and not any(stage.starts for stage in files.stages.values()):
         _print_file("the launcher on this machine", run / "logs" / "local.log")
     return 0

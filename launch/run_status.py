@@ -253,8 +253,15 @@ def _state(run: RunFiles, stage: StageFiles, info: JobInfo, now: float, *, silen
             return "running" if last else "waiting", ""
         if broken and not last and info.state in (UNKNOWN, "CANCELLED"):
             return "to do", ""  # Slurm removes jobs that wait for a failed one
-        end = "is no longer known to Slurm: it crashed or was cancelled" if info.state == UNKNOWN else \
-            f"ended {info.state} ({info.reason or 'no reason given'})"
+        end = f"ended {info.state} ({info.reason or 'no reason given'})"
+        if info.state == UNKNOWN:
+            end = "is no longer known to Slurm: it crashed or was cancelled"
+        elif is_stuck(info.reason):
+            end = f"{meaning(info.reason, info.id)} ({info.reason}), so Slurm removed it"
+        elif info.state == "CANCELLED":  # squeue keeps the reason that it waited for
+            end = "was cancelled"
+        elif info.state == "TIMEOUT":
+            end += f", launch.{name}.time: raise it, or launch.signal_s, which is the time left to end in order"
         reasons = [f": {start.reason.rstrip('.')}" for start in stage.starts
                    if start.job.partition("_")[0] == info.id and start.reason]
         return "failed", f"{name} failed: job {info.id} {end}{''.join(reasons[-1:])}{logs}"

@@ -62,11 +62,37 @@ def test_why_a_run_stopped(run, slurm, capsys):
     assert "! train failed: given up" in message
     assert message.count("on n1, n2: crashed: rank 3 on n2: killed\n    rank 3: start ") == 9
     assert "rank 3: start 2\\x1b[2J\n    rank 3: it broke\n" in message and "start 1\\x1b" not in message
-    assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: it runs, or nothing is known of its end" in message
-    assert f"convert, job 17, without a start: {run.folder}/launch/submitit/17_0_log.out\n    refused: " in message
+    assert "start 11, at 2026-11-21T11:50 UTC on n1, n2: its end is not recorded" in message
+    log = run.folder / "launch/submitit/17_0_log.out"
+    assert f"convert, job 17, without a recorded end: {log}\n    refused: " in message
     assert not [words for words in ("encode, job", "job 7,", "not me") if words in message]
     message = printed(capsys, commands.why, run.folder, "convert")
-    assert "convert, job 17, without a start" in message and "train, job 16" not in message
+    assert "convert, job 17, without a recorded end" in message and "train, job 16" not in message
+
+
+def test_why_finds_the_logs_that_there_are(run, slurm, capsys):
+    """Of an element that failed before its start, though the others did its stage; of a rank that was killed before it
+    said anything; of a job that the time limit ended."""
+    slurm.queue("12_0 COMPLETED", "12_1 FAILED NonZeroExitCode", "13 CANCELLED DependencyNeverSatisfied")
+    run.done("shard")
+    run.attempt("attempt", "shard", "12_0", ranks=1, nodes=["n1"])
+    run.attempt("ended", "shard", "12_0", status="done", reason="done")
+    for job, words in ("12_0", "all is well"), ("12_1", "launch.setup failed"), ("16", "DUE TO TIME LIMIT"):
+        write_text(run.folder / f"launch/submitit/{job}_0_log.out", f"{words}\n")
+    for arguments in ([], ["tokenizer"]):
+        message = printed(capsys, commands.why, run.folder, *arguments)
+        assert "tokenizer failed: job 13 will never run: a job that it waits for failed" in message
+        assert "shard, job 12_1, without a recorded end" in message and "    launch.setup failed" in message
+        assert "all is well" not in message
+    run.done("tokenizer", "encode")
+    slurm.queue("16 TIMEOUT TimeLimit")
+    for start in (0, 1):
+        run.attempt("attempt", "train", "16", start=start, ranks=4, nodes=["n1", "n2"])
+    run.attempt("ended", "train", "16", start=0, status="crashed", reason="rank 2 on n2: killed")
+    run.log("train/16.0/srun.err", "n2: task 2: Killed\n")
+    message = printed(capsys, commands.why, run.folder)
+    assert f"no output of rank 2 is in {run.folder}/logs/train/16.0\n\nwhat srun said: " in message
+    assert "    n2: task 2: Killed" in message and "    DUE TO TIME LIMIT" in message
 
 
 def test_why_a_run_on_this_machine_stopped_before_its_first_start(tmp_path, capsys):
@@ -105,6 +131,16 @@ def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, l
     assert (run.folder / STOP).exists() is written
     shown = capsys.readouterr()
     assert message in shown.out + shown.err and (GO_ON in shown.out) == written
+
+
+def test_another_user_cannot_stop(run, slurm, capsys, monkeypatch):
+    def forbidden(*_):
+        raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr(commands, "write_text", forbidden)
+    run.state("train", "running", job="16")
+    slurm.queue("16 RUNNING")
+    message = printed(capsys, commands.stop, run.folder, expect=2)
+    assert f"You may not write into {run.folder}/launch" in message
 
 
 def two_starts(run):

@@ -68,6 +68,8 @@ def run(tmp_path, monkeypatch):
     failed -> CANCELLED -> failed -> train failed after step 300: why.*to continue: python launch/submit.py
     running -> unknown -> failed -> train failed: job 16 is no longer known to Slurm: it crashed or was
     running -> NODE_FAIL -> failed -> train failed: job 16 ended NODE_FAIL
+    running -> CANCELLED Resources -> failed -> train failed: job 16 was cancelled\. .drover why
+    running -> TIMEOUT TimeLimit -> failed -> ended TIMEOUT \(TimeLimit\), launch.train.time. raise it, or launch.sig
     null -> FAILED NonZeroExitCode -> failed -> job 16 ended FAILED \(NonZeroExitCode\)\. .drover why runs/demo
     running -> null -> running -> ^Slurm does not answer
     preempted -> null -> stopped -> ^Slurm does not answer

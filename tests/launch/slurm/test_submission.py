@@ -204,6 +204,7 @@ with 4 cores, 0 GPUs, and allows 2 nodes for 60 min (without launch.qos): change
     --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
 -> requests 3 nodes with 8 cores, 2 GPUs each
     --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes
+    launch.train.time=2 -> launch.train.time=2 min is not longer than launch.signal_s=120 s
     launch.time=60 launch.cpus=1 launch.convert.time=61 -> convert: requests 1 node with 1 cores, 0 GPUs each"""))
 def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, message):
     """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
