@@ -312,9 +312,6 @@ def _print_counts(work: Work, counts: dict[str, Any], outputs: list[dict[str, An
     for source, card in counts["cards"].items():
         for field, result in card.get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {result['in']:,} of {result['of']:,} documents")
-        for name, result in card.get("removed", {}).items():
-            if result["lines"]:
-                work.say(f"source {source}: {name} removed {result['lines']:,} lines ({result['bytes'] / 1e6:,.1f} MB)")
     if files := incomplete(inputs):
         work.say(f"warning: {counts['rejected']:,} documents could not be read ({work.folder / REJECTED} names them), "
                  f"of {len(files):,} files: {named(files)}")

@@ -87,7 +87,7 @@ class Filter(Kind):
         """
 
     def take(self, files: Sequence[Path]) -> None:
-        """Read what passes before the reading made for it; only called if there were some."""
+        """Read what passes before the reading made for it; for most filters there is nothing."""
 
     def findings(self) -> dict[str, Any]:
         """What it has counted in the documents so far: numbers, or dictionaries of them."""
@@ -153,8 +153,7 @@ class Chain:
         self.counts = no_counts(self.filters)
         for own in self.filters:
             own.open()
-            if files := (made or {}).get(name_of(own)):
-                own.take([folder / path for path in files])
+            own.take([folder / path for path in (made or {}).get(name_of(own), ())])
 
     def __call__(self, document: Document, member: bytes) -> tuple[Document, bytes] | Dropped:
         """What becomes of a document that has text, whose JSON is `member`.

@@ -26,16 +26,11 @@ class DuplicateLines(Filter):
     max_documents: int = Field(gt=0)
     """Lines that occur in more documents are removed. The documents of all sources of the filter are counted together;
     equal ones count each."""
-    _files: Sequence[Path] = PrivateAttr(())
+    _frequent: np.ndarray = PrivateAttr()
 
     def take(self, files: Sequence[Path]) -> None:
-        """The lines to remove, in several parts."""
-        self._files = files
-
-    @cached_property
-    def _frequent(self) -> np.ndarray:
-        """The lines to remove, sorted: 16 bytes of memory each."""
-        return np.concatenate([np.zeros(0, LINE), *map(np.load, self._files)])
+        """Read the lines to remove, sorted: 16 bytes of memory each. Before them is one that no line is equal to."""
+        self._frequent = np.concatenate([np.zeros(1, LINE), *map(np.load, files)])
 
     @cached_property
     def _removed(self) -> dict[str, int]:
@@ -46,8 +41,6 @@ class DuplicateLines(Filter):
         return {"removed": self._removed}
 
     def __call__(self, document: Document) -> Document | str:
-        if not len(self._frequent):
-            return document
         lines = document.text.split("\n")
         own = np.array([digest(line.strip().encode()) for line in lines], LINE)
         stay = self._frequent.take(self._frequent.searchsorted(own), mode="clip") != own

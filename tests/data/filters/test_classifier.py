@@ -96,8 +96,7 @@ def test_a_score_that_no_document_has_is_refused(tmp_path, capsys):
     assert "did you mean 'stars_score'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("quantized", [None, {"qnorm": False}, {"qnorm": True}, {"qout": True},
-                                       {"qout": True, "qnorm": True}])
+@pytest.mark.parametrize("quantized", [None, {"qout": True}, {"qout": True, "qnorm": True}])
 def test_a_part_of_a_model_is_refused(tmp_path, quantized):
     """Of which fastText itself reads without end. Whole ones of every form are read."""
     path, text = tmp_path / "m.bin", tmp_path / "lines.txt"
