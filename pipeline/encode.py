@@ -26,7 +26,7 @@ from drover.pipeline.core.files import Record, output_record, read_json
 from drover.pipeline.data.documents import digest, validation_below
 from drover.pipeline.data.streams import Input, Piece
 from drover.pipeline.data.text_shards import SPLITS, TextRecord, read_texts, shard_name, shard_records
-from drover.pipeline.data.token_files import opened
+from drover.pipeline.data.token_files import read_tokens, split_documents
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.checking import admitted
 from drover.pipeline.tokenization.files import place, placed, vocabulary_record
@@ -60,9 +60,9 @@ COMPARED = 1_000_000
 COUNTED = ("docs", "text_bytes", "tokens")
 BATCH_BYTES = 2_000_000
 """Bytes of text that are encoded at once."""
-TAKEN = ("ids", "separators", "docs", "borders", "sampled", "encoded_again")
-"""Counts of a source of tokens: ids in its files; those that separate documents; the documents; ends of documents in
-the formats of the files; ids that were decoded and encoded again; and how many of these are the same."""
+TAKEN = ("ids", "separators", "docs", "sampled", "encoded_again")
+"""Counts of a source of tokens: ids in its files; those that separate documents; the documents; ids that were decoded
+and encoded again; and how many of these are the same."""
 SAMPLED = 8
 """How many documents of a part of a file of tokens are decoded and encoded again."""
 BEGINNING = 200
@@ -148,9 +148,8 @@ def _taken(work: Work, units: Sequence[TokenUnit], taken: Sequence[Record]) -> d
                                      f"or leave it out.")
         example = next(record["example"] for record in own if record["docs"])
         result[source.name] = {**sums, "example": example}
-        borders = f" (the files end {sums['borders']:,} documents themselves)" if sums["borders"] else ""
         work.say(f"source {source.name}: {sums['ids']:,} ids in = {sums['ids'] - sums['separators']:,} of "
-                 f"{sums['docs']:,} documents{borders} + {sums['separators']:,} separators; the first begins "
+                 f"{sums['docs']:,} documents + {sums['separators']:,} separators; the first begins "
                  f"{example!r}")
         if sums["encoded_again"] < LEAST_AGAIN * sums["sampled"]:
             work.say(f"WARNING: source {source.name}: of {sums['sampled']:,} sampled ids, decoded and encoded again, "
@@ -211,12 +210,15 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
     example = ""
     try:
         inputs = [Input(own) for own in (piece, *(Piece(**other) for other in unit["beside"]))]
-        file = opened(Path(piece.path), source["dtype"].replace("auto", kind), source["column"])
-        for block in file.blocks(piece.start, piece.stop, separators):
-            block.refuse_beyond(piece.path, tokenizer.used)
-            ids, lengths = block.documents(separators)
-            sums.update(ids=len(block.ids), separators=len(block.ids) - len(ids), docs=len(lengths),
-                        borders=len(block.borders))
+        for block in read_tokens(Path(piece.path), piece.start, piece.stop, source["dtype"].replace("auto", kind),
+                                 source["column"], separators):
+            every = block[0]
+            if len(beyond := every[(every < 0) | (every >= tokenizer.used)]):
+                raise UserError(f"{piece.path} has the id {beyond[0]}, but the vocabulary of tokenizer.path has "
+                                f"{tokenizer.used:,} ids. The file was made with another tokenizer, or its ids are not "
+                                f"{every.dtype.name}: correct tokenizer.path, or the source's `dtype`.")
+            ids, lengths = split_documents(block, separators)
+            sums.update(ids=len(every), separators=len(every) - len(ids), docs=len(lengths))
             if not len(lengths):
                 continue
             offsets = ends_of(lengths)

@@ -6,7 +6,7 @@ import glob
 import os
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
@@ -321,20 +321,6 @@ def token_files(config: Config) -> list[tuple[str, Path]]:
 def beside(path: Path) -> list[Path]:
     """The files that belong to one and are there."""
     return [other for ending in BESIDE.get(path.suffix, ()) if (other := path.with_suffix(ending)).is_file()]
-
-
-def token_problems(config: Config) -> Iterator[str]:
-    """Why files of tokens cannot be used, by what they begin with, before any stage has run."""
-    sources = {source.name: source for source in config.encode.sources}
-    for name, path in token_files(config):
-        if path.suffix in TOKEN_ENDINGS:
-            from drover.pipeline.data.token_files import opened
-
-            source = sources[name.partition("/")[0]]
-            try:
-                opened(path, source.dtype.replace("auto", "uint16"), source.column)
-            except UserError as error:
-                yield str(error)
 
 
 class TokenUnit(TypedDict):

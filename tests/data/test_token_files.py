@@ -11,7 +11,7 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import token_files
-from drover.pipeline.data.token_files import opened
+from drover.pipeline.data.token_files import read_tokens, split_documents
 from tests.refusal import refused, table
 
 EOS = 7
@@ -103,11 +103,11 @@ FORMS = [raw, lambda folder: raw(folder, name="a.npy"), numpys, llm_c,
 
 def documents_of(path, cuts):
     """The documents of all parts of a file, which is cut there."""
-    file, result = opened(path, "uint16", "input_ids"), []
+    result = []
     borders = sorted({0, *cuts, path.stat().st_size})
     for low, high in pairwise(borders):
-        for block in file.blocks(low, high, [BOS, EOS]):
-            ids, lengths = block.documents([BOS, EOS])
+        for block in read_tokens(path, low, high, "uint16", "input_ids", [BOS, EOS]):
+            ids, lengths = split_documents(block, [BOS, EOS])
             result += [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1]) if len(part)]
     return result
 
@@ -128,35 +128,24 @@ def test_bos_and_eos_separate_documents_inside_those_of_a_format_too(tmp_path):
     packed = [[BOS, 10, 11, EOS, BOS, 12, EOS, EOS], [13, BOS], [EOS], [14, 9, 15]]
     path = megatron(tmp_path, packed)
     assert documents_of(path, []) == [[10, 11], [12], [13], [14, 9, 15]]
-    ids, lengths = next(opened(path, "uint16", "").blocks(0, 99, [EOS, BOS, 9])).documents([EOS, BOS, 9])
+    ids, lengths = split_documents(next(read_tokens(path, 0, 99, "uint16", "", [EOS, BOS, 9])), [EOS, BOS, 9])
     assert (ids.tolist(), lengths.tolist()) == ([10, 11, 12, 13, 14, 15], [2, 1, 1, 1, 1])
-
-
-@pytest.mark.parametrize(("form", "place"), [(raw, r"token 2 \(from 0\)"), (parquet, r"row 0 \(from 0\)")])
-def test_ids_beyond_the_vocabulary_are_named_with_their_place(form, place, tmp_path, monkeypatch):
-    ids = [5, 6, 400, 500] if form is raw else None
-    path = raw(tmp_path, ids=ids) if ids else form(tmp_path)
-    [block, *_] = opened(path, "uint16", "input_ids").blocks(0, path.stat().st_size, [EOS])
-    refused(UserError, rf"has the id \d+ at {place}, but the vocabulary of tokenizer.path has 300", block.refuse_beyond,
-            str(path), 300)
-
-
-@pytest.mark.parametrize("signed", [-1, -70_000])
-def test_negative_ids_are_refused(signed, tmp_path):
-    path = megatron(tmp_path, [[8, signed]], code=4, kind="<i4")
-    [block] = opened(path, "uint16", "input_ids").blocks(0, 99, [EOS])
-    refused(UserError, f"has the id {signed} at token 1", block.refuse_beyond, str(path), 300)
 
 
 def test_a_file_without_separators_is_not_taken_for_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "BLOCK_IDS", 10)
     monkeypatch.setattr(token_files, "MOST_IDS", 400)
-    blocks = opened(raw(tmp_path), "uint16", "").blocks(0, 9999, [BOS, EOS])
+    blocks = read_tokens(raw(tmp_path), 0, 9999, "uint16", "", [BOS, EOS])
     refused(UserError, r"a document of more than \d+ ids from token .*, if \[6, 7\] separate documents", list, blocks)
 
 
 def shortened(path):
     path.write_bytes(path.read_bytes()[:-1])
+    return path
+
+
+def table_of(folder, **columns):
+    pq.write_table(pa.table(columns), path := folder / "a.parquet")
     return path
 
 
@@ -178,36 +167,37 @@ DAMAGES = {
     "version": lambda folder: with_index(megatron(folder), b"\2", 9),
     "floats": lambda folder: with_index(megatron(folder), b"\6", 17),
     "index": lambda folder: shortened(megatron(folder).with_suffix(".idx")).with_suffix(".bin"),
-    "multimodal": lambda folder: with_index(megatron(folder), bytes(len(DOCUMENTS)),
-                                            34 + 12 * len(DOCUMENTS) + 8 * len(DOCUMENTS) + 8),
     "matrix": lambda folder: [np.save(folder / "a.npy", np.zeros((2, 3), int)), folder / "a.npy"][1],
-    "text": lambda folder: [pq.write_table(pa.table({"input_ids": ["a"]}), folder / "a.parquet"),
-                            folder / "a.parquet"][1]}
+    "short": lambda folder: shortened(shortened(megatron(folder))),
+    "text": lambda folder: table_of(folder, input_ids=["a"]), "flat": lambda folder: table_of(folder, input_ids=[1]),
+    "missing": lambda folder: table_of(folder, ids=[[1]])}
 
 
 @pytest.mark.parametrize(("damage", "message"), table("""
-    raw -> ends within a number of 2 bytes
+    raw -> multiple of the data-type size
     wide -> its ids have four bytes
-    llm_c -> its header has 3,313 ids
-    numpys -> mmap length is greater than filesize|but
-    megatron -> the end of its last sequence is elsewhere in a.idx
+    llm_c -> its header of llm.c has the number 20240520, the version 1 and 3,313 ids
+    numpys -> mmap length is greater than file ?size
+    megatron -> multiple of the data-type size
+    short -> a.idx ends elsewhere
     datatrove -> a.ds.index ends elsewhere
-    parquet -> is damaged or in another format than its name says
-    arrow -> is damaged or in another format than its name says
-    evaluation -> no training data of llm.c
-    magic -> is no index of Megatron's
-    version -> is no index of Megatron's
-    floats -> whole numbers
-    index -> its header has 63 sequences and 64 borders
-    multimodal -> of a multimodal data set
+    parquet -> Parquet
+    arrow -> Arrow
+    evaluation -> number 20240522
+    magic -> a.idx is cut, or no index of Megatron's
+    version -> a.idx is cut, or no index of Megatron's
+    floats -> a.idx is cut, or no index of Megatron's
+    index -> a.idx is cut, or no index of Megatron's
     matrix -> is an array \\(2, 3\\) of int64, not a row of ids
-    text -> has no column input_ids with lists of ids"""))
+    text -> has no column input_ids with lists of ids
+    flat -> has no column input_ids with lists of ids
+    missing -> has no column input_ids with lists of ids"""))
 def test_cut_and_strange_files_are_refused_by_name(damage, message, tmp_path):
-    refused(UserError, rf"a\.\w+ .*({message})", opened, DAMAGES[damage](tmp_path), "uint16",
-            "input_ids")
+    tokens = read_tokens(DAMAGES[damage](tmp_path), 0, 9999, "uint16", "input_ids", [BOS, EOS])
+    refused(UserError, rf"a\.\w+ is cut or not what its name says: .*({message})", list, tokens)
 
 
-def test_rows_without_ids_are_refused_by_their_place(tmp_path):
+def test_rows_without_ids_are_refused(tmp_path):
     for rows in ([[1], None], [[1, None]]):
-        pq.write_table(pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))}), path := tmp_path / "a.parquet")
-        refused(UserError, "a null in the", list, opened(path, "uint16", "input_ids").blocks(0, 9999, [EOS]))
+        path = table_of(tmp_path, input_ids=pa.array(rows, pa.list_(pa.int32())))
+        refused(UserError, "has a null", list, read_tokens(path, 0, 9999, "uint16", "input_ids", [EOS]))

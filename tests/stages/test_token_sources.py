@@ -102,9 +102,11 @@ def test_files_of_validation_are_not_trained_on(tmp_path):
 
 def test_ids_of_another_vocabulary_are_refused_or_pointed_out(tmp_path, capsys):
     stage = token_config(tmp_path, [{"name": "a", "paths": [nano(tmp_path)]}])
-    np.array([5, 6, 600, 257], "<u2").tofile(tmp_path / "a.bin")
-    assert stages(stage) == 2
-    assert "a.bin has the id 600 at token 2 (from 0)" in capsys.readouterr().err
+    for wrong, kind in ((600, "u2"), (-1, "i2")):
+        np.save(tmp_path / "a.npy", np.array([5, 6, wrong, 257], kind))
+        (tmp_path / "a.npy").rename(tmp_path / "a.bin")
+        assert stages(stage) == 2
+        assert f"a.bin has the id {wrong}, but the vocabulary" in capsys.readouterr().err
     np.array([*np.random.default_rng(1).integers(128, 256, 4000), 257], "<u2").tofile(tmp_path / "a.bin")
     assert stages(stage) == 0
     assert "They are probably of another tokenizer than tokenizer.path" in capsys.readouterr().out
@@ -144,7 +146,7 @@ def test_exported_tokens_train_as_those_that_were_made_here(tmp_path, corpus, ca
         assert stages(again) == 0
         counts = [manifest_of(config, "encode").counts for config in (first, again)]
         assert counts[0]["splits"] == counts[1]["splits"] and counts[0]["total"] == counts[1]["total"]
-        assert counts[1]["taken"]["code"]["borders"] == counts[0]["total"]["docs"]
+        assert counts[1]["taken"]["code"]["docs"] == counts[0]["total"]["docs"]
         assert all(texts_in(again, split) == texts_in(first, split) for split in ("train", "validation"))
         run_stage("train", again)
         assert curve(again) == curve(first)
