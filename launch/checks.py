@@ -15,7 +15,7 @@ from drover.launch.describe import Disk, planned_consumption, state_bytes_per_ra
 from drover.launch.plan import Job, Options
 from drover.launch.processes import Environment
 from drover.launch.slurm.options import option_problems, options_of
-from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
+from drover.launch.slurm.scheduler import NodeKind, Scheduler, megabytes, seconds
 from drover.pipeline.config.checks import absent_attention, absent_packages, problems, rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.section import blocked
@@ -71,9 +71,6 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
             reasons.append("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add "
                            "folders to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
         reasons += option_problems(config.launch, config.folder.absolute())
-        scheduler = Scheduler()
-        kinds = scheduler.node_kinds()
-        reasons += [*unknown_names(running, kinds, scheduler), *cluster_problems(config, running, kinds)]
     if config.launch.check_fit:
         reasons += memory_problems(config, running, options)
         if disk.needed > disk.free and not (showing and slurm):
@@ -82,6 +79,14 @@ def start_problems(run: Run, jobs: list[Job], options: Options, disk: Disk, *, s
                            f"free at {run.folder}: free some space, set runs_dir, or keep fewer checkpoints "
                            f"(train.checkpoint.keep). launch.check_fit=false starts it anyway.")
     return reasons + refusals(partial(refuse_unusable_inputs, run, jobs, options))
+
+
+def site_problems(config: Config, jobs: list[Job]) -> list[str]:
+    """What Slurm would refuse of the jobs, also of an invalid configuration."""
+    running = [job for job in jobs if job.to_run]
+    scheduler = Scheduler()
+    kinds = scheduler.node_kinds()
+    return [*unknown_names(running, kinds, scheduler), *cluster_problems(config, running, kinds)]
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
@@ -161,29 +166,39 @@ def refuse_changed(run: Run, job: Job, options: Options) -> None:
 
 
 def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
-    """What the partition of a job does not allow, or its nodes do not have. nodes: of the cluster; () if unknown."""
+    """What the partition of a job does not allow, or its nodes do not have, each once. nodes: of the cluster; () if
+    unknown."""
+    requests = dict[str, list[str]]()
     for job in jobs:
         if 60 * job.minutes <= job.signal_s:
             yield (f"launch.{job.stage}.time={job.minutes} min is not longer than launch.signal_s={job.signal_s} s, "
                    f"the time before the limit at which Slurm signals the end. Raise the one, or lower the other.")
         names = (job.resources.partition or "").split(",")
-        kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)]
+        kinds = [kind for kind in nodes if kind.partition in names or (kind.usual and not job.resources.partition)
+                 ] or nodes  # what no node of an unknown partition's cluster has
         if not kinds:
             continue
         cores = job.tasks_per_node * job.cpus_per_task
+        memory = job.resources.mem or "0"
         gpus = job.gpus_per_node if config.launch.request_gpus else 0
-        fitting = sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus)
+        fitting = sum(kind.nodes for kind in kinds if kind.cpus >= cores and kind.gpus >= gpus
+                      and (kind.memory_mb >= megabytes(memory) or kind.memory_mb == 1))  # 1: the site does not say
         most = max(kind.most for kind in kinds)
         longest = max(seconds(kind.longest, inf) for kind in kinds) / 60
         above = "qos" not in options_of(job) and (job.all_nodes > most or job.minutes > longest)  # a QOS may lift them
         if above or job.all_nodes > fitting:
-            allows = [f"{most:g} nodes"] * (most < inf) + [f"{longest:g} min"] * (longest < inf)
-            have = "; ".join(f"{kind.nodes} nodes with {kind.cpus:,} cores, {kind.gpus} GPUs" for kind in kinds)
-            limits = f", and allows {' for '.join(allows)} (without launch.qos)" * bool(allows)
-            yield (f"{job.key}: requests {counted(job.all_nodes, 'node')} with {cores:,} cores, {gpus} GPUs each for "
-                   f"{job.minutes} min, but the partition {kinds[0].partition} has {have}{limits}: change --nodes, "
-                   f"launch.cpus, gpus_per_node, processes, time or partition (launch.request_gpus=false requests no "
-                   f"GPUs, where Slurm does not count them).")
+            limits = [f"{most:g} nodes"] * (most < inf) + [f"{longest:g} min"] * (longest < inf)
+            allows = f", and allows {' for '.join(limits)} (without launch.qos)" * bool(limits)
+            have = "; ".join(
+                f"{counted(kind.nodes, 'node')} with {counted(kind.cpus, 'core')}, {kind.memory_mb:,} MB, "
+                f"{counted(kind.gpus, 'GPU')}" for kind in kinds)
+            share = f"{counted(cores, 'core')}, {f'{memory}, ' * (memory != '0')}{counted(gpus, 'GPU')}"
+            requests.setdefault(
+                f"requests {counted(job.all_nodes, 'node')} with {share} each for {job.minutes} min, but the partition "
+                f"{', '.join(dict.fromkeys(kind.partition for kind in kinds))} has {have}{allows}: change --nodes, "
+                f"launch.cpus, mem, gpus_per_node, processes, time or partition (launch.request_gpus=false requests no "
+                f"GPUs, where Slurm does not count them).", []).append(job.key)
+    yield from (f"{first(keys)}: {text}" for text, keys in requests.items())
 
 
 def unknown_names(jobs: list[Job], nodes: Sequence[NodeKind], scheduler: Scheduler) -> Iterator[str]:

@@ -47,7 +47,7 @@ def work(options: argparse.Namespace) -> int:
     echo(f"Slurm {settings.get('SLURM_VERSION', 'unknown')}; accounts and QOS: {'; '.join(accounts) or 'none'}",
          *(f"partition {kind.partition}{'*' * kind.usual}: {counted(kind.nodes, 'node')} with {kind.cpus} cores, "
            f"{kind.memory_mb / 1000:,.0f} GB, {kind.gpus} GPUs; time limit {kind.longest or 'unknown'}, node limit "
-           f"{kind.most}" for kind in kinds))
+           f"{'infinite' if kind.most == inf else kind.most}" for kind in kinds))
     if options.write:
         chosen = [kind for kind in kinds if not options.partition or kind.partition in options.partition]
         write_text(Path(options.write), profile(chosen, requeue=settings.get("JobRequeue") != "0"))

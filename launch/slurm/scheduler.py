@@ -249,6 +249,12 @@ def seconds(text: str, otherwise: float = 0) -> float:
         return otherwise
 
 
+def megabytes(text: str) -> float:
+    """An amount of memory, such as `64G`, in megabytes, which are also meant without a unit."""
+    number = text.rstrip("KMGTkmgtBb")
+    return float(number) * 1024.0 ** ("KMGT".index((text[len(number):] or "M")[0].upper()) - 1)
+
+
 def literal(path: Path) -> str:
     """A path in an option of Slurm's that names a log, where % begins a replacement."""
     return str(path).replace("%", "%%")

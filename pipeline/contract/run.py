@@ -261,7 +261,7 @@ class Run:
         """The error about a stage with changes: what has changed, and what the user can do."""
         shown = [str(difference) for difference in changes[:12]]
         if len(changes) > 12:
-            shown.append(f"... and {len(changes) - 12} more (drover why {stage})")
+            shown.append(f"... and {len(changes) - 12} more (drover why CONFIGURATION {stage})")
         was = "was started" if self.manifest(stage) is None else "was made"
         shape = _other_training(changes) if STAGES[stage].checkpoints else []
         accepting = "" if not acceptable(stage, changes) else \

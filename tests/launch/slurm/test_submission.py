@@ -199,13 +199,15 @@ big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite|1-infinite"""
 
 
 @pytest.mark.parametrize("words, message", table("""
-    launch.time=60 -> train: requests 1 node with 8 cores, 0 GPUs each for 60 min, but the partition debug has 4 nodes \
-with 4 cores, 0 GPUs, and allows 2 nodes for 60 min (without launch.qos): change --nodes
+    launch.time=60 -> train, evaluate: requests 1 node with 8 cores, 0 GPUs each for 60 min, but the partition debug \
+has 4 nodes with 4 cores, 16,000 MB, 0 GPUs, and allows 2 nodes for 60 min (without launch.qos): change --nodes
     --nodes 3 launch.partition=big launch.gpus_per_node=2 train.micro_batch=1 train.batch_tokens=12288 --no-rehearse \
 -> requests 3 nodes with 8 cores, 2 GPUs each
     --nodes 4 launch.time=60 launch.cpus=2 -> train: requests 4 nodes
     launch.train.time=2 -> launch.train.time=2 min is not longer than launch.signal_s=120 s
-    launch.time=60 launch.cpus=1 launch.convert.time=61 -> convert: requests 1 node with 1 cores, 0 GPUs each"""))
+    launch.time=60 launch.cpus=1 launch.convert.time=61 -> convert: requests 1 node with 1 core, 0 GPUs each
+    launch.time=60 launch.cpus=1 launch.mem=16G -> 2 more: requests 1 node with 2 cores, 16G, 0 GPUs each
+    launch.partition=absent launch.cpus=99 train.batch_tokens=7 -> 198 cores, 0 GPUs each for"""))
 def test_what_no_partition_takes_is_told_before_anything_queues(slurm, words, message):
     """Slurm would keep such jobs for ever. Of training's it would say so only once all before it is done."""
     slurm.programs.say("sinfo", SITE)
