@@ -62,7 +62,7 @@ def work(options: argparse.Namespace) -> None:
         with open(lines, "w", encoding="utf-8") as file:
             for kind, held in held_out.items():
                 for text in documents(kind, getattr(options, kind), options.text_field):
-                    if int.from_bytes(digest(text.encode())[:8], "big") < HELD_OUT * 2**64:
+                    if digest(text.encode())[0] < HELD_OUT * 256:
                         held.append(text)
                     else:
                         trained[kind] += 1
