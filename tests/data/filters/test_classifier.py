@@ -86,6 +86,13 @@ def test_the_best_share_of_a_source_is_kept_after_deduplication(tmp_path, monkey
     assert hashes(folder_of(config, "three")) == hashes(folder_of(config, "hash"))
 
 
+def test_a_share_of_equal_documents_is_kept_where_duplicates_stay(tmp_path):
+    write_jsonl(tmp_path / "f.jsonl", [{"text": "a text", "stars": 1}] * 10)
+    source = files_source("web", tmp_path / "f.jsonl", meta_fields=["stars"], keep={"by": "stars", "share": 0.4})
+    config = write_config(tmp_path, [source], drop_duplicates=False, validation_rule="tail", validation_share=0.5)
+    assert finished(config).counts["dropped"] == {"duplicate": 0, "low_score": 6, "empty": 0}
+
+
 def test_a_score_that_no_document_has_is_refused(tmp_path, capsys):
     source = files_source("web", tmp_path / "f.txt", keep={"by": "stars", "share": 0.5})
     (tmp_path / "f.txt").write_text("a text")
