@@ -109,6 +109,8 @@ def _logs(options: argparse.Namespace) -> int:
                 shown = path
                 file = closing.enter_context(opened(path))
                 echo(f"==> {path} <==")
+                if "_" in starts[-1].job:
+                    echo(f"The other elements of its array have their logs in {path.parent.parent}.")
                 if skipped := skip(file):
                     echo(f"The first {readable(skipped)} are left out.")
                 _print(file, rank)

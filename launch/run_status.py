@@ -208,7 +208,8 @@ def _row(run: RunFiles, stage: StageFiles, jobs: Jobs, now: float, *, broken: bo
     elif state == "running":
         elapsed = _time(info.elapsed_s or (now - _when(last.at) if last else 0))
     figures = [f"nodes {info.nodes}"] * bool(info.nodes)
-    if done and not (done.phase and state in FINISHED):
+    earlier = state == "running" and done and run.chain and done.at < run.chain.submitted  # perhaps of other settings
+    if done and not earlier and not (done.phase and state in FINISHED):
         phase = f"{done.phase} " * (done.phase not in ("", stage.name))
         progress = f"{phase}{done.done}/{done.total} {done.unit} {done.done / max(1, done.total):.0%}"
         if done.loss is not None:

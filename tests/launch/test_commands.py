@@ -156,6 +156,13 @@ def test_logs(run, capsys):
         f"==> {run.folder}/logs/train/16.1/node1.log <==\noutput 1 \N{SNOWMAN}\nerror\n")
 
 
+def test_the_log_of_an_element_names_the_place_of_the_others(run, capsys):
+    run.attempt("attempt", "shard", "12_1", ranks=0, nodes=["n1"])
+    run.log("shard/12_1.0/node0.log", "0: one\n")
+    assert f"The other elements of its array have their logs in {run.folder}/logs/shard.\none" in printed(
+        capsys, commands.logs, run.folder, "shard")
+
+
 @pytest.mark.parametrize("name", ["node1.log", "output.log"])
 def test_of_an_endless_log_the_end_is_shown(run, capsys, monkeypatch, name):
     """Sparse, as after a write far beyond its end."""

@@ -18,7 +18,7 @@ from drover.pipeline.contract.manifest import digest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import draw
 from drover.pipeline.core.files import write_text
-from tests.launch.run_folders import NOW, SETTINGS, HandMade
+from tests.launch.run_folders import NOW, SETTINGS, HandMade, ago
 from tests.refusal import table
 
 DEPENDENTS = dict.fromkeys(("17", "18", "19"), "PENDING Dependency")
@@ -81,6 +81,12 @@ def test_its_word_and_the_queue(run, message, answer, state, remark):
     assert re.search(remark, " ".join(seen.remarks))
     # What waits behind one that failed waits in vain, and so does who watches.
     assert seen.outcome == ("failed" if state == "failed" else None)
+
+
+def test_the_progress_of_an_earlier_submission_is_not_that_of_a_running_job(run):
+    run.training().progress("train", 42, 180, "steps", at=ago(1000))
+    assert run.status({"16": "RUNNING"}).rows[3].progress == ""
+    assert run.status({"16": "PENDING Dependency"}).rows[3].progress == "42/180 steps 23%"
 
 
 def test_what_a_cancelled_job_took_along_has_not_failed(run):

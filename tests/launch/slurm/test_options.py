@@ -194,6 +194,12 @@ def test_the_dry_run_shows_the_container(launcher):
     assert f" {PYTHON} -m drover.pipeline.train" in shown
 
 
+def test_an_image_and_a_python_that_are_not_here_are_named(launcher):
+    shown = launcher.accepted("""--stage all --cluster slurm --dry-run launch.container.image=/no/image.sif
+        launch.python=python3 launch.runner_python=/no/python""")
+    assert "launch.container.image /no/image.sif is not on" in shown and "runner_python /no/python is not" in shown
+
+
 def test_packages_of_another_python_are_not_judged_by_this_one(launcher):
     """This Python has everything that the configuration needs; what the other one lacks, its nodes would tell."""
     assert "train" in launcher.accepted(TWO_NODES, "train.log_to=[mlflow]")
