@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import compress, pairwise
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -64,7 +64,7 @@ TAKEN = ("ids", "separators", "docs", "sampled", "encoded_again")
 """Counts of a source of tokens: ids in its files; those that separate documents; the documents; ids that were decoded
 and encoded again; and how many of these are the same."""
 SAMPLED = 8
-"""How many documents of a part of a file of tokens are decoded and encoded again."""
+"""How many documents of a part of a file of tokens are decoded and encoded again, at most."""
 BEGINNING = 200
 """Of each, so many ids; and so many characters of one are shown."""
 LEAST_AGAIN = 0.5
@@ -221,10 +221,9 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
             sums.update(ids=len(every), separators=len(every) - len(ids), docs=len(lengths))
             if not len(lengths):
                 continue
-            offsets = ends_of(lengths)
-            example = example or _sampled(ids, offsets, tokenizer, sums)
-            stored = ids.astype(kind).data
-            digests = [digest(stored[start:stop]) for start, stop in pairwise(offsets.tolist())]
+            documents = np.split(ids.astype(kind), np.cumsum(lengths)[:-1])
+            example = example or _sampled(documents, tokenizer, sums)
+            digests = [digest(document.data) for document in documents]
             high = np.frombuffer(b"".join(digests), ">u8")[::2]
             for split, chosen in (("validation", high < below), (unit["split"], high >= below)):
                 own = ids[np.repeat(chosen, lengths)]
@@ -235,8 +234,8 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
                         text.sizes(own, ends[:-1]).tolist(), [key.hex() for key in compress(digests, chosen)]))
         records = [own.record() for own in inputs if piece.start == 0 or own is inputs[0]]
     except OSError as error:
-        raise UserError(f"{error.filename or piece.path} cannot be read: {error.strerror}. Put it back or make it "
-                        f"readable, and run the stage again.") from None
+        raise UserError(f"{piece.path} cannot be read: {error}. Put it back or make it readable, and run the stage "
+                        f"again.") from None
     outputs = []
     for split, parts in splits.items():
         if parts:
@@ -247,15 +246,13 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
     return {"outputs": outputs, "inputs": records, "example": example, **sums}
 
 
-def _sampled(ids: NDArray[Any], offsets: NDArray[np.int64], tokenizer: Tokenizer, sums: Counter[str]) -> str:
+def _sampled(documents: Sequence[NDArray[Any]], tokenizer: Tokenizer, sums: Counter[str]) -> str:
     """Decode the beginnings of some documents and encode them again, which `sums` counts. The first one's text."""
-    texts = []
-    for number in np.unique(np.linspace(0, len(offsets) - 2, SAMPLED).astype(int)).tolist():
-        own = ids[offsets[number]:offsets[number + 1]][:BEGINNING]
-        texts.append(tokenizer.decode(own))
-        again = np.array(tokenizer.encode(texts[-1])[:len(own)])
+    for document in documents[::1 + len(documents) // SAMPLED]:
+        own = document[:BEGINNING]
+        again = np.array(tokenizer.encode(tokenizer.decode(own))[:len(own)])
         sums.update(sampled=len(own), encoded_again=int(np.logical_and.accumulate(own[:len(again)] == again).sum()))
-    return texts[0][:BEGINNING]
+    return tokenizer.decode(documents[0][:BEGINNING])[:BEGINNING]
 
 
 def encode_shard(folder: Path, payload: ShardToEncode, fast: bool = False) -> Record:
