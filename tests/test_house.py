@@ -207,7 +207,6 @@ REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
 """Of each program, wrong arguments and what is said of them."""
 REFUSED |= {f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES}
 NEEDED = {"drover.pipeline.tokenizer": {"numpy"}, "drover.pipeline.encode": {"numpy"},
-          "drover.tools.export_tokens": {"numpy"},
           **{f"benchmarks.{name}": {"numpy", "torch"} for name in ("data", "gpu", "train")}}
 """What these programs import before they look at their arguments."""
 

@@ -10,8 +10,9 @@ import pytest
 
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.files import read_json, sha256_file
-from drover.tools import export_tokens
-from drover.tools.export_tokens import MANIFEST, main
+from drover.tools import token_export
+from drover.tools.export_tokens import main
+from drover.tools.token_export import MANIFEST
 from tests.refusal import printed
 from tests.token_shards import shards_in
 from tests.tools.traced import make_traced
@@ -85,7 +86,7 @@ def test_megatrons_own_reader_gives_the_documents(run, tmp_path, exported):
 
 @pytest.mark.parametrize("arguments", [[], ["--without-bos"]])
 def test_datasets_reads_the_export_for_it(run, tmp_path, exported, arguments, monkeypatch):
-    monkeypatch.setattr(export_tokens, "BLOCK_TOKENS", 900)  # several row groups
+    monkeypatch.setattr(token_export, "BLOCK_TOKENS", 900)  # several row groups
     exported(run, tmp_path / "out", "--format", "hf", *arguments)
     rows = datasets.load_dataset("parquet", data_files=str(tmp_path / "out/web.parquet"), split="train",
                                  cache_dir=str(tmp_path / "cache"))
@@ -102,7 +103,7 @@ def test_datasets_reads_the_token_shards_themselves(run):
 
 
 def test_a_file_that_does_not_hold_what_was_written_is_refused(run, tmp_path, exported, monkeypatch):
-    monkeypatch.setattr(export_tokens, "_write", lambda content, path, inner=export_tokens._write: inner(
+    monkeypatch.setattr(token_export, "_write", lambda content, path, inner=token_export._write: inner(
         content, path)[::-1])
     output = exported(run, tmp_path / "out", expect=2)
     assert "web.bin has other content than was written there" in output and not (tmp_path / "out").exists()
