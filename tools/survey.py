@@ -28,7 +28,6 @@ from drover.pipeline.core.folders import files_below, folders_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_records
-from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.streams import HEAD, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
 PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0, ".html": 0.2, ".htm": 0.2, ".xhtml": 0.2, ".pdf": 0.1, ".warc": 0.1}
@@ -312,6 +311,8 @@ def _plain_source(path: Path) -> FilesSource:
 
 def _beginnings(paths: Sequence[Path]) -> Iterator[tuple[Path, Beginning]]:
     """The first documents of some files of which the text is extracted."""
+    from drover.pipeline.data.reading import unit_documents  # not above: it imports numpy
+
     for path in _chosen([*paths], EXTRACTED):
         payload = {"source": _plain_source(path).model_dump(mode="json"), "max_document_mb": 128.0,
                    "pieces": [vars(Piece.of(path))]}
