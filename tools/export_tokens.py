@@ -19,17 +19,13 @@ from drover.pipeline.config.kinds import add_run_and_plugins
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.console import Parser, Program
 
-LAYOUTS = {"megatron": "Megatron Core IndexedDataset, version 1; a document is one sequence",
-           "hf": "Parquet; a document is a row of the column input_ids"}
-"""What export.json says of each --format."""
-
 
 def add_options(parser: Parser) -> None:
     """The options."""
     add_run_and_plugins(parser)
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="which split (train)")
-    parser.add_argument("--format", choices=LAYOUTS, default="megatron",
+    parser.add_argument("--format", choices=("megatron", "hf"), default="megatron",
                         help="Megatron Core's files, or Parquet for datasets (megatron)")
     parser.add_argument("--without-bos", action="store_true", help="leave out the BOS before each document; its EOS "
                                                                    "stays")

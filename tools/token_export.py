@@ -21,13 +21,15 @@ from drover.pipeline.core.files import Outputs, Record
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.tokenization.files import vocabulary_record
 from drover.tools.draft import Draft
-from drover.tools.export_tokens import LAYOUTS
 
 MANIFEST = "export.json"
 BLOCK_TOKENS = 1 << 22
 """Tokens in memory at once, unless one document has more."""
 CODES = {"uint16": 8, "int32": 4}
 """Megatron's codes for the types of ids."""
+LAYOUTS = {"megatron": "Megatron Core IndexedDataset, version 1; a document is one sequence",
+           "hf": "Parquet; a document is a row of the column input_ids"}
+"""What export.json says of each --format."""
 
 
 @dataclass(frozen=True)
