@@ -213,7 +213,9 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
     none = Rejection(source.name, name, place, "", lost_bytes=0 if file is None else file.current()[0])
     if isinstance(record, Page):
         fields.update(record.meta.keys())
-        return Waiting(Document("", source.name, where, record.meta), record, none)
+        own = record.meta.get(getattr(source, "id_field", None) or "")
+        document = Document("", source.name, str(own or where), record.meta, place=where if own else "")
+        return Waiting(document, record, none)
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):
             document = Document(str(record), source.name, where, {})

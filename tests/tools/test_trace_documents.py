@@ -137,6 +137,8 @@ def test_what_is_not_there_or_makes_no_sense_is_said(capsys, plain, arguments, o
 
 @pytest.mark.parametrize(("name", "output"), table("""
     p20 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the filter length dropped it (fewer
+    https://example.org/20 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the filter length
+    web/pages.jsonl:21 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the filter length
     pages.jsonl:21 -> source web  id p20  place pages.jsonl:21  url https://example.org/20: the
     p70 -> source web  id p70: it is a duplicate of p3 of the source web, which is kept; no step trains
     pages.jsonl:41 -> source web  id pages.jsonl:41: it could not be read (the line is not JSON: """))

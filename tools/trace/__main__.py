@@ -26,8 +26,8 @@ def add_options(parser: Parser) -> None:
     what.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
                       help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
     what.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")
-    what.add_argument("--id", help="documents with this id: one of their own, file:record or file@offset; reads the "
-                                   "text shards")
+    what.add_argument("--id", help="documents with this id: one of their own, file:record or file@offset, or a page's "
+                                   "URL; reads the text shards")
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
     add_json(parser)
 

@@ -186,6 +186,11 @@ def _origin_of(document: Document | None) -> dict[str, Any]:
     return _origin(document.id, document.place, document.meta) if document else _origin(None)
 
 
+def _has_name(name: str, source: str, *own: str | None) -> bool:
+    """Whether one of a document's own names is meant, alone or after the source's, as messages of shard write it."""
+    return name in own or name.partition("/")[::2] in ((source, one) for one in own)
+
+
 def _as_text(origin: Mapping[str, Any]) -> str:
     return "".join(f"  {name} {origin[name]}" for name in _origin(None) if origin[name])
 
@@ -242,7 +247,7 @@ class Search:
         with ProgressBar("trace", f"search for {name}", len(self.text_records), "text shards", sys.stderr) as progress:
             for record in self.text_records.values():
                 keys |= {document.key.partition("-")[0]: None for document in read_shard(self.texts, record)
-                         if name in (document.id, document.place)}
+                         if _has_name(name, document.source, document.id, document.place, document.meta.get("url"))}
                 progress.advance()
         return [*keys]
 
@@ -261,7 +266,8 @@ class Search:
             if split == DROPPED:
                 result += [{"source": line["source"], **_origin(line["id"], line.get("place"), line["meta"]),
                             "reason": f"the filter {line['filter']} dropped it ({line['reason']})"}
-                           for line in read_lines(path) if name in (line["id"], line.get("place"))]
+                           for line in read_lines(path)
+                           if _has_name(name, line["source"], line["id"], line.get("place"), line["meta"].get("url"))]
             elif split == DUPLICATES and path.is_file():
                 result += [{"source": row["source"], **_origin(name),
                             "reason": f"it is a {row['kind'].replace('_', '-')} of {row['kept_id']} of the source "
@@ -269,14 +275,16 @@ class Search:
                            for row in parquet.read_table(path, filters=[("id", "==", name)]).to_pylist()]
             elif split == "rejected":
                 result += [{"source": own.source, **_origin(name), "reason": f"it could not be read ({own.reason})"}
-                           for own in read_lines(path, Rejection) if name == place_in(own.file, own.record)]
+                           for own in read_lines(path, Rejection)
+                           if _has_name(name, own.source, place_in(own.file, own.record))]
         if not result:
             recorded = (", dropped/ (by id and place) and duplicates/ (by id) there do not name it either"
                         if self.steps.history.run.config.shard.keep_dropped else
                         " there does not name it either, and dropped documents are only recorded with "
                         "shard.keep_dropped: true")
             raise UserError(f"No document with the id {name} is in the text shards of {self.texts}; rejected.jsonl"
-                            f"{recorded}. Empty documents are only counted.")
+                            f"{recorded}. Empty documents and records of WARC files that are "
+                            f"passed over are only counted; duplicates have no url there.")
         return result
 
     def originals(self, wanted: Collection[tuple[str, int]]) -> tuple[dict[tuple[str, int], Document], int]:
