@@ -84,7 +84,7 @@ def test_texts_of_wet_files_are_taken_as_they_are(tmp_path):
     documents, rejections = read(tmp_path / "*")
     assert texts(documents) == pages and rejections == [] and documents[1].meta["url"] == "http://example.org/1"
     documents, _ = read(files_source(tmp_path / "*", id_field="url"))
-    assert (documents[1].id, documents[1].place) == ("http://example.org/1", "a.warc.wet.gz:3")
+    assert (documents[1].id, documents[1].place) == ("http://example.org/1", "a.warc.wet.gz:2")
 
 
 def test_pages_that_the_crawler_cut_are_kept_and_counted(tmp_path):
