@@ -82,7 +82,7 @@ def _launch(options: argparse.Namespace) -> int:
     if options.config is None and not showing:
         words = [word for word in options.overrides if "=" not in word]
         near = [file for word in words for file in (f"configs/{word}.yaml", f"{RUNS}/{word}/config.yaml")
-                if shipped(Path(file)).is_file()]
+                if Path(file).is_file() or (file.startswith("configs/") and shipped(Path(file)).is_file())]
         strays = [*(f" ({word} does not end in .yaml)" for word in words),
                   *[f"; did you mean {' or '.join(near)}?"] * bool(near)]
         unsaid.append(f"No configuration is given{''.join(strays)}{' So' if near else ', so'} nothing starts. `drover "
