@@ -213,11 +213,11 @@ def take_tokens(folder: Path, payload: TokensToTake) -> Record:
         for block in read_tokens(Path(piece.path), piece.start, piece.stop, source["dtype"].replace("auto", kind),
                                  source["column"], separators):
             every = block[0]
-            if len(beyond := every[(every < 0) | (every >= tokenizer.used)]):
+            ids, lengths = split_documents(block, separators)
+            if len(beyond := ids[(ids < 0) | (ids >= tokenizer.used)]):
                 raise UserError(f"{piece.path} has the id {beyond[0]}, but the vocabulary of tokenizer.path has "
                                 f"{tokenizer.used:,} ids. The file was made with another tokenizer, or its ids are not "
                                 f"{every.dtype.name}: correct tokenizer.path, or the source's `dtype`.")
-            ids, lengths = split_documents(block, separators)
             sums.update(ids=len(every), separators=len(every) - len(ids), docs=len(lengths))
             if not len(lengths):
                 continue

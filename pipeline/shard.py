@@ -220,8 +220,8 @@ def _warnings(config: ShardConfig, source: Source, counts: dict[str, Any]) -> It
     pages = counts.get("documents_that_are_html", 0)
     if pages > MANY_PAGES * counts["documents_in"] and getattr(source, "html", "pages") != "keep":
         yield (f"warning: source {source.name}: {pages:,} of {counts['documents_in']:,} documents begin as HTML pages, "
-               f"so the model learns their markup; set the source's html: fields, and their text is extracted, or "
-               f"html: keep")
+               f"so the model learns their markup; put these into a source of their own with html: fields, which "
+               f"extracts the text of all its records, or set html: keep")
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ The model is fastText's, of words and pairs of words, trained by one thread. The
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -66,7 +67,7 @@ def work(options: argparse.Namespace) -> None:
                         held.append(text)
                     else:
                         trained[kind] += 1
-                        file.write(f"{LABEL}{kind} {one_line(text).replace(LABEL, '')}\n")
+                        file.write(f"{LABEL}{kind} {one_line(text).replace(LABEL, ' ')}\n")
         if few := [kind for kind, held in held_out.items() if trained[kind] + len(held) < FEWEST or not held]:
             raise UserError(f"There are too few {' and '.join(few)} documents: {FEWEST} of each kind are needed. Give "
                             f"more files.")
@@ -76,7 +77,7 @@ def work(options: argparse.Namespace) -> None:
                                   ).save_model(str(made))
         measure(made, held_out)
         made.replace(options.out)
-    say("classifier", f"{options.out}: {{kind: classifier, path: {options.out}, label: {GOOD}}}")
+    say("classifier", f"{options.out}: {{kind: classifier, path: {json.dumps(str(options.out))}, label: {GOOD}}}")
 
 
 def documents(kind: str, paths: list[str], text_field: str) -> Iterator[str]:

@@ -172,7 +172,7 @@ def look(folder: Path) -> Corpus:
             records += beginning.records
             if beginning.rejected:
                 rejecting[path] = replace(beginning, text="")
-            if _checksum(path) % max(1, len(paths) // SAMPLES) == 0:
+            if not sample or _checksum(path) % max(1, len(paths) // SAMPLES) == 0:
                 sample += beginning.text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
             if len(prompts) < PROMPTS:
                 prompts += [prompt for prompt in _prompt(beginning.text) if prompt not in prompts]

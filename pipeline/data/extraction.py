@@ -101,9 +101,9 @@ class Extraction:
             reason = self._limit.reason
         if reason is not None:
             return replace(item.rejection, reason=reason)
-        given = item.document.meta
-        self._fields.update(answer["meta"].keys() - given.keys())
-        meta = {**given, **answer["meta"], **{name: value for name, value in given.items() if value is not None}}
+        known = {name: value for name, value in item.document.meta.items() if value is not None}
+        meta = {**item.document.meta, **answer["meta"], **known}
+        self._fields.update(name for name, value in meta.items() if value is not None)
         document = replace(item.document, text=answer["text"], meta=meta)
         return document, to_json(document)
 

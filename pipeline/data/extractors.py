@@ -100,7 +100,9 @@ def serve(seconds: float, megabytes: int) -> None:
     `text` and `meta`, or with the `reason` why there is none."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # of the stage, which ends this process
-    resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20, megabytes << 20))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = megabytes << 20 if hard == resource.RLIM_INFINITY else min(hard, megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     logging.disable()
     with Connection(0) as connection, suppress(EOFError, ConnectionError):
         while True:
@@ -114,8 +116,8 @@ def serve(seconds: float, megabytes: int) -> None:
                 except BlankError as error:
                     answer = orjson.dumps({"reason": str(error)})
                 except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
-                    answer = orjson.dumps({"reason": f"no text can be taken out of it with {megabytes / 1024:g} GB of "
-                                                     f"memory: {str(error)[:100]}"})
+                    answer = orjson.dumps({"reason": f"no text can be taken out of it: {str(error)[:100]} (memory "
+                                                     f"is limited to {megabytes / 1024:g} GB)"})
                 connection.send_bytes(answer)
 
 

@@ -212,7 +212,6 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
     where = place_in(name, place)
     none = Rejection(source.name, name, place, "", lost_bytes=0 if file is None else file.current()[0])
     if isinstance(record, Page):
-        fields.update(record.meta.keys())
         own = record.meta.get(getattr(source, "id_field", None) or "")
         document = Document("", source.name, str(own or where), record.meta, place=where if own else "")
         return Waiting(document, record, none)
@@ -223,10 +222,10 @@ def _document(source: Source, name: str, place: Place, record: Any, limit: Limit
             document = _from_fields(source, where, record)
         if limit.allows(document.text):
             member = to_json(document)
-            if document.meta:
-                fields.update(name for name in document.meta if name in record or value_in(record, name) is not None)
             if getattr(source, "html", "") == "fields" and not isinstance(record, PlainText):
                 return Waiting(document, Page(document.text.encode(), "html", UTF8), none)
+            if document.meta:
+                fields.update(name for name in document.meta if name in record or value_in(record, name) is not None)
             return document, member
         reason = limit.reason
     except UnicodeEncodeError:

@@ -57,7 +57,7 @@ def read_tokens(path: Path, low: int, high: int, kind: str, column: str, separat
             yield from _rows(path, low, high, column)
         else:
             yield from _flat(path, low, high, kind, separators)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KeyError, NotImplementedError) as error:  # the last two are Arrow's, too
         raise UserError(f"{path} is cut or not what its name says: {error}. Copy it again, or correct the source's "
                         f"`paths`, `dtype`, `column` or `separators`.") from None
 
@@ -79,7 +79,9 @@ def among(ids: NDArray[Any], separators: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def _flat(path: Path, low: int, high: int, kind: str, separators: Sequence[int]) -> Iterator[Block]:
-    """The documents of a file of ids one after another."""
+    """The documents of a file of ids one after another; none in an empty one."""
+    if not path.stat().st_size:
+        return
     ids, start, indexed = _mapped(path, kind)
     if ids.itemsize == 2 and len(ids) > 16 and not ids[1:1 << 16:2].any():
         raise ValueError("every second id is 0, so its ids have four bytes: `dtype` is uint32")
@@ -110,7 +112,7 @@ def _mapped(path: Path, kind: str) -> tuple[NDArray[Any], int, Begins | None]:
     """The ids of a file, the byte at which they begin, and the documents by its index."""
     if path.suffix == ".ds":
         return _datatrove(path, kind)
-    if path.with_suffix(".idx").is_file():
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return _megatron(path)
     with open(path, "rb") as file:
         head = file.read(12).ljust(12, b"\0")

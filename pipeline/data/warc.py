@@ -4,9 +4,10 @@ what they are."""
 from __future__ import annotations
 
 import io
+import zlib
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from drover.pipeline.config.data import FilesSource
 from drover.pipeline.data.documents import Limit, Page, Records
@@ -14,8 +15,6 @@ from drover.pipeline.data.streams import CHUNK, Input
 
 KINDS = {"text/html": "html", "application/xhtml+xml": "html", "text/plain": "text", "application/pdf": "pdf"}
 """Types of content with text, and how it is taken out."""
-
-
 SHOWN = 100
 """Characters of an error of a library, which may hold all of a page."""
 
@@ -74,27 +73,48 @@ def warc_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 def _page(record: Any, data: bytes, most: int) -> Page | str:
     """The page in a record's content, unpacked up to so many bytes, or what it is instead; OSError if it is damaged."""
-    from fastwarc.warc import WarcRecord
     headers = record.headers
     kind = headers.get("WARC-Type")
     if kind not in ("response", "resource", "conversion"):
         return f"of type {kind}"
     content = headers.get("Content-Type", "")
-    charset = ""
+    charset = cut = ""
     if record.is_http:
-        response = WarcRecord()
-        response.is_http = True
-        response.set_bytes_content(data)
-        response.parse_http(auto_decode="all")
+        response = _response(data, "transfer")
         status = response.http_headers.status_code or 0
         if not 200 <= status < 300:
             return f"with HTTP status {status}"
         content = response.http_content_type or ""
         charset = response.http_charset or ""
-        data = response.reader.read(most)
+        coding = response.http_headers.get("Content-Encoding", "").strip().lower()
+        if coding in ("gzip", "x-gzip"):
+            data, cut = _inflated(response.reader.read(), most)
+        else:
+            data = (_response(data, "all") if coding else response).reader.read(most)
     content = (headers.get("WARC-Identified-Payload-Type") or content).partition(";")[0].strip().lower()
     if content not in KINDS:
         return f"with content of type {content or 'unknown'}"
     known = {"url": headers.get("WARC-Target-URI"), "date": headers.get("WARC-Date"),
-             "truncated": headers.get("WARC-Truncated")}
+             "truncated": headers.get("WARC-Truncated") or cut}
     return Page(data, KINDS[content], charset, {name: value for name, value in known.items() if value})
+
+
+def _response(data: bytes, decode: Literal["transfer", "all"]) -> Any:
+    """An HTTP response with its headers parsed, whose content is read without these codings."""
+    from fastwarc.warc import WarcRecord
+    response = WarcRecord()
+    response.is_http = True
+    response.set_bytes_content(data)
+    response.parse_http(auto_decode=decode)
+    return response
+
+
+def _inflated(data: bytes, most: int) -> tuple[bytes, str]:
+    """What was gzipped, up to so many bytes, and "gzip" if it breaks off, which fastwarc does not see; OSError if it is
+    damaged."""
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        content = stream.decompress(data, most)
+    except zlib.error as error:
+        raise OSError(str(error)) from None
+    return content, "" if stream.eof or len(content) == most else "gzip"

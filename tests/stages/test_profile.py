@@ -67,4 +67,4 @@ def test_norms_are_measured_where_asked_for_and_change_nothing(fresh, plain):
     assert [event["step"] for event in measured] == [1, 5, 6]
     for event in measured:
         record = result[event["step"]]
-        assert curves(record)["norms/weight/layers.1"] == record["weight_norms"]["layers.1"]
+        assert curves(record)["weights/norm/layers.1"] == record["weight_norms"]["layers.1"]

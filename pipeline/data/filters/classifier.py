@@ -72,8 +72,9 @@ class FastText(Filter):
 
 
 def one_line(text: str) -> str:
-    """A text as fastText reads it: one line. It takes NUL for white space, as it does what else splits lines."""
-    return text.replace("\n", " ")
+    """A text as fastText reads it to its end: one line without the word that ends one. It takes NUL for white space, as
+    it does what else splits lines."""
+    return text.replace("\n", " ").replace("</s>", " ")
 
 
 @lru_cache(maxsize=2)

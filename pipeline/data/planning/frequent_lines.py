@@ -87,7 +87,7 @@ def frequent_lines(folder: Path, payload: dict[str, Any]) -> Record:
     for path in payload["runs"]:
         run = np.load(folder / path, mmap_mode="r")
         first, end = run["line"].searchsorted(edges)
-        rows.append(run[first:end if payload["part"] + 1 < payload["parts"] else len(run)])
+        rows.append(np.array(run[first:end if payload["part"] + 1 < payload["parts"] else len(run)]))  # closes the file
     together = np.concatenate(rows)
     lines, which = np.unique(together["line"], return_inverse=True)
     counts = np.bincount(which, together["documents"], len(lines))

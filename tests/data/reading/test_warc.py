@@ -87,6 +87,20 @@ def test_texts_of_wet_files_are_taken_as_they_are(tmp_path):
     assert (documents[1].id, documents[1].place) == ("http://example.org/1", "a.warc.wet.gz:2")
 
 
+def test_a_gzipped_page_that_breaks_off_is_kept_and_counted(tmp_path):
+    packed = gzip.compress((PAGE + "<p>more words</p>" * 999).encode())
+    bodies = [("cut", packed[:len(packed) // 2]), ("whole", packed), ("old", packed)]
+    (tmp_path / "a.warc").write_bytes(archive(*(
+        (name, body, "text/html", {"Content-Encoding": "x-gzip" if name == "old" else "gzip"})
+        for name, body in bodies), ("bad", b"no gzip", "text/html", {"Content-Encoding": "gzip"}), gzipped=False))
+    inputs = list[dict]()
+    documents, rejections = separated(unit_documents(payload_of(tmp_path / "a.warc"), inputs.append))
+    assert [own.meta.get("truncated") for own in documents] == ["gzip", None, None]
+    assert len(documents[0].text) < len(documents[1].text) == len(documents[2].text)
+    assert inputs[0]["truncated"] == 1
+    assert [own.reason.partition(":")[0] for own in rejections] == ["the response cannot be decoded"]
+
+
 def test_pages_that_the_crawler_cut_are_kept_and_counted(tmp_path):
     (tmp_path / "a.warc").write_bytes(archive(RESPONSES[0], gzipped=False, **{"WARC-Truncated": "length"}))
     inputs = list[dict]()
