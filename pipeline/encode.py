@@ -66,7 +66,7 @@ and encoded again; and how many of these are the same."""
 SAMPLED = 8
 """How many documents of a part of a file of tokens are decoded and encoded again, at most."""
 BEGINNING = 200
-"""Of each, so many ids; and so many characters of one are shown."""
+"""How many ids of each of them, and how many characters of the example that is shown."""
 LEAST_AGAIN = 0.5
 """If a smaller share of the sampled ids is the same again, a warning says so."""
 Proved = dict[int, tuple[str, NDArray[np.uint32]]]

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.data.documents import damage
 from drover.pipeline.data.streams import arrow_reader, map_file
 
 BLOCK_IDS = 1 << 22
@@ -52,12 +53,13 @@ def read_tokens(path: Path, low: int, high: int, kind: str, column: str, separat
     Raises:
         UserError: it cannot be read, is cut, or in another format.
     """
+    unreadable: tuple[type[Exception], ...] = (ValueError, *damage())
     try:
         if path.suffix in (".parquet", ".arrow"):
             yield from _rows(path, low, high, column)
         else:
             yield from _flat(path, low, high, kind, separators)
-    except (ValueError, OSError, KeyError, NotImplementedError) as error:  # the last two are Arrow's, too
+    except unreadable as error:
         raise UserError(f"{path} is cut or not what its name says: {error}. Copy it again, or correct the source's "
                         f"`paths`, `dtype`, `column` or `separators`.") from None
 

@@ -29,7 +29,7 @@ DIRTY = 0.5
 
 
 def shares_in_training_text(texts: Sequence[str], shards: Sequence[ShardTexts], ranks: Ranks) -> list[float | None]:
-    """Of each text the share of its n-grams in the documents of training shards; each rank reads its part of these."""
+    """The share of each text's n-grams in the documents of training shards, of which each rank reads a part."""
     index = ItemIndex(texts, N, LEAST)
     met = np.zeros(index.places, bool)
     for shard in shards[ranks.rank::ranks.world]:

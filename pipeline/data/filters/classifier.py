@@ -27,9 +27,9 @@ LABEL = "__label__"
 _ALL = 1_000_000
 """Labels to ask for where all are wanted: more than any model has."""
 BINS = 20
-"""Of the histogram of scores, each 0.05 wide."""
+"""Bins in the histogram of scores, each 0.05 wide."""
 _HEAD = struct.Struct("<8xI60xI")
-"""Of a model's file: the size of its vectors, and the number of labels."""
+"""The head of a model's file: the size of its vectors, and the number of labels."""
 DIGITS = 6
 """Decimal places of a score: fastText computes in float32."""
 

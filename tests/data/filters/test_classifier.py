@@ -35,9 +35,9 @@ def test_scores_are_the_library_s_and_are_counted(path):
     for label in (name.removeprefix("__label__") for name in model.predict("", k=3)[0]):
         own = scored(path, label, name="quality")
         for text in (*LINES, "0101", "two\nlines \0", "?"):
-            found = dict(zip(*model.predict(text.replace("\n", " "), k=3, threshold=-1), strict=True))
+            expected = dict(zip(*model.predict(text.replace("\n", " "), k=3, threshold=-1), strict=True))
             after = own(Document(text, "s", "i", {"stars": 3}))
-            assert after.meta["stars"] == 3 and abs(after.meta["quality_score"] - found[f"__label__{label}"]) < 1e-6
+            assert after.meta["stars"] == 3 and abs(after.meta["quality_score"] - expected[f"__label__{label}"]) < 1e-6
         counts = own.findings()["scores"]
         assert len(counts) == 20 and sum(bin["kept"] for bin in counts.values()) == len(LINES) + 3
 
@@ -60,7 +60,7 @@ def dropped(config, name="a"):
 
 @pytest.mark.parametrize("share", [0.35, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_the_best_share_of_a_source_is_kept_after_deduplication(tmp_path, monkeypatch, capsys, share):
-    """Of equal scores the smaller digests; never one without a score. Of books all are kept."""
+    """Smaller digests are kept of equal scores, never a document without a score, and all books."""
     cut_into(monkeypatch, 30, 3, 20)
     web = [(f"page {number % 150} in the web", number % 149 % len(SCORES)) for number in range(200)]
     for source, texts in (("web", web), ("books", [(f"book {number}", 3) for number in range(20)])):
@@ -105,7 +105,7 @@ def test_a_score_that_no_document_has_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("quantized", [None, {"qout": True}, {"qout": True, "qnorm": True}])
 def test_a_part_of_a_model_is_refused(tmp_path, quantized):
-    """Of which fastText itself reads without end. Whole ones of every form are read."""
+    """fastText reads some parts of models without end. Complete models of every form are read."""
     path, text = tmp_path / "m.bin", tmp_path / "lines.txt"
     text.write_text("".join(f"__label__{number} word{number}\n" for number in range(300)))
     model = fasttext.train_supervised(str(text), dim=5, bucket=500, minCount=1, thread=1, verbose=0)
@@ -113,10 +113,10 @@ def test_a_part_of_a_model_is_refused(tmp_path, quantized):
         model.quantize(str(text), **quantized)
     model.save_model(str(path))
     scored(path, "7")
-    whole = path.read_bytes()
-    for size in (0, 50, 100, len(whole) // 2, len(whole) - 1):
+    content = path.read_bytes()
+    for size in (0, 50, 100, len(content) // 2, len(content) - 1):
         path = tmp_path / f"{size}.bin"
-        path.write_bytes(whole[:size])
+        path.write_bytes(content[:size])
         refused(UserError, "is no fastText model with labels: it does not end as one does", scored, path)
 
 
@@ -153,14 +153,14 @@ def test_a_model_of_one_s_own_is_made_and_measured(tmp_path, capsys):
         for name, own in (("all/f", texts), ("1", texts[:70]), ("2", texts[70:])):
             write_jsonl(tmp_path / kind / f"{name}.jsonl", [{"body": text} for text in own])
     options = "--text-field", "body"
-    said = printed(capsys, main, "train", "--good", tmp_path / "good/all", "--bad", tmp_path / "bad/all", "--out",
-                   tmp_path / "new/one.bin", *options)
+    output = printed(capsys, main, "train", "--good", tmp_path / "good/all", "--bad", tmp_path / "bad/all", "--out",
+                     tmp_path / "new/one.bin", *options)
     again = ["train", *(part for kind in ("good", "bad") for part in (
         f"--{kind}", tmp_path / kind / "1.jsonl", tmp_path / kind / "2.jsonl")), "--out", tmp_path / "two.bin"]
     printed(capsys, main, *again, *options)
     assert sha256_file(tmp_path / "new/one.bin") == sha256_file(tmp_path / "two.bin")
-    assert "accuracy 100.0% at a score of 0.5, AUC 1.0000" in said
-    shares = [float(share) for share in re.findall(r"([0-9.]+)%", said)[1:]]
+    assert "accuracy 100.0% at a score of 0.5, AUC 1.0000" in output
+    shares = [float(share) for share in re.findall(r"([0-9.]+)%", output)[1:]]
     assert 5 < shares[2] <= 10 < 25 < shares[4] <= 30 and shares[::2] == sorted(shares[::2])
     assert shares[0] <= 1 and shares[1::2] == [100] * 3
     own = scored(tmp_path / "two.bin", "good")

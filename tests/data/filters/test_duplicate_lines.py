@@ -52,7 +52,7 @@ def test_lines_in_more_documents_are_removed_from_all_and_counted(pages, monkeyp
 
 
 def test_each_filter_counts_what_the_ones_before_it_leave(pages):
-    """Of two, the second sees no line that the first removed, and may have sources of its own."""
+    """The second of two filters sees no line that the first removed, and may have sources of its own."""
     config, _ = pages
     counts = finished(config, "shard.filters=[{kind: duplicate_lines, max_documents: 30}, {kind: length, max_words: 9},"
                               " {kind: duplicate_lines, name: rare, max_documents: 1, sources: [books]}]").counts
