@@ -58,32 +58,14 @@ def shard_name(record: TextRecord) -> str:
     return Path(record["path"]).with_suffix("").as_posix()
 
 
-class _HashingFile:
-    """A file that hashes what is written to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self._file.write(data)
-
-
-def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
-    """Write (key, JSON) pairs as a tar that appears whole or not at all; equal members give equal bytes.
-
-    Returns:
-        sha256 of what was written.
-    """
+def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """Write (key, JSON) pairs as a tar that appears whole or not at all; equal members give equal bytes."""
     from webdataset import TarWriter  # not above: it imports torch
 
-    with atomic_file(path, keep_equal=True) as file:
-        hashing = _HashingFile(file)
-        with TarWriter(hashing, user="", group="", mode=0o644, mtime=0, compress=False, encoder=False) as tar:
-            for key, member in members:
-                tar.write({"__key__": key, "json": member})
-    return hashing.digest.hexdigest()
+    with (atomic_file(path, keep_equal=True) as file,
+          TarWriter(file, user="", group="", mode=0o644, mtime=0, compress=False, encoder=False) as tar):
+        for key, member in members:
+            tar.write({"__key__": key, "json": member})
 
 
 def refuse_changed_shard(folder: Path, record: TextRecord) -> None:

@@ -346,7 +346,7 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     this one: then it is not written.
 
     Raises:
-        UserError: a document is not what was staged, or the shard reads back as other bytes than were written.
+        UserError: a document is not what was staged.
     """
     pieces = []
     for unit, first, end, outcome, (low, high) in payload["pieces"]:
@@ -356,11 +356,9 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for _, index in pieces])
     if not len(picks):
         return {"outputs": []}
-    written = write_members(path, _checked(path, zip(_keys(picks), _members(folder, pieces), strict=True)))
+    write_members(path, _checked(path, zip(_keys(picks), _members(folder, pieces), strict=True)))
     record = output_record(folder, path, split=payload["split"], source=payload["source"], docs=len(picks),
                            text_bytes=int(picks["text_bytes"].sum()))
-    if record["sha256"] != written:
-        raise UserError(f"{path} does not read back as it was written. Check the disk, and run the stage again.")
     return {"outputs": [record]}
 
 
