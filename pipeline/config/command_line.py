@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from drover.pipeline.config.explaining import MEANINGS, settings_called, suggestion
+from drover.pipeline.config.explaining import MEANINGS, settings_called
 from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import Parser, first
@@ -48,9 +48,7 @@ def as_setting(words: Sequence[str]) -> str:
         given = [word for word in words[1:2] if not re.search("^--|=", word) and not word.endswith(ENDINGS)]
         value = given[0] if given else "VALUE"
     sections = {key.rpartition(".")[0] for key in keys_of(Config)}
-    name = option.strip("-")
-    forms = [f"'{key}=VALUE' ({MEANINGS[key]})"  # what was given may have another unit
-             if key in MEANINGS and name.replace("-", "_") not in (key, key.rpartition(".")[2]) else f"'{key}={value}'"
+    name = option.strip("-").rpartition(".")[2]
+    forms = [f"'{key}=VALUE' ({MEANINGS[key]})" if key in MEANINGS else f"'{key}={value}'"  # it may have another unit
              for key in settings_called(name) if key not in sections]
-    meant = f"did you mean {first(forms)}?" if forms else suggestion(name, ()) if "." in name else ""
-    return f"settings have no dashes; {meant}" if meant else ""
+    return f"settings have no dashes; did you mean {first(forms)}?" if forms else ""

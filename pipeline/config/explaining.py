@@ -7,7 +7,7 @@ import ast
 import difflib
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -124,19 +124,14 @@ MEANINGS = {
 }
 
 
-def suggestion(key: str, known: Iterable[str]) -> str:
+def suggestion(key: str, known: Collection[str]) -> str:
     """A hint for an unknown setting, whose section has the keys `known`: none if that is unknown, too."""
     section, _, name = key.rpartition(".")
-    meant = settings_called(name)
-    if section and not known:
-        near = {part for one in settings_called(section.rpartition(".")[2]) for part in (one, one.rpartition(".")[0])}
-        meant = [one for one in meant if not near or one.rpartition(".")[0] in near or name not in one.split(".")]
-        if not meant:
-            return suggestion(section, Config.model_fields if "." not in section else ())
+    called = sorted(settings_called(name), key=lambda ours: ours.rpartition(".")[0] != section)
     close = [f"{section}.{one}".strip(".") for one in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
-    for best in sorted(meant, key=lambda ours: ours.rpartition(".")[0] != section) + close:
+    for best in called + close + ([] if known else settings_called(section)):
         return f"did you mean '{best}'{f' ({MEANINGS[best]})' if best in MEANINGS else ''}?"
-    return f"known here: {', '.join(known)}."
+    return f"known here: {', '.join(known or Config.model_fields)}."
 
 
 def settings_called(name: str) -> list[str]:

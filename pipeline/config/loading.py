@@ -33,8 +33,6 @@ from drover.pipeline.storage.model_hub import hub_folder, names_the_hub, pinned
 
 Tree = dict[str, Any]
 """A mapping of settings, in which each key is a `Key`. Aliases share their value, so trees are never changed."""
-HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Code points that no file can hold. Those between are bytes of names of files that are not UTF-8."""
 LARGEST = 1 << 22
 """Bytes of the largest file that is read. YAML is read slowly: of this size in half a minute."""
 MOST_VALUES = 1 << 20
@@ -71,14 +69,6 @@ class _MarkedLoader(yaml.SafeLoader):
     def place(self, node: yaml.Node) -> str:
         """The place of a node, as messages name it."""
         return self.name if self.name.startswith(TYPED) else f"{self.name}:{node.start_mark.line + 1}"
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """A single value."""
-        value = super().construct_scalar(node)
-        if HALF.search(value):
-            raise UserError(f"{self.place(node)}: {shortened(ascii(value))} has half of a surrogate pair, which is no "
-                            f"character. Write the character itself.")
-        return value
 
 
 def _mapping(loader: _MarkedLoader, node: yaml.MappingNode) -> Tree:
@@ -463,21 +453,13 @@ def _validated(tree: Tree, path: Path, typed: dict[str, str], extra: Literal["fo
     try:
         return Config.model_validate(tree, extra=extra)
     except ValidationError as error:
-        wrong = [(*_located(problem, tree), problem) for one in error.errors() for problem in _unknown_keys(one)]
+        wrong = [(*_located(problem, tree), problem) for problem in error.errors()]
     if texts := {key for key, _, _, problem in wrong if problem["type"] == "string_type" and key in typed}:
         for key in texts:  # a name may look like a number
             tree = override(tree, key, json.dumps(typed[key]))
         return _validated(tree, path, {})
     raise refusal([f"{place}: {sentence(problem, key or '(top level)', suggestion(key, known))}"
                    for key, place, known, problem in wrong], path)
-
-
-def _unknown_keys(problem: ErrorDetails) -> list[ErrorDetails]:
-    """The problem; for an unknown section, a problem of each of its keys."""
-    given = problem["input"]
-    if problem["type"] != "extra_forbidden" or not isinstance(given, dict) or not given:
-        return [problem]
-    return [{**problem, "loc": (*problem["loc"], key)} for key in given]
 
 
 def _located(problem: ErrorDetails, tree: Tree) -> tuple[str, str, list[str]]:

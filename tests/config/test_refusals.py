@@ -13,14 +13,9 @@ model: {dim: 64, layers: 4, heads: 4, kv_heads: 2, context_length: 256}
 tokenizer: {kind: byte}
 """
 REFUSED = """
-trian.steps=4 -> the command line (trian.steps=4): unknown key 'trian.steps'; did you mean 'train.steps'
-trian.xyzzy=1 -> unknown key 'trian.xyzzy'; did you mean 'train'?
-training.seq_len=1 -> did you mean 'train.sequence_length'?
-training={local_batch_size: 1, steps: 2} -> did you mean 'train.micro_batch'
-parallelism.data_parallel_shard_degree=2 -> did you mean 'parallel.dp_shard'?
-optimizer.lr=1 -> did you mean 'train.lr'?
-optimizer.name=AdamW -> did you mean 'train.optimizer'?
-dataset.path=x -> did you mean 'shard'?
+trian.steps=4 -> the command line (trian.steps=4): unknown key 'trian'; did you mean 'train'?
+train.seq_len=1 -> did you mean 'train.sequence_length'?
+optimizer.lr=1 -> did you mean 'train.optimizer'?
 activation_checkpoint.mode=full -> did you mean 'train.activation_checkpointing'?
 xy.zy=1 -> known here: name, runs_dir
 train.steps=many -> 'train.steps' is 'many' (str)
