@@ -180,7 +180,7 @@ def work(options: argparse.Namespace) -> None:
     name = _name(target.with_suffix(""))
     write_text(target, as_yaml(corpus, proposal, name))
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
-    for remark in [*corpus.summary, *corpus.remarks]:
+    for remark in [*corpus.left_out, *corpus.remarks]:
         echo(remark)
     if (taken := load_config(target).folder).exists():
         echo(f"{taken} is there already: give another `name` in {target}, or remove that run")

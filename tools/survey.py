@@ -28,7 +28,7 @@ from drover.pipeline.core.folders import files_below, folders_below
 from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_records
-from drover.pipeline.data.streams import HEAD, UTF8, Input, Piece, mistaken, name_as_text, utf16_order
+from drover.pipeline.data.streams import UTF8, Input, Piece, mistaken, name_as_text, utf16_order
 
 PACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0, ".html": 0.2, ".htm": 0.2, ".xhtml": 0.2, ".pdf": 0.1, ".warc": 0.1}
 """Bytes of text in a byte of such a file, about."""
@@ -44,8 +44,8 @@ PROSE = 100
 LONG_BYTES = 100e6
 """Text files of more bytes are divided into documents: they would be rejected (shard.max_document_mb) or take much
 memory."""
-MOST_REASONS, MOST_IN_A_LINE = 20, 6
-"""So many reasons to leave out files are named, and in the line that sums them up."""
+MOST_REASONS = 20
+"""So many reasons to leave out files are named."""
 PROMPTS = 3
 """The beginnings of so many files are proposed as prompts."""
 UNICODE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
@@ -100,8 +100,7 @@ class Corpus:
         prompts: the beginnings of some.
         rejected_share: share of the records that will be rejected, as far as they were looked at.
         remarks: what to know about the files, as lines.
-        summary: how many files are left out and why, as a line if there are any.
-        left_out: which ones, by reason.
+        left_out: which files are left out and why, as lines.
     """
 
     folder: Path
@@ -113,7 +112,6 @@ class Corpus:
     prompts: list[str]
     rejected_share: float
     remarks: list[str]
-    summary: list[str]
     left_out: list[str]
 
 
@@ -143,77 +141,68 @@ def look(folder: Path) -> Corpus:
     folder = folder.resolve()
     closed = list[OSError]()
     paths = sorted(files_below(folder, closed.append))
-    left_out = defaultdict[str, list[Path]](list)
-    for error in closed:
-        left_out[f"a folder that cannot be read: {error.strerror}"].append(Path(error.filename))
     tests = _test_split(paths, folder)
-    left_out[TEST_SPLIT] += sorted(tests)
     groups = defaultdict[str, list[Path]](list)
     for path in paths:
         groups[_wildcard(path)].append(path)
-    kinds = defaultdict[FileKind, list[Path]](list)
-    rejecting = dict[Path, Beginning]()
-    prompts, sample = list[str](), bytearray()
-    looked_into = records = 0
+    most_text = SAMPLED // max(1, min(SAMPLES, len(paths)))
+    results = dict[Path, FileKind | str]()
+    looked = dict[Path, Beginning]()
     for own in groups.values():
-        guesses, became = Counter[str](), Counter[FileKind | str]()
+        guesses = Counter[str]()
         candidates = [path for path in own if path not in tests]
         chosen = _chosen(candidates, math.ceil(len(candidates) * min(1.0, LOOKED_INTO / len(paths))))
-        looked_into += len(chosen)
         for path in chosen:
             try:
-                kind, beginning = _kind(path, guesses)
+                results[path], beginning = _kind(path, guesses)
             except NoTextError as reason:
-                became[str(reason)] += 1
-                left_out[str(reason)].append(path)
-                continue
-            became[kind] += 1
-            kinds[kind].append(path)
-            records += beginning.records
-            if beginning.rejected:
-                rejecting[path] = replace(beginning, text="")
-            if not sample or _checksum(path) % max(1, len(paths) // SAMPLES) == 0:
-                sample += beginning.text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
-            if len(prompts) < PROMPTS:
-                prompts += [prompt for prompt in _prompt(beginning.text) if prompt not in prompts]
-        for most, _ in became.most_common(1):
-            (kinds[most] if isinstance(most, FileKind) else left_out[most]).extend({*candidates}.difference(chosen))
-    for path, beginning in _beginnings([path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]):
-        records += beginning.records
-        if beginning.rejected:
-            rejecting[path] = replace(beginning, text="")
-        sample += beginning.text[:SAMPLED // min(SAMPLES, len(paths))].encode(errors="replace")
-        prompts += [prompt for prompt in _prompt(beginning.text) if prompt not in prompts][:PROMPTS - len(prompts)]
-    reasons = sorted(filter(left_out.get, left_out), key=lambda reason: (-len(left_out[reason]), reason))
-    named = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in reasons[:MOST_REASONS]]
-    if more := [path for reason in reasons[MOST_REASONS:] for path in left_out[reason]]:
+                results[path], beginning = str(reason), Beginning("", 0)
+            is_sampled = not looked or _checksum(path) % max(1, len(paths) // SAMPLES) == 0
+            looked[path] = replace(beginning, text=beginning.text[:most_text * is_sampled])
+        for most, _ in Counter(map(results.__getitem__, chosen)).most_common(1):
+            results |= dict.fromkeys({*candidates}.difference(chosen), most)
+    kinds, left_out = defaultdict[FileKind, list[Path]](list), defaultdict[str, list[Path]](list)
+    for path, result in sorted(results.items()):
+        (kinds[result] if isinstance(result, FileKind) else left_out[result]).append(path)
+    for error in closed:
+        left_out[f"a folder that cannot be read: {error.strerror}"].append(Path(error.filename))
+    if tests:
+        left_out[TEST_SPLIT] = sorted(tests)
+    frequent = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
+    named = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in frequent[:MOST_REASONS]]
+    if more := [path for reason in frequent[MOST_REASONS:] for path in left_out[reason]]:
         named.append(f"left out for other reasons: {_shown(more, folder)}")
-    hidden = _files_with_hidden(folder) - len(paths)
-    named += [f"left out: {counted(hidden, 'hidden file')}"] * (hidden > 0)
+    if hidden := _files_with_hidden(folder) - len(paths):
+        named.append(f"left out: {counted(hidden, 'hidden file')}")
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
                                      f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst.", *named]))
+    is_sample = len(looked) < len(paths) - len(tests)
+    for path, beginning in _beginnings([path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]):
+        looked[path] = replace(beginning, text=beginning.text[:most_text])
+    rejecting = {path: own for path, own in looked.items() if own.rejected}
+    rejected = sum(len(own.rejected) for own in rejecting.values())
+    records = sum(own.records for own in looked.values())
     sorted_kinds = dict(sorted(kinds.items(), key=lambda item: (-len(item[1]), str(item[0]))))
     notes = [f"read as {kind.encoding}, which is a guess: {_shown(own, folder)}"
              for kind, own in sorted_kinds.items() if not kind.encoding.startswith("utf")]
-    if looked_into < len(paths) - len(tests):
-        notes.append(f"looked into {looked_into:,} of {len(paths):,} files, the same ones each time; the others are "
+    if is_sample:
+        notes.append(f"looked into {len(looked):,} of {len(paths):,} files, the same ones each time; the others are "
                      f"taken to be as most of these with their ending")
-    rejected = sum(len(own.rejected) for own in rejecting.values())
     if rejecting:
         example = next(iter(rejecting.values())).rejected[0]
         notes.append(f"{counted(rejected, 'broken record')} of {records:,} that were looked at, which shard will "
                      f"reject: {_shown([*rejecting], folder)} ({example})")
-    files = [path for own in kinds.values() for path in own]
-    text_bytes = sum(map(_text_bytes, files))
+    text_bytes = sum(_text_bytes(path) for own in kinds.values() for path in own)
     rejected_bytes = sum(_text_bytes(path) * len(own.rejected) / own.records for path, own in rejecting.items())
-    empty, unread = {*left_out[EMPTY]}, [_literal(Path(error.filename)) for error in closed]
+    sample = "".join(own.text for own in looked.values()).encode(errors="replace")
+    prompts = dict.fromkeys(prompt for own in looked.values() for prompt in _prompt(own.text))
+    empty, unread = {*left_out.get(EMPTY, ())}, [_literal(Path(error.filename)) for error in closed]
     return Corpus(folder, {kind: _patterns(folder, {*own}, groups, empty, unread)
                            for kind, own in sorted_kinds.items()},
-                  len(files), looked_into < len(paths) - len(tests), int(text_bytes),
-                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), prompts,
-                  max(rejected / max(1, records), rejected_bytes / max(1, text_bytes)), notes,
-                  [*_in_a_line({reason: left_out[reason] for reason in reasons}, hidden, folder)], named)
+                  sum(map(len, kinds.values())), is_sample, int(text_bytes),
+                  8 * len(zlib.compress(sample, 9)) / max(1, len(sample)), [*prompts][:PROMPTS],
+                  max(rejected / max(1, records), rejected_bytes / max(1, text_bytes)), notes, named)
 
 
 def _chosen(paths: list[Path], count: int) -> list[Path]:
@@ -229,20 +218,6 @@ def _files_with_hidden(folder: Path) -> int:
     """How many files are in a folder and all folders in it, with hidden ones."""
     return sum(not entry.is_dir() for own in folders_below([str(folder)], folder.parents, hidden=True)
                for entry in os.scandir(own))
-
-
-def _in_a_line(left_out: Mapping[str, Sequence[Path]], hidden: int, folder: Path) -> Iterator[str]:
-    """How many files are left out for which reasons, in short, the most frequent first, with an example of each; and
-    how many are hidden."""
-    short = defaultdict[str, list[Path]](list)
-    for reason, paths in left_out.items():
-        short[re.split(r"[,;:(]", reason.removeprefix("it is "))[0].strip()] += paths
-    frequent = sorted(short.items(), key=lambda item: (-len(item[1]), item[0]))
-    texts = [f"{reason}{f': {len(paths):,}' if len(paths) > 1 else ''} ({_shown(paths[:1], folder)})"
-             for reason, paths in frequent]
-    parts = [first(texts, MOST_IN_A_LINE, "reasons")] * bool(texts) + [f"hidden: {hidden:,}"] * bool(hidden)
-    if parts:
-        yield f"left out {counted(sum(map(len, short.values())) + hidden, 'file')}: {', '.join(parts)}"
 
 
 def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
@@ -274,11 +249,10 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, Beginning]:
             return FileKind(), Beginning("", 0)
         if form in COLUMNAR and form != "csv":
             return _records_kind(path, form, UTF8)
+        if own_format is None:
+            _refuse_mistaken(path, form, UTF8)
         with Input(Piece.of(path)).open() as stream:
-            data = stream.read(HEAD if own_format is None else READ)
-            if own_format is None:
-                _refuse_mistaken(path, form, UTF8)
-                data += stream.read(READ - len(data))
+            data = stream.read(READ)
         if not data.strip():
             raise NoTextError(EMPTY)
         if own_format is None and (match := NO_PROSE.match(data)):

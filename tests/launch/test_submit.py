@@ -185,7 +185,7 @@ def test_the_file_is_the_word_that_ends_in_yaml(launcher, words):
     --lr 3e-4 --batch-size=32 -> there is no option --lr; settings have no dashes; did you mean 'train.lr=3e-4'? | \
 there is no option --batch-size; settings have no dashes; did you mean 'train.batch_tokens=VALUE' (counted in tokens
     --training.seq_len 512 --training.steps=10 -> there is no option --training.seq_len; settings have no dashes; \
-did you mean 'train.sequence_length=512', 'model.context_length=512'? | did you mean 'train.steps=VALUE' (optimizer steps
+did you mean 'train.sequence_length=512', 'model.context_length=512'? | 'train.steps=VALUE' (optimizer steps
     --vocab-size --compile c.yaml -> 'tokenizer.vocab_size=VALUE', 'model.vocab_size=VALUE'? | 'train.compile=VALUE'?
     --mem 4GB -> did you mean 'launch.mem=4GB', 'launch.shard.mem=4GB', 'launch.tokenizer.mem=4GB' and 5 more?
     --clutser slurm -> there is no option --clutser; did you mean '--cluster'?""", shlex.split))

@@ -111,8 +111,7 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     output = printed(capsys, main, "zoo", "--minutes", "1")
     proposed = Path("zoo.yaml").read_text()
     assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", proposed)} == set()
-    assert '"left out ' not in proposed and "# left out " + str(len(others)) not in proposed, "each is there once"
-    assert f"left out {len(others)} files: binary data: 4 (photo.md), a link that leads nowhere: 2 (" in output
+    assert re.findall("left out: .*", output) == re.findall("left out: .*", proposed)
     assert '/mails/*"\n' in proposed and '/mails/1707.M7P1.post:2,S"\n' in proposed, "but for the one in Latin-1"
     assert '/plain/*"\n' in proposed, "all of a folder are of one kind"
     assert max(map(len, re.findall("^ .*", proposed, re.MULTILINE))) < 80 + len(str(tmp_path)), "a path has a line"
@@ -135,7 +134,7 @@ def test_pages_are_taken_if_what_reads_them_is_installed(tmp_path, monkeypatch, 
     Path("web/scan.pdf").write_bytes(pdf(None))
     Path("web/late.docx").write_bytes(b"PK")
     output = printed(capsys, main, "web")
-    assert "scan.pdf (none of its 1 pages holds text" in output and "an office file (late.docx)" in output
+    assert "scan.pdf (none of its 1 pages holds text" in output and "left out: late.docx: an office file; " in output
     proposed = Path("web.yaml").read_text()
     assert "an office file; convert it to text first (`pandoc late.docx --to plain" in proposed
     assert "prompts: [On day " in proposed.replace('"', "")
@@ -181,8 +180,8 @@ def test_what_is_closed_is_left_out_by_name_and_the_rest_runs(notes, monkeypatch
     monkeypatch.setattr(os, "scandir", scan)
     monkeypatch.setattr(streams, "opened", opened)
     output = printed(capsys, main, str(notes))
-    assert re.search(r"left out 3 files: .*a folder that cannot be read \(deep/closed\).*"
-                     r"it cannot be read \(secret.md\)", output)
+    assert "left out: deep/closed: a folder that cannot be read: Permission denied\n" in output
+    assert "left out: secret.md: it cannot be read: Permission denied\n" in output
     run_here("shard", "my-notes.yaml", "launch.processes=1")
     assert Run(load_config("my-notes.yaml")).finished("shard").counts["files"]["in"] == 6
     refused(AbsentInputError, "closed cannot be read: Permission denied. Make it readable, or name it in `exclude`",
@@ -196,7 +195,7 @@ def test_records_that_shard_will_reject_are_counted_and_their_share_is_allowed(n
     (notes / "worst.jsonl").write_bytes(lines(good[:2]) + b"{\n" * 3)
     output = printed(capsys, main, str(notes))
     assert "4 broken records of 80 that were looked at, which shard will reject: a.jsonl, b.csv (the line" in output
-    assert "most of its records cannot be read (worst.jsonl)" in output
+    assert "left out: worst.jsonl: most of its records cannot be read: " in output
     run_here("shard", "my-notes.yaml", "launch.processes=1")
     run = Run(load_config("my-notes.yaml"))
     counts = run.finished("shard").counts
@@ -211,9 +210,7 @@ def test_damaged_and_hidden_files_are_left_out_and_counted(notes, capsys):
                        (".git/objects/1", b"1"), (".git/2", b"2"), (".profile", b"3")):
         (notes / name).parent.mkdir(parents=True, exist_ok=True)
         (notes / name).write_bytes(data)
-    output = printed(capsys, main, str(notes))
-    assert "left out 8 files: damaged: 3 (cut.jsonl.gz), a PNG file (photo.png), " in output
-    assert ", hidden: 3\n" in output
+    printed(capsys, main, str(notes))
     text = Path("my-notes.yaml").read_text()
     for pattern in ("cut.jsonl.gz: it is damaged: .* `gzip -t FILE` tests it", "cut.jsonl.zst: .* `zstd -t FILE`",
                     "other.jsonl.gz: it is damaged: ", "plain.jsonl.gz: its name .* rename it", "3 hidden files"):
@@ -275,7 +272,7 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     ranks = config.launch.processes or 1
     assert ranks == min(8, 2 ** int(math.log2(find_machine().cores)))
     assert config.train.batch_tokens % (ranks * config.train.micro_batch * config.train.sequence_length) == 0
-    assert "left out 1 file: a PNG file (photo.png)\n" in output
+    assert "left out: photo.png: it is a PNG file; " in output
     assert output.endswith("drover chat my-notes --interactive\n")
     text = Path("my-notes.yaml").read_text()
     nats, gzip = map(float, re.search(r"# That is (.*) nats per token\. The rule: 0.83 of the (.*) bits that gzip -9 "
