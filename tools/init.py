@@ -64,8 +64,6 @@ and the power of the bytes with which they fall (benchmarks/RESULTS.md)."""
 BITS_RULE = "benchmarks/RESULTS.md#what-drover-init-expects"
 BITS_RANGE = 0.25
 """By how much of it texts differed, and some more."""
-BITS_MEASURED = range(1_000_000, 10_000_000)
-"""Bytes that measured models were trained on."""
 MOST_EMBEDDING = 1.5
 """The embedding has at most so many times the parameters of the blocks: a larger vocabulary costs more than it brings.
 """
@@ -78,12 +76,6 @@ FEW_DOCUMENTS = 500
 LR_LAW = "0.003239 - 0.0001395 ln(parameters of the blocks): Kaplan et al. 2020"
 MUON_WIDTH = 512
 """Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
-
-LETTERS = str.maketrans({
-    "ä": "ae", "ö": "oe", "ü": "ue", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue", "ß": "ss", "æ": "ae", "Æ": "Ae", "ø": "oe",
-    "Ø": "Oe", "œ": "oe", "Œ": "Oe", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ı": "i"})
-"""How Latin letters are written in ASCII that are no letter with an accent, or not only that."""
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -141,9 +133,8 @@ class Proposal:
     def expected(self, gzip_bits: float) -> str:
         """The bits per byte that it will need of validation text for which gzip needs so many, in words."""
         bits = self.expected_bits(gzip_bits)
-        far = "" if self.trained_bytes in BITS_MEASURED else ". So much or so little training was not measured"
         return (f"about {bits:.2f} bits per byte of validation text, between {bits * (1 - BITS_RANGE):.2f} and "
-                f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models of any size ({BITS_RULE}){far}")
+                f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models trained on 1 to 10 MB ({BITS_RULE})")
 
     def expected_bits(self, gzip_bits: float) -> float:
         """The same as a number."""
@@ -341,9 +332,8 @@ def _quoted(text: str) -> str:
 
 
 def _name(folder: Path) -> str:
-    """A run's name from a folder's: in ASCII, with umlauts and the like written out and accents left out."""
-    text = unicodedata.normalize("NFC", folder.resolve().name).translate(LETTERS)
-    plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    """A run's name from a folder's: in ASCII, without accents."""
+    plain = unicodedata.normalize("NFKD", folder.resolve().name).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:100].strip("-._") or "mine"
 
 
