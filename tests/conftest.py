@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
-from drover.pipeline.config.kinds import warn
+from drover.pipeline.config.kinds import PLUGINS, warn
 from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
@@ -172,11 +172,12 @@ def place(tmp_path):
 @pytest.fixture
 def no_plugins(monkeypatch):
     """None are imported yet; what importing some changes in this process is undone."""
-    loaded = {}
-    monkeypatch.setattr("drover.pipeline.config.kinds._LOADED", loaded)
+    for name in PLUGINS.copy():
+        monkeypatch.delitem(PLUGINS, name)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     warn.cache_clear()
     yield
-    for name in loaded:
+    for name in PLUGINS.copy():
         sys.modules.pop(name, None)
+        del PLUGINS[name]

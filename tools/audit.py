@@ -73,20 +73,17 @@ class Audit:
 
     def lines(self) -> list[str]:
         """The result as lines of text."""
-        undone = f"{self.abandoned} undone by rollbacks, " if self.abandoned else ""
-        undone += f"{self.replanned} undone by changes of the plan, " if self.replanned else ""
-        head = (f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} steps "
-                f"done again, {undone}{self.checkpoints} checkpoints")
-        if self.damaged:
-            head += f"; {self.damaged} steps had another loss before a damaged token shard was repaired"
-        lines = [head, *(f"left out on purpose: {entry}" for entry in self.left_out)]
-        if self.repeated and self.why:
+        lines = [f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} "
+                 f"steps done again, {self.abandoned} undone by rollbacks, {self.replanned} undone by changes of the "
+                 f"plan, {self.damaged} with another loss before a damaged token shard was repaired, "
+                 f"{self.checkpoints} checkpoints", *(f"left out on purpose: {entry}" for entry in self.left_out)]
+        if self.repeated:
             lines.append(f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
                          f"({self.tolerance:.0e} is allowed)")
         if self.faults:
             return [*lines, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
         return [*lines, f"proven: every {'other ' if self.left_out else ''}sample was used exactly once, in order, and "
-                        f"repeated steps gave the same loss{f', within {self.tolerance:.0e}' if self.largest else ''}"]
+                        f"repeated steps gave the same loss"]
 
 
 def audit(folder: Path) -> Audit:
@@ -125,7 +122,7 @@ def _tolerance(starts: Sequence[Event]) -> tuple[float, str]:
                                    f"makes it so)")
     if len({str([event.get(key) for key in PLACES]) for event in starts}) > 1:
         return ROUNDING, "computed on other ranks, or otherwise, than before"
-    return 0.0, ""
+    return 0.0, "computed as before"
 
 
 def _repeats(history: SampleHistory, result: Audit) -> None:
@@ -180,9 +177,8 @@ def _coverage(final: dict[int, Line], result: Audit) -> bool:
     end, gaps = 0, False
     for before, step in pairwise([0, *final]):
         if step > before + 1:
-            absent = f"step {step - 1} has" if step == before + 2 else f"steps {before + 1}-{step - 1} have"
-            result.faults.append(f"{absent} no line in metrics.jsonl (train.log_every above 1?), so the samples are "
-                                 f"unknown")
+            result.faults.append(f"metrics.jsonl has no line for the steps {before + 1} to {step - 1} (train.log_every "
+                                 f"above 1?), so their samples are unknown")
         first, stop = final[step]["samples"]
         if first > end:
             gaps = True

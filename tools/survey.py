@@ -54,8 +54,6 @@ UNICODE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (co
 LIKELY = ["cp1250", "cp1251", "koi8_r", "cp932", "euc_jp", "gb18030", "big5", "cp949", "cp1253", "cp1254", "cp1255",
           "cp1256"]
 """Encodings that are guessed where text is not Western."""
-GUESSED = 200
-"""So many files of an ending have their encoding guessed; the next ones have the commonest of these, if it fits."""
 LOOKED_INTO = 10_000
 """At most so many files are opened; each ending has its share of them."""
 SAMPLES, SAMPLED = 60, 1_200_000
@@ -149,12 +147,11 @@ def look(folder: Path) -> Corpus:
     results = dict[Path, FileKind | str]()
     looked = dict[Path, Beginning]()
     for own in groups.values():
-        guesses = Counter[str]()
         candidates = [path for path in own if path not in tests]
         chosen = _chosen(candidates, math.ceil(len(candidates) * min(1.0, LOOKED_INTO / len(paths))))
         for path in chosen:
             try:
-                results[path], beginning = _kind(path, guesses)
+                results[path], beginning = _kind(path)
             except NoTextError as reason:
                 results[path], beginning = str(reason), Beginning("", 0)
             is_sampled = not looked or _checksum(path) % max(1, len(paths) // SAMPLES) == 0
@@ -228,7 +225,7 @@ def _test_split(paths: Sequence[Path], folder: Path) -> set[Path]:
             if _ending(path) in trained and own & {"test", "testing", "eval", "evaluation"}}
 
 
-def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, Beginning]:
+def _kind(path: Path) -> tuple[FileKind, Beginning]:
     """What a file is read as, and its beginning; NoTextError if it holds no text."""
     own_format = file_format(path)
     form = own_format or "txt"
@@ -258,7 +255,7 @@ def _kind(path: Path, guesses: Counter[str]) -> tuple[FileKind, Beginning]:
         if own_format is None and (match := NO_PROSE.match(data)):
             raise NoTextError("a key or certificate" if match[3] else "an XML file, of which the model would learn the "
                                                                       "markup; take its text out first")
-        encoding = _encoding(data, form, guesses)
+        encoding = _encoding(data, form)
         text = codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
         if own_format is None and _is_json_lines(text):
             form = "jsonl"
@@ -393,11 +390,9 @@ def _text_field(values: Sequence[Any]) -> str:
     counts = Counter(name for record in records for name in record)
     usual = [name for name, count in counts.items() if 2 * count > len(records)]
     for known in TEXT_FIELDS:
-        for name in sorted(counts, key=lambda name: (name.count("."), name)):
+        for name in sorted(usual, key=lambda name: (name.count("."), name)):
             if name.rpartition(".")[2] == known:
-                if name in usual:
-                    return name
-                raise NoTextError(f"the field '{name}' holds text in {counts[name]} of {len(records)} records alone")
+                return name
     lengths = {name: sum(len(record.get(name, "")) for record in records) / len(records) for name in usual}
     longest = max(usual, key=lambda name: lengths[name], default="")
     if lengths.get(longest, 0) < PROSE:
@@ -405,24 +400,18 @@ def _text_field(values: Sequence[Any]) -> str:
     return longest
 
 
-def _guessed(data: bytes, guesses: Counter[str]) -> str:
-    """The encoding of text that is not UTF-8; NoTextError if none fits. guesses: of other files with this ending; this
-    one is added."""
+def _guessed(data: bytes) -> str:
+    """The encoding of text that is not UTF-8; NoTextError if none fits."""
     import charset_normalizer
-    if guesses.total() >= GUESSED:
-        name = guesses.most_common(1)[0][0]
-    else:
-        lines = b"\n".join(line[:1000] for line in data.splitlines() if not line.isascii())[:4096]
-        best = next(filter(None, (charset_normalizer.from_bytes(lines, cp_isolation=likely).best()
-                                  for likely in (["cp1252"], LIKELY))), None)
-        name = best.encoding if best is not None else ""
-    if not name or not _fits(data, name):
+    lines = b"\n".join(line[:1000] for line in data.splitlines() if not line.isascii())[:4096]
+    best = next(filter(None, (charset_normalizer.from_bytes(lines, cp_isolation=likely).best()
+                              for likely in (["cp1252"], LIKELY))), None)
+    if best is None or not _fits(data, best.encoding):
         raise NoTextError("the encoding cannot be guessed; convert it to UTF-8 (iconv)")
-    guesses[name] += 1
-    return codecs.lookup(name).name
+    return codecs.lookup(best.encoding).name
 
 
-def _encoding(data: bytes, form: str, guesses: Counter[str]) -> str:
+def _encoding(data: bytes, form: str) -> str:
     for mark, name in UNICODE:
         if data.startswith(mark):
             return name
@@ -435,7 +424,7 @@ def _encoding(data: bytes, form: str, guesses: Counter[str]) -> str:
     text = data.decode("utf-8", "replace")
     broken, others = text.count("\ufffd"), len(re.findall(r"[^\x00-\x7f\ufffd]", text))
     if others < 2 * broken:
-        return _guessed(data, guesses)
+        return _guessed(data)
     if form == "txt" or broken * 2 > data.count(b"\n"):
         raise NoTextError("UTF-8 with broken bytes in it; repair it")
     return "utf-8"  # a broken byte costs its record

@@ -14,15 +14,15 @@ Exit status: 0 no problem; 1 there are problems, and each file is named with wha
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +70,7 @@ NOT_SEALED = "notes without a checksum: only checked to be readable"
 WENT = "removed while the run was verified"
 TAKEN = "token shards that were made of files of tokens; their hashes are compared, no text is encoded again"
 GONE = "input files that no longer exist; no problem, since their outputs are checked"
-PACKING = "packing"
 _CHECKPOINT = "Put the right file back, or run --stage train again, which quarantines this checkpoint if it needs it"
-_LOGS = (PROGRESS, "metrics.jsonl", "samples.jsonl", "events.jsonl", "hangs", "profile", SENT)
-_LOG_ENDINGS = (".log", ".txt", ".err", ".out")
-_QUARANTINED = re.compile(r"\.(tmp|damaged|partial)$|^set-aside-|\.replaced")
 
 
 class Note(str):
@@ -211,6 +207,24 @@ def check_documents(path: Path, record: Record, texts: Path, text_record: TextRe
     return ""
 
 
+STAGE_FILES: tuple[tuple[str, Callable[..., str] | str, str], ...] = (
+    (r"(.*/)?(set-aside-[^/]*|[^/]*\.replaced[^/]*|[^/]*\.(tmp|damaged|partial))(/.*)?", UNREAD, ""),
+    ("packing/.*", check_plan, "Delete it: training makes it again"),
+    (rf"({PROGRESS}|(metrics|samples|events)\.jsonl|({SENT}|hangs|profile)/.*|(?!{CHECKPOINTS}/).*\.(log|txt|err|out))",
+     LOGS, ""),
+    (rf"{TASKS}/.*\.jsonl", check_ledger, "Delete it: the stage repeats what it needs"),
+    (rf"{TASKS}/.*|[^/]*\.json", check_seal, "Restore it from a copy. Without one, delete it: the stage writes what it "
+                                             "can"))
+"""Files in a stage's folder that its records do not list: a pattern of their paths, how they are checked or what is
+noted, and what to do if there is a problem. The first that fits holds."""
+OTHER_FILES: tuple[tuple[str, Callable[..., str] | str, str], ...] = (
+    (f"{HASHES}(/.*)?", check_ledger, "Delete it, if nothing runs"),
+    (rf"({LOCKS}|logs)(/.*)?|[^/]*\.tfevents\..*|launch/(?!.*\.json$).*", LOGS, ""),
+    STAGE_FILES[0],
+    ("launch/.*", check_seal, "Delete it, if nothing runs"))
+"""The same for files that are in no stage's folder."""
+
+
 class Inventory:
     """The files of a run, and the checks of them, in order.
 
@@ -239,7 +253,11 @@ class Inventory:
                            "those again too (--force)")
         if documents:
             self._documents()
-        self._other_files({*folders})
+        for path in _files(self.folder):
+            inside = path.relative_to(self.folder)
+            if not (inside.parts[0] in folders or path in self.recorded
+                    or self._unrecorded(inside.as_posix(), path, OTHER_FILES)):
+                report.note(OTHERS, path)
 
     def _check(self, function: Callable[..., str], path: Path, do: str, *arguments: Any, passing: bool = True) -> None:
         self.checks.append(FileCheck(path, do, function, arguments, passing))
@@ -263,10 +281,16 @@ class Inventory:
                 self._checkpoint(checkpoint)
         scratch = manifest.left_scratch(folder) if manifest else []
         for path in _files(folder):
+            inside = path.relative_to(folder).as_posix()
             if any(place in (path, *path.parents) for place in scratch):
                 self.report.note(SCRATCH, path)
-            elif path not in self.recorded:
-                self._unrecorded(stage, path, path.relative_to(folder), finished=manifest is not None)
+            elif path in self.recorded or self._unrecorded(inside, path, STAGE_FILES):
+                continue
+            elif _is_sealed(path.parent / MARKER) if path.parent.parent.name == CHECKPOINTS else manifest is not None:
+                self.report.problem(path, f"no record of the stage {stage} lists it: the run neither wrote it nor "
+                                          f"reads it", "Move it away if it is yours; else find out who writes there")
+            else:
+                self.report.note(UNREAD, path)
 
     def _outputs(self, stage: str, folder: Path, manifest: Manifest) -> None:
         for record in manifest.outputs:
@@ -301,28 +325,17 @@ class Inventory:
             # If the marker is gone too, a run that is working is removing the checkpoint.
             self._check(check_record, file, _CHECKPOINT, record, passing=file.exists() or not path.exists())
 
-    def _unrecorded(self, stage: str, path: Path, inside: Path, *, finished: bool) -> None:
-        """A file in a stage's folder that no record lists."""
-        top = inside.parts[0]
-        in_checkpoint = top == CHECKPOINTS and len(inside.parts) > 2
-        if any(map(_QUARANTINED.search, inside.parts)) or (in_checkpoint and not _is_sealed(
-                path.parents[len(inside.parts) - 3] / MARKER)):
-            self.report.note(UNREAD, path)
-        elif in_checkpoint:
-            self.report.problem(path, f"the checkpoint's {MARKER} does not list it", "Move it away")
-        elif top == PACKING:
-            self._check(check_plan, path, "Delete it: training makes it again")
-        elif top in _LOGS or path.suffix in _LOG_ENDINGS:
-            self.report.note(LOGS, path)
-        elif top == TASKS and path.suffix == ".jsonl":
-            self._check(check_ledger, path, f"Delete it: --stage {stage} repeats what it needs")
-        elif top == TASKS or (path.suffix == ".json" and top == path.name):
-            self._seal(path, f"Restore it from a copy. Without one, delete it: --stage {stage} writes what it can")
-        elif finished:
-            self.report.problem(path, f"no record of the stage {stage} lists it: the run neither wrote it nor reads it",
-                                "Move it away if it is yours; else find out who writes there")
-        else:
-            self.report.note(UNREAD, path)
+    def _unrecorded(self, inside: str, path: Path, known: Sequence[tuple[str, Callable[..., str] | str, str]]) -> bool:
+        """Check or note a file that no record lists, by the first of the patterns that its path fits. Returns whether
+        there is one."""
+        for pattern, check, do in known:
+            if re.fullmatch(pattern, inside):
+                if isinstance(check, str):
+                    self.report.note(check, path)
+                else:
+                    self._check(check, path, do)
+                return True
+        return False
 
     def _documents(self) -> None:
         """The documents of each token shard, if all three stages are finished."""
@@ -340,27 +353,9 @@ class Inventory:
                             tokenizer, passing=False)
 
     def _chosen(self, record: Mapping[str, Any]) -> bool:
-        """Whether the sample has a file, by a hash of its name; a text shard and its token shard have one name."""
-        name = str(Path(str(record.get("name", record["path"]))).with_suffix(""))
-        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
-        return self.share >= 1 or int(digest[:13], 16) / 16**13 < self.share
-
-    def _other_files(self, stages: set[str]) -> None:
-        """Files of the run folder that belong to no stage."""
-        for path in _files(self.folder):
-            top = path.relative_to(self.folder).parts[0]
-            if top in stages or path in self.recorded:
-                continue
-            if top == HASHES:
-                self._check(check_ledger, path, "Delete it, if nothing runs")
-            elif top in (LOCKS, "logs") or ".tfevents." in top or (top == "launch" and path.suffix != ".json"):
-                self.report.note(LOGS, path)
-            elif _QUARANTINED.search(top):
-                self.report.note(UNREAD, path)
-            elif top == "launch":
-                self._seal(path, "Delete it, if nothing runs")
-            else:
-                self.report.note(OTHERS, path)
+        """Whether the sample has a file, by a checksum of its name; a text shard and its token shard have one name."""
+        name = Path(str(record.get("name", record["path"]))).with_suffix("")
+        return zlib.crc32(os.fsencode(name)) < self.share * 2**32
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -387,7 +382,7 @@ def verify(folder: Path, share: float = 1.0, *, documents: bool = False) -> Repo
     report = Report(str(folder))
     checks = Inventory(report, share, documents).checks
     report.files = len({check.path for check in checks})
-    damaged = dict[Path, int]()
+    damaged = set[Path]()
     with ProgressBar("verify", "files", len(checks), "checks", sys.stderr) as progress:
         for check, what in zip(checks, ordered_map(operator.call, checks), strict=True):
             progress.advance()
@@ -395,11 +390,10 @@ def verify(folder: Path, share: float = 1.0, *, documents: bool = False) -> Repo
                 report.note(what, check.path)
             elif what:
                 if check.path.parent.parent.name == CHECKPOINTS:
-                    damaged[check.path.parent] = len(report.problems)
+                    damaged.add(check.path.parent)
                 report.problem(check.path, what, check.do)
-    for number in damaged.values():
-        problem = report.problems[number]
-        report.problems[number] = replace(problem, do=f"{problem.do}. {_continued(folder / 'train', damaged)}")
+    for checkpoint in sorted(damaged):
+        report.note(_continued(folder / "train", damaged), checkpoint)
     return report
 
 
@@ -410,10 +404,8 @@ def _continued(train: Path, damaged: Collection[Path]) -> str:
     with suppress(UserError):
         last = max([last, *(line["step"] for line in TrainingRecords(train).steps[-1:])])
     valid = [step_of(path) for path in complete if path not in damaged]
-    return (f"Training continues from step {valid[-1]:,}, its newest valid checkpoint, and repeats "
-            f"{counted(last - valid[-1], 'step')}" if valid else
-            f"No checkpoint is valid: without the right files, training has to start again with --force and repeats "
-            f"{counted(last, 'step')}")
+    step = valid[-1] if valid else 0
+    return f"damaged checkpoints, without which training continues from step {step:,} and repeats {last - step:,} steps"
 
 
 def share_of(text: str) -> float:

@@ -10,7 +10,6 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     NonNegativeInt,
     PlainValidator,
@@ -42,8 +41,6 @@ OFFICE = {**{ending: f"pandoc FILE.{ending} --to plain --wrap none --output FILE
              for ending in ("docx", "odt", "rtf", "epub", "pptx", "xlsx")},
           "doc": "libreoffice --headless --convert-to docx FILE.doc"}
 """How files of office programs are made ones that are read."""
-PYTHONS = ("punycode", "idna", "unicode-escape", "raw-unicode-escape")
-"""Codecs of Python from text to text or names, in which no file is written."""
 
 
 def _encoding(name: str) -> str:
@@ -51,8 +48,7 @@ def _encoding(name: str) -> str:
     with suppress(LookupError, ValueError):
         "".encode(name)
         codecs.getincrementaldecoder(name)("replace").decode(b"", final=True)
-        if (usual := codecs.lookup(name).name) not in PYTHONS:
-            return usual.replace("utf-8-sig", "utf-8")
+        return codecs.lookup(name).name.replace("utf-8-sig", "utf-8")
     raise ValueError(f"{name} is no encoding of text that Python knows; utf-8, utf-16, latin-1 and cp1252 are some")
 
 
@@ -60,9 +56,8 @@ SourceName = Annotated[str, Field(max_length=60), in_form(r"[\w-]+", "letters, d
 """Name of a source, which is part of names of files."""
 
 
-Html = Annotated[Literal["pages", "fields", "keep"],
-                 BeforeValidator(lambda value: "pages" if value == "refuse" else value)]
-"""What of a source is HTML. `refuse` was the default before HTML was read."""
+Html = Literal["pages", "fields", "keep"]
+"""What of a source is HTML."""
 Extractor = Literal["resiliparse", "trafilatura"]
 
 

@@ -180,24 +180,20 @@ def imported(text: str, at: str) -> Any:
                         f"{meant(name, dir(holder), 'correct the name.')}") from error
 
 
-_LOADED: dict[str, Path] = {}
-
-
-def loaded_plugins() -> dict[str, Path]:
-    """The files of the plugins that this process has imported, by module name."""
-    return dict(_LOADED)
+PLUGINS: dict[str, Path] = {}
+"""The files of the plugins that this process has imported, by module name."""
 
 
 def plugin_folders() -> list[str]:
     """Folders from which other processes can import the same plugins."""
-    return sorted({str(_root(name, path)) for name, path in _LOADED.items()})
+    return sorted({str(_root(name, path)) for name, path in PLUGINS.items()})
 
 
 def plugin_files() -> list[Path]:
     """The files of the imported plugins, and of modules in the same folders that they imported."""
-    folders = {path.parent for path in _LOADED.values()}
+    folders = {path.parent for path in PLUGINS.values()}
     files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    return sorted({*_LOADED.values(), *(path for file in files if file and Path(file).is_absolute()  # not torch.classes
+    return sorted({*PLUGINS.values(), *(path for file in files if file and Path(file).is_absolute()  # not torch.classes
                                         and (path := Path(file).resolve()).parent in folders)})
 
 
@@ -240,12 +236,12 @@ def add_run_and_plugins(parser: argparse.ArgumentParser) -> None:
 
 def imported_plugins(names: list[str]) -> list[str]:
     """Those of a run's plugins that this process has imported, in a form that any process can use."""
-    return [str(_LOADED[_module(name)]) if name.endswith(".py") else name for name in names if _module(name) in _LOADED]
+    return [str(PLUGINS[_module(name)]) if name.endswith(".py") else name for name in names if _module(name) in PLUGINS]
 
 
 def left_out(names: Any, run: Path) -> str:
     """A note on a run's plugins that this process has not imported; "" if there are none."""
-    absent = [str(name) for name in names if _module(str(name)) not in _LOADED] if isinstance(names, list) else []
+    absent = [str(name) for name in names if _module(str(name)) not in PLUGINS] if isinstance(names, list) else []
     return printable(
         f"The run {run} names plugins that were not imported: {', '.join(absent)}. Opening a run's folder imports no "
         f"code. If you trust them, name them: give a tool --plugin {' --plugin '.join(absent)}, give launch/submit.py "
@@ -287,7 +283,7 @@ def _import(name: str, path: Path | None, place: str) -> None:
     origin = Path(str(module.__file__)).resolve()
     if path is not None and origin != path:
         raise UserError(f"{place}: the plugin {path} has the name of another module, {origin}. Rename it.")
-    _LOADED[name] = origin
+    PLUGINS[name] = origin
 
 
 def _root(name: str, path: Path) -> Path:

@@ -246,17 +246,14 @@ def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> 
     batch = (f"{plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / train.sequence_length "
              f"{train.sequence_length})")
     if plan.sequences % plan.data_ranks:
-        fewer = next(many for many in range(min(plan.data_ranks, 1 << 20), 0, -1) if plan.sequences % many == 0)
         return [f"the global batch of {batch} is not divisible by {plan.data_ranks} data-parallel ranks, even one "
-                f"sequence at a time. Take fewer nodes (at most {fewer} data-parallel ranks), a multiple of "
-                f"{plan.data_ranks * train.sequence_length} as train.batch_tokens, or larger parallel.tp, parallel.cp "
-                f"or parallel.pp, whose ranks share sequences."]
+                f"sequence at a time. Take fewer nodes, a multiple of {plan.data_ranks * train.sequence_length} as "
+                f"train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, whose ranks share sequences."]
     if not _feeds(plan.rank_sequences, parallel):
-        multiple = ", and with parallel.pp_schedule interleaved a multiple of it"
-        return [f"a pipeline needs at least parallel.pp ({parallel.pp}) micro-batches in a step"
-                f"{multiple if parallel.pp_schedule == 'interleaved' else ''}; each of {plan.data_ranks} data-parallel "
-                f"groups has {plan.rank_sequences} of {batch}. Take fewer nodes, a larger train.batch_tokens, or a "
-                f"smaller parallel.pp."]
+        return [f"a pipeline needs at least parallel.pp ({parallel.pp}) micro-batches in a step, and with "
+                f"parallel.pp_schedule interleaved a multiple of it; each of {plan.data_ranks} data-parallel groups "
+                f"has {plan.rank_sequences} of {batch}. Take fewer nodes, a larger train.batch_tokens, or a smaller "
+                f"parallel.pp."]
     return []
 
 

@@ -212,24 +212,21 @@ def shortened(text: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[:most - 3]}..."
 
 
+HINTS = {"string_type": "; write it in quotes", "list_type": "; write [a, b]"}
+"""By the kind of pydantic's error, what helps."""
+
+
 def sentence(problem: Any, key: str, instead: str) -> str:
     """One of pydantic's errors as a sentence. key: the setting, dotted. instead: the hint if the key is unknown."""
-    kind, given, message = problem["type"], problem.get("input"), problem["msg"]
+    kind, given = problem["type"], problem.get("input")
     key = shortened(key)
     if kind == "extra_forbidden":
         return f"unknown key '{key}'; {instead}"
     if kind == "missing":
         return f"'{key}' is missing."
-    if kind == "string_type" and isinstance(given, int | float):
-        message = f"a text is needed; write it in quotes ('{str(given).lower()}')"
-    if kind == "list_type" and isinstance(given, str):
-        message = f"a list is needed; write [{given}]"
+    message = shortened(problem["msg"].removeprefix("Value error, "), 1000).rstrip(".") + HINTS.get(kind, "")
     if given == 0 and re.search("(?<!log_)every", key):
         message += "; null switches it off"
-    message = shortened(message.removeprefix("Value error, "), 1000).rstrip(".")
     if kind == "value_error":
         return f"'{key}': {message}{'' if message.endswith('?') else '.'}"
-    given = str(given) if isinstance(given, str) else given  # a key of a mapping has a type of its own
-    shown = "a mapping" if isinstance(given, dict) else "a list" if isinstance(given, list) else \
-        f"{shortened(repr(given))} ({type(given).__name__})"
-    return f"'{key}' is {shown}: {message[0].lower()}{message[1:]}."
+    return f"'{key}' is {shortened(repr(given))} ({type(given).__name__}): {message[0].lower()}{message[1:]}."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from drover.pipeline.config.kinds import imported_plugins, left_out, loaded_plugins, source_of, warn
+from drover.pipeline.config.kinds import PLUGINS, imported_plugins, left_out, source_of, warn
 from drover.pipeline.config.loading import POSITIONS, read_without_plugins
 from drover.pipeline.config.section import EXTERNAL, flatten, identity
 from drover.pipeline.config.tree import Config
@@ -350,7 +350,7 @@ def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
     plugins, which may take part in any stage, of the stage's `own_module` and, with a configuration, of the modules
     that it names."""
     own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
-    external = loaded_plugins() | (stage.call("external_code", config, otherwise={}) if config else {})
+    external = PLUGINS | (stage.call("external_code", config, otherwise={}) if config else {})
     if stage.own_module and (source := source_of(stage.own_module)) is not None:
         external[stage.own_module] = source
     return own | {module: sha256_file(path) for module, path in sorted(external.items())}

@@ -213,17 +213,15 @@ class Agreement:
     def problems(self) -> list[str]:
         """Differences beyond rounding, as sentences; empty for a correct export. NaN is beyond everything."""
         resolution = self.largest_logit * torch.finfo(torch.float32).eps
-        limits = list[tuple[float, float, str]]()
-        for whose, logit, loss in (
-                ("transformers'", self.transformers_logit_error, self.transformers_loss_error),
-                ("the training model's", self.training_logit_error, self.training_loss_error)):
-            limits.append((logit, self.single_precision_logit_error, f"{whose} logits are off by up to {{:.1e}}, where "
-                           f"float32 is off by {{:.1e}} (logits up to {self.largest_logit:.1f})"))
-            limits.append((loss, self.single_precision_loss_error, f"{whose} token losses are off by up to {{:.1e}} "
-                           f"nats, where float32 is off by {{:.1e}}"))
-        limits.append((self.training_logit_error, max(self.transformers_logit_error, resolution),
-                       "the training model's logits are off by up to {:.1e}, transformers' by only {:.1e}"))
-        problems = [text.format(error, known) for error, known, text in limits if not error <= self.factor * known]
+        single, losses = self.single_precision_logit_error, self.single_precision_loss_error
+        problems = [f"{what} are off by up to {error:.1e}, where {whose} off by {known:.1e} (logits up to "
+                    f"{self.largest_logit:.1f})" for what, error, whose, known in (
+            ("transformers' logits", self.transformers_logit_error, "float32 is", single),
+            ("the training model's logits", self.training_logit_error, "float32 is", single),
+            ("transformers' token losses", self.transformers_loss_error, "float32 is", losses),
+            ("the training model's token losses", self.training_loss_error, "float32 is", losses),
+            ("the training model's logits", self.training_logit_error, "transformers' are",
+             max(self.transformers_logit_error, resolution))) if not error <= self.factor * known]
         if self.argmax_wrong:
             problems.append(f"the argmax differs on {self.argmax_wrong} of {self.argmax_decided} tokens where rounding "
                             f"cannot change it")

@@ -276,10 +276,8 @@ class CheckpointReader:
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
             content = parsed_json(read_bytes(folder / INDEX) if index is None else index)
-            version = content.get("version", _VERSION) if isinstance(content, dict) else _VERSION
-            if version != _VERSION:
-                raise UserError(f"The checkpoint {folder} has form {version!r:.20}, and this Drover reads form "
-                                f"{_VERSION}. Use the version of Drover that wrote it.")
+            if content["version"] != _VERSION:
+                raise ValueError(f"another version of Drover wrote it: its form is not {_VERSION}")
             content = typed(content, _Content)
             self._files, self._tensors = content["files"], content["tensors"]
             self._cuts: list[Cut] = [np.array(pieces, np.int64) for pieces in content["cuts"]]
@@ -287,7 +285,7 @@ class CheckpointReader:
                 corners(self._cuts[entry.cut], len(entry.shape))
             if any(Path(name).name != name for name in self._files):
                 raise ValueError("it names a file in another folder")
-        except (OSError, ValueError, IndexError, OverflowError) as error:
+        except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
             raise self._problem(f"{INDEX} is missing or damaged ({error})") from error
 
     def close(self) -> None:

@@ -8,14 +8,11 @@ an error. Here a tensor is written and hashed at a time, and read errors are rai
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
-import pickle
 import re
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,11 +234,6 @@ class TensorFile:
         return layouts, starts
 
 
-_PICKLE_PROBLEMS = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, TypeError, LookupError,
-                    AttributeError, AssertionError, OverflowError, zipfile.BadZipFile)
-"""Exceptions of torch for files that are truncated, or do not contain tensors."""
-
-
 class PickleFile:
     """A file of torch.save (.pth, .bin), mapped and open for reading any rectangle. Only tensors are unpickled.
 
@@ -256,20 +248,13 @@ class PickleFile:
         self.path = path
         try:
             refuse_irregular(path)
-            if not zipfile.is_zipfile(path):
-                raise DamagedFileError(f"{path} is truncated, or is not a zip file, as torch.save has written since "
-                                       f"torch 1.6. Read an older file with torch.load(path, weights_only=True) and "
-                                       f"save it again with torch.save")
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except FileNotFoundError as error:
             raise DamagedFileError(f"{path} is missing") from error
-        except _PICKLE_PROBLEMS as error:
-            if os.strerror(errno.ENOMEM) in str(error):
-                raise DamagedFileError(f"{path} cannot be mapped: the process must be allowed "
-                                       f"{path.stat().st_size / 1e9:,.1f} GB of memory for it, though it uses less "
-                                       f"(ulimit -v, ulimit -d, vm.overcommit_memory)") from error
-            reason = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences give unsafe advice
-            raise DamagedFileError(f"{path} is truncated, or contains more than tensors; nothing of it was executed "
+        except Exception as error:
+            reason = re.search(r"unsupported.*|mmap can only.*", str(error), re.IGNORECASE)  # others advise unsafely
+            raise DamagedFileError(f"{path} is truncated, contains more than tensors, or is older than torch 1.6; "
+                                   f"nothing of it was executed "
                                    f"({(reason[0] if reason else str(error)).partition('. ')[0][:200]})") from error
         if not isinstance(content, dict):
             raise DamagedFileError(f"{path} contains a {type(content).__name__} instead of named tensors")

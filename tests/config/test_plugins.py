@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from drover.pipeline.config.kinds import loaded_plugins, plugin_files, plugin_folders
+from drover.pipeline.config.kinds import PLUGINS, plugin_files, plugin_folders
 from drover.pipeline.config.loading import dump_config, load_config
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, parse_stages, register_stage
@@ -54,7 +54,7 @@ def test_a_module_is_imported_by_its_name_and_its_file_is_recorded_as_code(place
     (package / "more.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(str(place / "packaged"))
     load_config(place / "config.yaml", ["plugins=[inside.more]"], check=False)
-    assert loaded_plugins() == {"inside.more": package / "more.py"} and plugin_folders() == [str(place / "packaged")]
+    assert PLUGINS["inside.more"] == package / "more.py" and plugin_folders() == [str(place / "packaged")]
     assert plugin_files() == [package / "__init__.py", package / "more.py"]
     before = code_hashes(STAGES["shard"])
     (package / "more.py").write_text("VALUE = 2\n")

@@ -27,12 +27,12 @@ train.steps=0 -> greater than 0
 train.steps=1e308 -> 'train.steps' is 1e+308 (float)
 train.batch_tokens=999999999999T -> 'train.batch_tokens'
 model=5 -> 'model' is 5 (int)
-model=[preset] -> 'model' is a list
+model=[preset] -> 'model' is ['preset'] (list)
 launch.time=99999999999999999 -> longer than Slurm counts
 launch.mem=64GiB -> 'launch.mem': '64GiB' must be a number of megabytes, or a number with K
 launch.mem=-4 -> 'launch.mem': '-4' must be a number of megabytes
-launch={account: 17} -> 'launch.account' is 17 (int): a text is needed; write it in quotes ('17').
-launch.environment={A: true} -> write it in quotes ('true').
+launch={account: 17} -> 'launch.account' is 17 (int): input should be a valid string; write it in quotes.
+launch.environment={A: true} -> write it in quotes.
 train.schedule=linear -> 'cosine' or 'wsd'
 name=a/b -> name
 train.lr=nan -> train.lr
@@ -44,11 +44,8 @@ shard.sources=[{kind: files, name: x, paths: [y], formatt: txt}] -> did you mean
 shard.sources=[] -> shard.sources
 shard.sources=[{kind: files, name: x, paths: [y], encoding: klingon}] -> klingon is no encoding of text
 shard.sources=[{kind: files, name: x, paths: [y], encoding: rot13}] -> rot13 is no encoding of text
-shard.sources=[{kind: files, name: x, paths: [y], encoding: idna}] -> idna is no encoding of text
-shard.sources=[{kind: files, name: x, paths: [y], encoding: punycode}] -> punycode is no encoding of text
-shard.sources=[{kind: files, name: x, paths: [y], encoding: unicode_escape}] -> unicode_escape is no encoding of text
-evaluate.tasks=mine -> 'evaluate.tasks' is 'mine' (str): a list is needed; write [mine].
-shard.sources.1={} -> 'shard.sources' is a mapping: input should be a valid list
+evaluate.tasks=mine -> 'evaluate.tasks' is 'mine' (str): input should be a valid list; write [a, b].
+shard.sources.1={} -> 'shard.sources' is {'1': {}} (dict): input should be a valid list
 train.phases=[{until: 1M, seq_len: 5}] -> unknown key 'train.phases.0.seq_len'
 train.phases=[{lr: 1, until: many}] -> 'train.phases.0.until' is 'many'
 train.steps=7; train.phases=[{until: 20k}] -> train.steps 7 is not the number of steps in train.phases, 2. Leave it out
@@ -111,7 +108,7 @@ parallel.pp=2; parallel.pp_schedule=zbv; model.tied_embeddings=true -> and model
 parallel.pp=2; parallel.pp_schedule=zbv -> (here are parallel.reshard 'always', train.compile None
 parallel.async_tp=true; parallel.tp=2; train.compile=false -> needs compiled blocks, but train.compile false
 parallel.timeout_minutes=30 -> timeout_minutes 30.0 is not longer than 3 x train.guards.hang_minutes 10.0
-train.activation_checkpointing=selective; train.kept_activations=[] -> is a list: list should have at least 1 item
+train.activation_checkpointing=selective; train.kept_activations=[] -> is [] (list): list should have at least 1 item
 train.attention=flash -> train.attention 'flash' is not known. Take auto, sdpa, by_document
 convert.average=[4, 2] -> [4, 2]: name each step once, in order, and none above train.steps 1000.
 convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none above train.steps 1000.
@@ -196,12 +193,12 @@ tp=2 -> 3 -> parallel: dp_shard -1 x tp 2 needs a multiple of 2 ranks, but there
 dp_replicate=2 dp_shard=2 tp=2 -> 4 -> dp_replicate 2 x dp_shard 2 x tp 2 needs 8 ranks, but there are 4.
 tp=1 -> 3 -> 8 sequences
 pp=2 cp=2 -> 6 -> parallel: pp 2 x dp_shard -1 x cp 2 needs a multiple of 4 ranks, but there are 6.
-pp=2 -> 16 -> at least parallel.pp (2) micro-batches in a step; each of 8 data-parallel groups has 1 of 8 sequences \
-(train.batch_tokens 2048
+pp=2 -> 16 -> at least parallel.pp (2) micro-batches in a step, and with parallel.pp_schedule interleaved a multiple \
+of it; each of 8 data-parallel groups has 1 of 8 sequences (train.batch_tokens 2048
 pp=2 pp_schedule=interleaved -> 16 -> interleaved a multiple of it; each of 8
 tp=1 -> 128 -> the global batch of 8 sequences (train.batch_tokens 2048 / train.sequence_length 256) is not divisible \
-by 128 data-parallel ranks, even one sequence at a time. Take fewer nodes (at most 8 data-parallel ranks), a multiple \
-of 32768 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, whose ranks share sequences.
+by 128 data-parallel ranks, even one sequence at a time. Take fewer nodes, a multiple of 32768 as train.batch_tokens, \
+or larger parallel.tp, parallel.cp or parallel.pp, whose ranks share sequences.
 """, str, int))
 def test_ranks_that_cannot_be_laid_out(written, overrides, ranks, words):
     given = ["train.sequence_length=256", "train.batch_tokens=2048", *(f"parallel.{one}" for one in overrides.split())]

@@ -166,7 +166,7 @@ def test_a_part_that_shrinks_while_it_is_open(tmp_path):
 
 @pytest.mark.parametrize(("damage", "message"), [
     (Path.unlink, "missing or damaged"),
-    (lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2})), "form 2")])
+    (lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2})), "its form is not 4")])
 def test_an_index_that_cannot_be_read_is_named(tmp_path, damage, message):
     """Damaged ones are tried by tests/test_fuzz.py."""
     write_checkpoint(tmp_path, {"x": torch.randn(6, 4)})

