@@ -27,7 +27,7 @@ from drover.model.presets import LADDER
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import TrainConfig, read_tokens, tokens_text
-from drover.pipeline.core.console import Parser, Program, counted, duration, echo, printable, refuse_low
+from drover.pipeline.core.console import Parser, Program, counted, duration, echo, first, printable, refuse_low
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.tools.presets import CHINCHILLA
@@ -77,6 +77,12 @@ LR_LAW = "0.003239 - 0.0001395 ln(parameters of the blocks): Kaplan et al. 2020"
 MUON_WIDTH = 512
 """Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
 
+LETTERS = str.maketrans({
+    "ä": "ae", "ö": "oe", "ü": "ue", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue", "ß": "ss", "æ": "ae", "Æ": "Ae", "ø": "oe",
+    "Ø": "Oe", "œ": "oe", "Œ": "Oe", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ı": "i"})
+"""How Latin letters are written in ASCII that are no letter with an accent, or not only that."""
+
+
 @dataclass(frozen=True)
 class Proposal:
     """A proposed model and training.
@@ -95,11 +101,6 @@ class Proposal:
         """What of the text is trained on, in words."""
         share = self.tokens / self.corpus_tokens
         return f"{share:.2g} epochs of your text" if share >= 1 else f"{100 * share:.2g}% of your text"
-
-    @property
-    def trained_bytes(self) -> int:
-        """Bytes of text that training sees; a repetition counts again."""
-        return int(self.tokens * self.token_bytes)
 
     @property
     def batch_tokens(self) -> int:
@@ -132,13 +133,9 @@ class Proposal:
 
     def expected(self, gzip_bits: float) -> str:
         """The bits per byte that it will need of validation text for which gzip needs so many, in words."""
-        bits = self.expected_bits(gzip_bits)
+        bits = gzip_bits * BITS * (self.tokens * self.token_bytes / BITS_AT) ** -BITS_POWER
         return (f"about {bits:.2f} bits per byte of validation text, between {bits * (1 - BITS_RANGE):.2f} and "
                 f"{bits * (1 + BITS_RANGE):.2f}, by a rule from small models trained on 1 to 10 MB ({BITS_RULE})")
-
-    def expected_bits(self, gzip_bits: float) -> float:
-        """The same as a number."""
-        return gzip_bits * BITS * (self.trained_bytes / BITS_AT) ** -BITS_POWER
 
 
 def add_options(parser: Parser) -> None:
@@ -171,7 +168,9 @@ def work(options: argparse.Namespace) -> None:
     name = _name(target.with_suffix(""))
     write_text(target, as_yaml(corpus, proposal, name))
     others = OTHER_S + OTHER_MB_S * corpus.text_bytes / 1e6 / machine.cores
-    for remark in [*corpus.left_out, *corpus.remarks]:
+    if corpus.left_out:
+        echo(f"left out: {first(corpus.left_out, 6, 'more reasons')}")
+    for remark in corpus.remarks:
         echo(remark)
     if (taken := load_config(target).folder).exists():
         echo(f"{taken} is there already: give another `name` in {target}, or remove that run")
@@ -243,12 +242,12 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     rule = ("tail   # few files: the end of each source, its last files by name; scores are of these alone" if few else
             "hash")
     prompts = corpus.prompts or ["The "]
-    bits = proposal.expected_bits(corpus.gzip_bits)
     allowed = min(1.0, max(0.01 * corpus.sampled, math.ceil(2000 * corpus.rejected_share) / 1000))
     why = (f"twice the share that is broken of what was looked at ({corpus.rejected_share:.2%})"
            if corpus.rejected_share else "not all files were looked into")
     rejected = f"  max_rejected_share: {allowed:g}   # {why}\n" * (allowed > ShardConfig().max_rejected_share)
-    remarks = [f"# {' '.join(printable(own).split())}\n" for own in [*corpus.left_out, *corpus.remarks]]
+    remarks = [f"# {' '.join(printable(own).split())}\n" for own in (
+        *(f"left out: {own}" for own in corpus.left_out), *corpus.remarks)]
     short_of_text = proposal.tokens >= int(ROOM * EPOCHS * proposal.corpus_tokens)
     vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
                   f"vocab_size: {shape.vocab_size}   # up to the root of twice the text's bytes; fewer in small models")
@@ -286,9 +285,7 @@ model:   # {tokens_text(shape.parameter_count)} parameters
   tied_embeddings: true
 
 # Expected: {proposal.expected(corpus.gzip_bits)}.
-# That is {bits * math.log(2) * proposal.token_bytes:.1f} nats per token. The rule: {BITS} of the \
-{corpus.gzip_bits:.2f} bits that gzip -9 needs, after {BITS_AT / 1e6:g} MB of training text;
-# it falls with the power -{BITS_POWER} of this text, here {proposal.trained_bytes / 1e6:,.1f} MB with repetitions.
+# gzip -9 needs {corpus.gzip_bits:.2f}.
 train:   # {tokens_text(proposal.tokens)} tokens, {proposal.epochs}; above {EPOCHS} epochs repeated text teaches little
   steps: {steps}
   sequence_length: {shape.context_length}
@@ -332,8 +329,9 @@ def _quoted(text: str) -> str:
 
 
 def _name(folder: Path) -> str:
-    """A run's name from a folder's: in ASCII, without accents."""
-    plain = unicodedata.normalize("NFKD", folder.resolve().name).encode("ascii", "ignore").decode()
+    """A run's name from a folder's: in ASCII, with umlauts and the like written out and accents left out."""
+    text = unicodedata.normalize("NFC", folder.resolve().name).translate(LETTERS)
+    plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     return re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:100].strip("-._") or "mine"
 
 

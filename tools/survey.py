@@ -63,7 +63,7 @@ EXTRACTED = 20
 """The text of at most so many HTML, WARC and PDF files is extracted."""
 FEW_NAMES = 20
 """At most so many files without a common ending are listed by name, where other files lie in their folder."""
-NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|(-----BEGIN ))")
+NO_PROSE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml|<svg|-----BEGIN )")
 """How files begin whose text nobody wants to learn: markup, keys and certificates."""
 MBOX = b"\n\nFrom "
 """Between two mails of a file."""
@@ -166,14 +166,15 @@ def look(folder: Path) -> Corpus:
     if tests:
         left_out[TEST_SPLIT] = sorted(tests)
     frequent = sorted(left_out, key=lambda reason: (-len(left_out[reason]), reason))
-    named = [f"left out: {_shown(left_out[reason], folder)}: {reason}" for reason in frequent[:MOST_REASONS]]
+    named = [f"{_shown(left_out[reason], folder)}: {reason}" for reason in frequent[:MOST_REASONS]]
     if more := [path for reason in frequent[MOST_REASONS:] for path in left_out[reason]]:
-        named.append(f"left out for other reasons: {_shown(more, folder)}")
+        named.append(f"{_shown(more, folder)}: other reasons")
     if hidden := _files_with_hidden(folder) - len(paths):
-        named.append(f"left out: {counted(hidden, 'hidden file')}")
+        named.append(counted(hidden, "hidden file"))
     if not kinds:
         raise UserError("\n  ".join([f"{folder} holds no text that Drover reads. It reads text, .jsonl, .json, .csv, "
-                                     f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst.", *named]))
+                                     f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst. Left out:",
+                                     *named]))
     is_sample = len(looked) < len(paths) - len(tests)
     for path, beginning in _beginnings([path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]):
         looked[path] = replace(beginning, text=beginning.text[:most_text])
@@ -252,9 +253,8 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
             data = stream.read(READ)
         if not data.strip():
             raise NoTextError(EMPTY)
-        if own_format is None and (match := NO_PROSE.match(data)):
-            raise NoTextError("a key or certificate" if match[3] else "an XML file, of which the model would learn the "
-                                                                      "markup; take its text out first")
+        if own_format is None and NO_PROSE.match(data):
+            raise NoTextError("XML, of which the model would learn the markup (take its text out first), or a key")
         encoding = _encoding(data, form)
         text = codecs.getincrementaldecoder(encoding)("replace").decode(data).removeprefix("\ufeff")
         if own_format is None and _is_json_lines(text):
@@ -270,10 +270,8 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
             separator = next(own for own in ("\n\n", "\r\n\r\n", "\n") if own.encode(encoding) in data or own == "\n")
         return FileKind("" if own_format else "txt", "", encoding, None, separator), Beginning(text)
     except damage() as error:
-        if (why := getattr(error, "strerror", None)) or not (packed := COMPRESSIONS.get(path.suffix.lower())):
-            raise NoTextError(f"it cannot be read: {why or error}") from None
         _refuse_mistaken(path, form, UTF8)
-        raise NoTextError(f"it is damaged: {error}; `{packed} -t FILE` tests it, fetch it again") from None
+        raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _plain_source(path: Path) -> FilesSource:

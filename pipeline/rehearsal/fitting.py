@@ -87,10 +87,8 @@ def fit_in_memory(config: Config, rehearsal: Rehearsal, memory: float, *, gpu: b
     """Whether a rank fits a GPU with `memory` bytes, and a sentence about it. If it does not fit, the sentence names
     the largest item, and settings that fit, each of them rehearsed."""
     size, has = readable(rehearsal.peak.bytes), readable(memory)
-    if rehearsal.peak.bytes <= TIGHT * memory:
-        return True, f"{size} of {has}: it fits"
     if rehearsal.peak.bytes <= memory:
-        return True, (f"{size} of {has}: it fits, but memory that is not estimated (CUDA's context, NCCL's buffers, "
+        return True, (f"{size} of {has}: it fits; memory that is not estimated (CUDA's context, NCCL's buffers, "
                       f"fragmentation) takes some GB more")
     largest = max(rehearsal.peak.kinds, key=lambda kind: rehearsal.peak.kinds[kind])
     config = with_largest(config, rehearsal.ranks)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.phases import BatchPlan, with_largest
@@ -29,7 +29,6 @@ class Rehearsal:
 
     Attributes:
         waits: places where the host waits for the device before the step's result, and how often in the rehearsed part.
-        masks: places where a mask of all pairs of tokens is created, with its shape.
         notes: differences between the rehearsal and the real run.
     """
 
@@ -39,7 +38,6 @@ class Rehearsal:
     peak: Peak
     traffic: Traffic
     waits: dict[str, int]
-    masks: dict[str, tuple[int, ...]]
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
@@ -48,7 +46,7 @@ class Rehearsal:
                     for channel in sorted(self.traffic.calls)]
         return {"rank": self.rank, "ranks": self.ranks, "layers": self.layers, "peak_bytes": self.peak.bytes,
                 "kinds": self.peak.kinds, "largest": [asdict(item) for item in self.peak.items[:10]],
-                "collectives": channels, "host_waits": self.waits, "dense_masks": self.masks, "notes": self.notes}
+                "collectives": channels, "host_waits": self.waits, "notes": self.notes}
 
 
 def layers_of(shape: ModelConfig, parallel: ParallelConfig, pipeline_rank: int) -> str:
@@ -89,21 +87,11 @@ def page_of(config: Config, rehearsals: Sequence[Rehearsal]) -> list[RenderableT
                        *(_counted(one, channel) for one in rehearsals)] for channel in channels)],
                    ["ranks", *equal_ranks])]
     page += ["each with calls and bytes: what a rank sends or receives, whichever is more", ""]
-    return page + judgements(rehearsals)
-
-
-def judgements(rehearsals: Sequence[Rehearsal]) -> list[str]:
-    """Waits, masks and notes, each once."""
-    waits, masks = _places(one.waits for one in rehearsals), _places(one.masks for one in rehearsals)
-    return [f"waits      {waits or 'none: the host reads nothing but the result of the step'}",
-            f"masks      {masks or 'none of all pairs of tokens'}",
+    waits = {place: calls for one in rehearsals for place, calls in one.waits.items()}
+    shown = "; ".join(f"{place}: {calls}" for place, calls in waits.items())
+    return [*page, f"waits      {shown or 'none: the host reads nothing but the result of the step'}",
             *(f"note       {text}" for text in dict.fromkeys(note for one in rehearsals for note in one.notes)),
             "note       CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top"]
-
-
-def _places(of: Iterable[Mapping[str, Any]]) -> str:
-    places = {place: what for one in of for place, what in one.items()}
-    return "; ".join(f"{place}: {what}" for place, what in places.items())
 
 
 def _counted(one: Rehearsal, channel: Collective) -> str:

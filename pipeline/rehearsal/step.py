@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import drover.model.llama
 import drover.model.loss
-from drover.model.attention.backend import Where, choose, load
+from drover.model.attention.backend import Where, choose
 from drover.model.attention.varlen import Varlen
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import network
@@ -67,29 +67,17 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
     Raises:
         UserError: GPUs cannot run it either.
     """
-    missing = _unsupported_there(name, where) if ":" in name else ""
-    if ":" in name and not missing:
+    if ":" in name:  # a plugin's own
         return name, ""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
         try:
-            choice = choose("auto" if missing else name, replace(where, device=torch.device("cuda")))
+            choice = choose(name, replace(where, device=torch.device("cuda")))
         except ValueError as error:
             raise UserError(f"train.attention cannot be used on GPUs: {error}") from error
     chosen, note = choice.backend.name, choice.fallback
-    if missing:
-        note = f"attention {name} {missing} here: it is rehearsed as {chosen}"
-    elif chosen == "flex":
+    if chosen == "flex":
         note = "flex is rehearsed as varlen: both keep the output and its log-sum-exp"
     return FLASH_KERNEL if chosen in ("varlen", "flex") else chosen, note
-
-
-def _unsupported_there(name: str, where: Where) -> str:
-    """Why a plugin's backend cannot run on this machine; GPUs may run it. Empty if it cannot be loaded, which the
-    engine reports."""
-    try:
-        return load(name).refusal(where)
-    except ValueError:
-        return ""
 
 
 class _Kept(torch.autograd.Function):
@@ -218,7 +206,7 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
     every_micro_batch = all_micro_batches or grid.pipeline > 1 or plan.accumulation <= ENOUGH
     count = plan.accumulation if every_micro_batch else ENOUGH
     assert shape.vocab_size is not None
-    watch = Watch((shape.vocab_size // grid.tensor, shape.dim), plan.sequence_length // grid.context)
+    watch = Watch((shape.vocab_size // grid.tensor, shape.dim))
     sections = [Traffic() for _ in range(count)]
     with ranks.memory(), watch:
         _name_state(engine, watch)
@@ -234,7 +222,7 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
     waits = {place: calls for place, calls in watch.waits.items()
              if not (place.startswith(RESULT) and place.endswith("(step)"))}
     return Rehearsal(ranks.rank, ranks.world, layers_of(shape, config.parallel, grid.pipeline_rank),
-                     watch.memory.peak(), traffic, waits, watch.masks, notes)
+                     watch.memory.peak(), traffic, waits, notes)
 
 
 def _batches(plan: BatchPlan, grid: Grid, count: int, watch: Watch, sections: list[Traffic]) -> Iterator[Batch]:

@@ -108,8 +108,6 @@ ONCE = {"_warmup_p2p"}
 """Functions of torch's pipelines that run only before the first step."""
 ROOM = {"_create_act_recv_info", "_prepare_forward_infra", "_prepare_backward_infra"}
 """Functions in which torch's pipelines allocate buffers for what they will receive."""
-DENSE_FROM = 512
-"""Tokens from which a mask of all pairs is costly. For shorter sequences it may be the cheapest way."""
 
 
 class Watch(TorchDispatchMode):
@@ -117,19 +115,16 @@ class Watch(TorchDispatchMode):
 
     Args:
         head: (words, width) of the output matrix on this rank.
-        tokens: of a sequence on this rank.
 
     Attributes:
-        memory, traffic: the records. waits: places where the host waited for the device, and how often. masks: places
-            where a mask of all pairs of tokens was created, with its shape.
+        memory, traffic: the records. waits: places where the host waited for the device, and how often.
     """
 
-    def __init__(self, head: tuple[int, int], tokens: int) -> None:
+    def __init__(self, head: tuple[int, int]) -> None:
         super().__init__()
-        self.head, self.tokens = head, tokens
+        self.head = head
         self.memory, self.traffic = Memory(), Traffic()
         self.waits: Counter[str] = Counter()
-        self.masks: dict[str, tuple[int, ...]] = {}
         self._following = ExitStack()
 
     def __enter__(self) -> Watch:
@@ -159,11 +154,6 @@ class Watch(TorchDispatchMode):
                                     f"computed values, so the host would wait for the device there in every step. Use "
                                     f"other settings (such as train.attention), or start without a rehearsal."
                                     ) from None
-        except RuntimeError as error:
-            if "found two different devices" not in str(error):
-                raise
-            raise NotRehearsedError(f"The rehearsal ends at {place()}: tensors on two devices meet in {operator}. "
-                                    f"{error}") from None
         if operator.namespace in NAMESPACES:
             self._collective(name, operator, [*arguments, *(options or {}).values()], result)
         for tensor in tensors(result):
@@ -185,7 +175,7 @@ class Watch(TorchDispatchMode):
         """Add a tensor's storage to the log if it is new memory."""
         if tensor.device.type == "meta" or self.memory.knows(tensor):
             return
-        attends, kind = False, ""
+        kind = ""
         for frame in frames():
             file, function = frame.f_code.co_filename, frame.f_code.co_name
             if file.endswith("distributed/tensor/_sharding_prop.py"):
@@ -196,10 +186,7 @@ class Watch(TorchDispatchMode):
                 kind = kind or BY_FSDP2.get(function, "")
             if "distributed/pipelining/" in file and function in ROOM:
                 kind = "pipeline buffers"
-            attends = attends or function in ("prepare", "attend")
         self.memory.hold(tensor, kind)
-        if attends and self.tokens >= DENSE_FROM and tensor.dim() > 1 and min(tensor.shape[-2:]) >= self.tokens:
-            self.masks.setdefault(place(), tuple(tensor.shape))
 
     def _of_the_loss(self, tensor: Tensor) -> str:
         if tuple(tensor.shape) == self.head:

@@ -106,3 +106,5 @@ def test_small_recipes_train_on_the_tokens_that_their_comment_names(name, billio
     settings = load_config(REPOSITORY / f"configs/{name}.yaml")
     tokens, shape = settings.train.steps * settings.train.batch_tokens, settings.model.with_vocabulary(32000)
     assert round(tokens / 1e9, 1) == billions and round(tokens / shape.parameter_count) == 20
+    hours = tokens * shape.flops_per_token(settings.train.sequence_length, causal=True) / (0.43 * 989e12) / 3600
+    assert round(hours) == {"llama_110m": 1, "llama_350m": 10}[name]

@@ -19,7 +19,6 @@ from drover.model import llama
 from drover.model.attention.backend import Documents, Where
 from drover.model.attention.module import Layout
 from drover.model.attention.sdpa import Sdpa
-from drover.model.attention.varlen import Varlen
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import TrainConfig
@@ -132,13 +131,11 @@ def plain():
 def test_what_makes_a_step_slow_is_named_and_a_plain_step_waits_for_nothing(plain, capsys):
     config = config_of(train={"attention": f"{__name__}:Waits"})
     [result] = rehearse_apart(config, 2, [0])
-    assert next(iter(result.masks.values()))[-2:] == (512, 512)
-    assert any("attention/sdpa.py" in place and "dense_mask" in place for place in result.masks)
     [place] = result.waits
     assert place.startswith("tests/rehearsal/test_rehearsal.py") and place.endswith("(attend)")
     draw(*page_of(config, [result]), *page_of(CONFIG, [plain]))
     shown = capsys.readouterr().out
-    assert place in shown and not plain.waits and not plain.masks
+    assert place in shown and not plain.waits
     assert "none: the host reads nothing but the result of the step" in shown
 
 
@@ -203,7 +200,7 @@ def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
     assert numbers == [0, ranks // 2, ranks - ranks // pp]
     for one in rehearse_apart(config, ranks, numbers[::2]):
         assert {channel.group: channel.ranks for channel in one.traffic.calls} == {"all ranks": ranks, **groups}
-        assert 0 < one.peak.bytes < 40e9 and not one.waits and not one.masks
+        assert 0 < one.peak.bytes < 40e9 and not one.waits
         assert not any(config.model.vocab_size in item.shape for item in one.peak.items), "of words, a part is held"
 
 
@@ -237,20 +234,10 @@ def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 
 
-class OnGpusOnly(Varlen):
-    """Somebody's kernel."""
-
-    def unsupported(self, where):
-        """See Backend."""
-        return "needs a GPU" if where.device.type == "cpu" else ""
-
-
 @pytest.mark.parametrize("name, where, expected", [
     ("auto", Where(CPU, BF16, True, 128), FLASH_KERNEL),
     ("auto", Where(CPU, FP32, True, 128), FLASH_KERNEL),  # in the place of flex
     ("mine:Own", Where(CPU, BF16, True, 128), "mine:Own"),  # the engine says that there is none
-    (f"{__name__}:OnGpusOnly", Where(CPU, BF16, True, 128), FLASH_KERNEL),
-    (f"{__name__}:OnGpusOnly", Where(CPU, FP32, False, 128), "by_document"),
 ])
 def test_a_rehearsal_takes_what_gpus_would(name, where, expected):
     assert on_gpus(name, where)[0] == expected

@@ -111,7 +111,7 @@ def test_what_is_proposed_for_any_folder_runs_and_the_rest_is_named(tmp_path, mo
     output = printed(capsys, main, "zoo", "--minutes", "1")
     proposed = Path("zoo.yaml").read_text()
     assert {name for name in others if not re.search(rf"left out: (.*, )?{name}[:,]", proposed)} == set()
-    assert re.findall("left out: .*", output) == re.findall("left out: .*", proposed)
+    assert re.match("left out: .* and [0-9]+ more reasons\n", output)
     assert '/mails/*"\n' in proposed and '/mails/1707.M7P1.post:2,S"\n' in proposed, "but for the one in Latin-1"
     assert '/plain/*"\n' in proposed, "all of a folder are of one kind"
     assert max(map(len, re.findall("^ .*", proposed, re.MULTILINE))) < 80 + len(str(tmp_path)), "a path has a line"
@@ -157,7 +157,7 @@ def test_a_test_split_and_descriptions_of_data_sets_are_left_out(tmp_path, files
                                                 {"text": wide(number)}))
     result = look(tmp_path)
     assert result.files == len(files.split()) - len(left_out)
-    assert {name for name in files.split() if re.search(rf"left out: (.*, )?{name}[:,]", "\n".join(result.left_out))
+    assert {name for name in files.split() if re.search(rf"(?m)^(.*, )?{name}[:,]", "\n".join(result.left_out))
             } == set(left_out)
     source = files_source(*(path for own in result.sources.values() for path in own["paths"]),
                           exclude=[path for own in result.sources.values() for path in own.get("exclude", [])])
@@ -180,8 +180,8 @@ def test_what_is_closed_is_left_out_by_name_and_the_rest_runs(notes, monkeypatch
     monkeypatch.setattr(os, "scandir", scan)
     monkeypatch.setattr(streams, "opened", opened)
     output = printed(capsys, main, str(notes))
-    assert "left out: deep/closed: a folder that cannot be read: Permission denied\n" in output
-    assert "left out: secret.md: it cannot be read: Permission denied\n" in output
+    assert "deep/closed: a folder that cannot be read: Permission denied" in output
+    assert "secret.md: it cannot be read: Permission denied" in output
     run_here("shard", "my-notes.yaml", "launch.processes=1")
     assert Run(load_config("my-notes.yaml")).finished("shard").counts["files"]["in"] == 6
     refused(AbsentInputError, "closed cannot be read: Permission denied. Make it readable, or name it in `exclude`",
@@ -195,7 +195,7 @@ def test_records_that_shard_will_reject_are_counted_and_their_share_is_allowed(n
     (notes / "worst.jsonl").write_bytes(lines(good[:2]) + b"{\n" * 3)
     output = printed(capsys, main, str(notes))
     assert "4 broken records of 80 that were looked at, which shard will reject: a.jsonl, b.csv (the line" in output
-    assert "left out: worst.jsonl: most of its records cannot be read: " in output
+    assert "worst.jsonl: most of its records cannot be read: " in output
     run_here("shard", "my-notes.yaml", "launch.processes=1")
     run = Run(load_config("my-notes.yaml"))
     counts = run.finished("shard").counts
@@ -212,7 +212,7 @@ def test_damaged_and_hidden_files_are_left_out_and_counted(notes, capsys):
         (notes / name).write_bytes(data)
     printed(capsys, main, str(notes))
     text = Path("my-notes.yaml").read_text()
-    for pattern in ("cut.jsonl.gz: it is damaged: .* `gzip -t FILE` tests it", "cut.jsonl.zst: .* `zstd -t FILE`",
+    for pattern in ("cut.jsonl.gz: it cannot be read: Compressed file ended", "cut.jsonl.zst: it cannot be read: ",
                     "other.jsonl.gz: it is damaged: ", "plain.jsonl.gz: its name .* rename it", "3 hidden files"):
         assert re.search(f"# left out: {pattern}", text)
     assert ".git" not in text
@@ -239,7 +239,9 @@ def test_of_very_many_files_the_same_share_of_each_ending_is_looked_into(notes, 
 
 
 @pytest.mark.parametrize(("folder", "name"), table("""
-    Älter & café_2024 -> Alter-cafe_2024
+    Größe Notizen -> Groesse-Notizen
+    Größe, Ærø & café -> Groesse-Aeroe-cafe
+    Łódź_2024 -> Lodz_2024
     日記 -> mine
     mail 日記.old -> mail-.old""", str, str))
 def test_the_name_keeps_the_letters_that_a_run_may_have(tmp_path, monkeypatch, folder, name):
@@ -368,7 +370,7 @@ def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     'my notes' --minutes 0 -> above 0
     'my notes' --params many -> above 0
     nowhere -> is no folder
-    pictures -> left out: photo.png: it is a PNG file
+    pictures -> photo.png: it is a PNG file
     'my notes' --to pictures -> there already""", shlex.split))
 def test_what_cannot_be_is_refused(notes, arguments, message, capsys):
     (notes.parent / "pictures").mkdir()
