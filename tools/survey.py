@@ -25,7 +25,7 @@ from drover.pipeline.config.data import COMPRESSIONS, WEB, FilesSource, converte
 from drover.pipeline.core.console import counted, first, printable
 from drover.pipeline.core.errors import UserError, absent
 from drover.pipeline.core.folders import files_below, folders_below
-from drover.pipeline.data.documents import Limit, Rejection, damage, value_in
+from drover.pipeline.data.documents import Limit, Rejection, damage
 from drover.pipeline.data.hub import CARDS, SAVED
 from drover.pipeline.data.readers import COLUMNAR, file_records
 from drover.pipeline.data.streams import UTF8, Input, Piece, mistaken, name_as_text, utf16_order
@@ -36,6 +36,8 @@ READ = 1 << 24
 """Bytes of a text file that are read."""
 RECORDS = 100
 """Records of a file that are read."""
+MOST_MB = 128.0
+"""MB of the largest document, as in shard.max_document_mb."""
 TEXT_FIELDS = ("text", "content", "raw_content", "body", "contents", "page_content", "article", "document", "markdown",
                "maintext", "story", "transcript", "message", "code", "abstract")
 """Names of fields that hold a document's text, the usual one first."""
@@ -176,7 +178,8 @@ def look(folder: Path) -> Corpus:
                                      f".parquet, .arrow, .html, .warc and .pdf, each also with .gz or .zst. Left out:",
                                      *named]))
     is_sample = len(looked) < len(paths) - len(tests)
-    for path, beginning in _beginnings([path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB]):
+    for path in _chosen([path for path in kinds.get(FileKind(), ()) if file_format(path) in WEB], EXTRACTED):
+        beginning = _documents(path, _source(path))
         looked[path] = replace(beginning, text=beginning.text[:most_text])
     rejecting = {path: own for path, own in looked.items() if own.rejected}
     rejected = sum(len(own.rejected) for own in rejecting.values())
@@ -240,7 +243,7 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
         if not path.stat().st_size:
             raise NoTextError(EMPTY)
         if form in WEB:
-            for package in web_packages(_plain_source(path), [path.name]):
+            for package in web_packages(_source(path), [path.name]):
                 for problem in absent("its text", package):
                     raise NoTextError(f"{form.upper()}: {problem}")
             _refuse_mistaken(path, form, UTF8)
@@ -274,21 +277,18 @@ def _kind(path: Path) -> tuple[FileKind, Beginning]:
         raise NoTextError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _plain_source(path: Path) -> FilesSource:
-    return FilesSource(kind="files", name="a", paths=[str(path)])
+def _source(path: Path, **settings: Any) -> FilesSource:
+    return FilesSource(kind="files", name="a", paths=[str(path)], **settings)
 
 
-def _beginnings(paths: Sequence[Path]) -> Iterator[tuple[Path, Beginning]]:
-    """The first documents of some files of which the text is extracted."""
+def _documents(path: Path, source: FilesSource) -> Beginning:
+    """The first documents of a file, as `shard` will read them."""
     from drover.pipeline.data.reading import unit_documents  # not above: it imports numpy
 
-    for path in _chosen([*paths], EXTRACTED):
-        payload = {"source": _plain_source(path).model_dump(mode="json"), "max_document_mb": 128.0,
-                   "pieces": [vars(Piece.of(path))]}
-        items = [*islice(unit_documents(payload), RECORDS)]
-        rejected = [item.reason for item in items if isinstance(item, Rejection)]
-        yield path, Beginning("\n".join(item[0].text for item in items if not isinstance(item, Rejection)), len(items),
-                              rejected)
+    payload = {"source": source.model_dump(mode="json"), "max_document_mb": MOST_MB, "pieces": [vars(Piece.of(path))]}
+    items = [*islice(unit_documents(payload), RECORDS)]
+    rejected = [item.reason for item in items if isinstance(item, Rejection)]
+    return Beginning("\n".join(item[0].text for item in items if not isinstance(item, Rejection)), len(items), rejected)
 
 
 def _is_json_lines(text: str) -> bool:
@@ -311,57 +311,32 @@ def _delimiter(path: Path, header: str) -> str | None:
 
 
 def _records_kind(path: Path, form: str, encoding: str, delimiter: str | None = None) -> tuple[FileKind, Beginning]:
-    """The kind of a file of records, and its beginning."""
-    _refuse_mistaken(path, form, encoding)
-    records, _ = _records(path, form, encoding, delimiter)
+    """The kind of a file of records, and its beginning; NoTextError if most cannot be read, or what follows one is
+    lost."""
+    source = _source(path, format=form, text_field="", encoding=encoding, delimiter=delimiter)
+    records, rejected = list[Any](), list[str]()
+    for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(MOST_MB)), RECORDS):
+        if not isinstance(item, Rejection):
+            records += item[1] if isinstance(item[1], list) else [item[1]]
+        elif item.lost:
+            raise NoTextError(item.reason)
+        else:
+            rejected.append(item.reason)
+    if not records:
+        raise NoTextError(f"no record can be read: {rejected[0]}" if rejected else "it has no record")
     lists = list(_lists(records[0])) if len(records) == 1 else []
     try:
-        name = _text_field(records)
+        name = _text_field(records[:RECORDS])
     except NoTextError:
         if not lists:
             raise
         if len(lists) > 1:
             raise NoTextError(f"it holds {len(lists)} lists of records; take out the list that is meant") from None
         name = _text_field(lists[0])
-    records, rejected = _records(path, form, encoding, delimiter, name)
-    texts = [text for record in records if isinstance(text := value_in(record, name), str)
-             and not re.search("[\ud800-\udfff]", text)]
-    rejected += [f"no text in the field '{name}', or broken UTF-8"] * (len(records) - len(texts))
-    if len(rejected) >= len(texts):
-        raise NoTextError(f"most of its records cannot be read: {rejected[0]}")
-    return (FileKind("" if file_format(path) else form, name, encoding, delimiter),
-            Beginning("\n".join(texts), len(texts) + len(rejected), rejected))
-
-
-def _records(path: Path, form: str, encoding: str, delimiter: str | None, text_field: str = ""
-             ) -> tuple[list[Any], list[str]]:
-    """The first records of a file, and why others among them are rejected; NoTextError if there is none, or what
-    follows a rejected one is lost."""
-    source = FilesSource.model_validate({
-        "kind": "files", "name": "a", "paths": [str(path)], "format": form, "text_field": text_field,
-        "encoding": encoding, "delimiter": delimiter})
-    records = list[Any]()
-    rejected = list[str]()
-    for item in islice(file_records(Input(Piece.of(path), encoding), source, Limit(128.0)), RECORDS):
-        if isinstance(item, Rejection):
-            rejected.append(item.reason)
-            if item.lost:
-                raise NoTextError(f"what follows a record cannot be read: {item.reason}")
-        else:
-            records += item[1] if isinstance(item[1], list) else [item[1]]
-    if not records:
-        raise NoTextError(f"no record can be read: {rejected[0]}" if rejected else "it has no record")
-    return [_with_text(record) for record in records[:RECORDS]], rejected
-
-
-def _with_text(record: Any) -> Any:
-    """The record with its bytes as text, where they are UTF-8: some Parquet files have columns of bytes for text."""
-    made = dict(record) if isinstance(record, dict) else record
-    for name, value in record.items() if isinstance(record, dict) else ():
-        if isinstance(value, bytes) and b"\0" not in value:
-            with suppress(UnicodeDecodeError):
-                made[name] = value.decode()
-    return made
+    beginning = _documents(path, source.model_copy(update={"text_field": name}))
+    if 2 * len(beginning.rejected) >= beginning.records:
+        raise NoTextError(f"most of its records cannot be read: {', '.join(beginning.rejected[:1])}")
+    return FileKind("" if file_format(path) else form, name, encoding, delimiter), beginning
 
 
 def _lists(value: Any, depth: int = 8) -> Iterator[list[Any]]:
@@ -376,7 +351,10 @@ def _lists(value: Any, depth: int = 8) -> Iterator[list[Any]]:
 def _strings(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """The fields of a record that hold text, dotted."""
     for name, value in record.items() if isinstance(record, dict) else ():
-        if isinstance(value, str):
+        if isinstance(value, bytes) and b"\0" not in value:  # some Parquet files have columns of bytes for text
+            with suppress(UnicodeDecodeError):
+                yield prefix + name, value.decode()
+        elif isinstance(value, str):
             yield prefix + name, value
         elif isinstance(value, dict) and prefix.count(".") < 3:
             yield from _strings(value, f"{prefix}{name}.")
