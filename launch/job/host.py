@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import signal
 import time
@@ -15,7 +14,6 @@ from typing import Self
 
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
-from drover.pipeline.contract.locks import HEARTBEAT_S, SILENT_S, Heartbeats
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record, write_json
 
@@ -24,6 +22,8 @@ HOLDING = (*WITH_NODES, "COMPLETING", "STAGE_OUT")
 CHAIN_S = 300.0
 """Seconds that a job waits for one of its own chain, which ends while this one starts, or if Slurm does not answer."""
 RETRY_S = 3.0
+LOOK_S = 30.0
+"""Between two looks whether the lock is still this start's."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +220,10 @@ class Holder:
 
 
 class JobLock:
-    """One job at a time for a stage: `launch/<stage>.lock` names the job that has it. Its changes of time are
-    heartbeats.
+    """One job at a time for a stage: `launch/<stage>.lock` names the job that has it.
 
     Slurm's singleton separates jobs of one name, and the stage locks its folder. This lock also works where file locks
-    do not reach (other nodes), and where a node that Slurm has given up still runs. If Slurm does not answer, a job
-    counts as dead once its heartbeat has not changed for SILENT_S.
+    do not reach (other nodes), and where a node that Slurm has given up still runs.
     """
 
     def __init__(self, spec: JobSpec, host: Host) -> None:
@@ -233,23 +231,20 @@ class JobLock:
         self.host = host
         self.path = Path(spec.run) / "launch" / f"{spec.stage}.lock"
         self.own = Holder(host.job, host.restart, platform.node(), spec.chain)
-        self._next_renewal = 0.0
+        self._next_look = 0.0
 
     def __enter__(self) -> JobLock:
-        """Take the lock: at once from an earlier start of this job, from another job once it is dead.
+        """Take the lock: at once from an earlier start of this job, from another job once Slurm says that it has ended.
 
         Raises:
             UserError: another job is alive and is not about to end as one of the same chain; or this one received a
                 request to end.
         """
         until = time.monotonic() + CHAIN_S
-        heartbeats = Heartbeats()
         waits = False
         while (held := holder_of(self.path)) is not None and held.job != self.own.job:
-            silent_s = heartbeats.silent_s(held.job, self._changed_at())
             known = self.host.scheduler.jobs([held.job])
-            dead = known[held.job].state not in HOLDING if known else silent_s >= SILENT_S
-            if dead:
+            if known and known[held.job].state not in HOLDING:
                 break
             ending = not known or held.chain == self.own.chain
             if self.host.requests or not ending or time.monotonic() >= until:
@@ -260,44 +255,25 @@ class JobLock:
                               f"{self.spec.stage}")
             waits = True
             time.sleep(RETRY_S)
-        self._write()
+        write_json(self.path, asdict(self.own))
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
-            if holder_of(self.path) == self.own:
-                self.path.unlink()
+            if self.is_ours(at_once=True):
+                self.path.unlink(missing_ok=True)
 
-    def renew(self, *, at_once: bool = False) -> bool:
-        """Give a heartbeat if one is due; False once another start has taken the stage over."""
-        if not at_once and time.monotonic() < self._next_renewal:
+    def is_ours(self, *, at_once: bool = False) -> bool:
+        """False once another start has taken the stage over. Unless it is `at_once`, the file is read now and then."""
+        if not at_once and time.monotonic() < self._next_look:
             return True
-        self._next_renewal = time.monotonic() + HEARTBEAT_S  # also after a failure
-        with suppress(OSError):  # such as a full disk: Slurm still knows that this job runs
-            held = holder_of(self.path)
-            if held is None:
-                self._write()
-            elif held != self.own:
-                return False
-            else:
-                os.utime(self.path)
-        return True
-
-    def _changed_at(self) -> int:
-        """When the record last changed (in ns, by the file system's clock); 0 if it is gone."""
-        try:
-            return self.path.stat().st_mtime_ns
-        except OSError:
-            return 0
-
-    def _write(self) -> None:
-        write_json(self.path, asdict(self.own))
-        self._next_renewal = time.monotonic() + HEARTBEAT_S
+        self._next_look = time.monotonic() + LOOK_S
+        return holder_of(self.path) in (self.own, None)
 
 
 def holder_of(path: Path) -> Holder | None:
-    """The holder of a lock; None if there is none, or if its record is truncated."""
+    """The holder of a lock; None if there is none, or if its record cannot be read."""
     try:
         return read_record(path, Holder)
-    except UserError:
+    except (UserError, OSError):
         return None

@@ -237,7 +237,7 @@ class Runner:
             # Slurm warns of the limit once, and only processes that run then.
             decision = requeue(decision.status, f"{decision.reason}; the time limit is too near to start again here",
                                spec)
-        if self.lock is not None and not self.lock.renew(at_once=True):
+        if self.lock is not None and not self.lock.is_ours(at_once=True):
             raise UserError("Another start of this job has taken the stage over.")
         then = decision.action
         if then in ("restart", "requeue") and not host.is_current():
@@ -396,7 +396,7 @@ class Runner:
 
     def tick(self) -> bool:
         """Called while something runs; False if it must end because the stage is another start's."""
-        return self.lock is None or self.lock.renew()
+        return self.lock is None or self.lock.is_ours()
 
     # ---- records
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from drover.launch.job import host, runner, srun
-from drover.launch.job.host import CHAIN_S, HEARTBEAT_S, RETRY_S, SILENT_S, Holder, StepEnd, holder_of
+from drover.launch.job.host import CHAIN_S, LOOK_S, RETRY_S, Holder, StepEnd
 from drover.launch.job.preflight import PreflightResult
 from drover.launch.job.srun import SlurmHost
 from drover.launch.slurm.chain import ChainJob, JobChain
@@ -221,7 +221,7 @@ def test_ends_without_progress_stop_the_stage_for_good(job, cause):
 
 
 def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
-    monkeypatch.setattr(host, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(host, "LOOK_S", 0.0)
 
     def taken(each):
         assert each()
@@ -261,26 +261,25 @@ def hold(job, other, chain=""):
     write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", chain)))
 
 
-@pytest.mark.parametrize("other, chain, state, renewed_at, waited, ends", table(f"""
-    12 -> '' -> RUNNING -> -1 -> 0 -> false
-    11 -> '' -> PENDING -> -1 -> 0 -> false
-    11 -> '' -> silent -> -1 -> {SILENT_S} -> false
-    11 -> '' -> silent -> 170 -> {CHAIN_S} -> true
-    11 -> '' -> SUSPENDED -> -1 -> 0 -> true
-    11 -> before -> COMPLETING -> -1 -> 0 -> true
-    11 -> c -> silent -> 30 -> {30 + SILENT_S} -> false
-    11 -> c -> COMPLETING -> -1 -> {CHAIN_S} -> true""", str, yaml.safe_load, str, float, float, yaml.safe_load))
-def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, renewed_at, waited, ends):
-    """An earlier start of this job, and a job that was queued again, are gone. Where Slurm is silent only the heartbeat
-    tells. A link waits for the end of the one before, but not without end."""
+@pytest.mark.parametrize("other, chain, state, waited, ends", table(f"""
+    12 -> '' -> RUNNING -> 0 -> false
+    11 -> '' -> PENDING -> 0 -> false
+    11 -> '' -> silent -> {CHAIN_S} -> true
+    11 -> '' -> SUSPENDED -> 0 -> true
+    11 -> before -> COMPLETING -> 0 -> true
+    11 -> c -> COMPLETING -> {CHAIN_S} -> true
+    11 -> c -> ends -> 30 -> false""", str, yaml.safe_load, str, float, yaml.safe_load))
+def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, waited, ends):
+    """An earlier start of this job, and a job that was queued again, are gone. A link waits for the end of the one
+    before, but not without end; so does every job while Slurm is silent."""
     clock = [0.0]
     hold(job, other, chain)
-    job.slurm.silent, job.slurm.states[other] = state == "silent", state
+    job.slurm.silent, job.slurm.states[other] = state == "silent", "COMPLETING" if state == "ends" else state
 
     def sleep(seconds):
-        before, clock[0] = clock[0], clock[0] + seconds
-        if before < renewed_at <= clock[0]:
-            hold(job, other, chain)
+        clock[0] += seconds
+        if state == "ends" and clock[0] >= waited:
+            job.slurm.states[other] = "COMPLETED"
 
     monkeypatch.setattr(host.time, "sleep", sleep)
     monkeypatch.setattr(host.time, "monotonic", lambda: clock[0])
@@ -302,16 +301,15 @@ def test_a_job_with_a_request_to_end_does_not_wait(job):
     refused(UserError, "The job 11", lock_of(job, 15).__enter__)
 
 
-def test_the_heartbeat_is_written_now_and_then(job, monkeypatch):
+def test_a_job_that_lost_its_stage_notices_now_and_then(job, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(host.time, "monotonic", lambda: now)
     with lock_of(job) as mine:
-        for seconds, due in ((HEARTBEAT_S - 1, False), (1, True), (1, False)):
-            now += seconds
-            os.utime(mine.path, (0, 0))
-            assert mine.renew() and (mine.path.stat().st_mtime > 0) == due
+        assert mine.is_ours()
         mine.path.write_text("{")
-        assert holder_of(mine.path) is None and mine.renew(at_once=True), "a torn record is nobody's"
+        assert mine.is_ours(at_once=True), "a torn record is nobody's"
         hold(job, "13")
-        assert not mine.renew(at_once=True)
+        assert mine.is_ours() and not mine.is_ours(at_once=True)
+        now += LOOK_S
+        assert not mine.is_ours()
     assert mine.path.exists(), "it is another job's"
